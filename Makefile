@@ -1,0 +1,45 @@
+# The two commands of the README are `make demo` and `make test`; both install what they need first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint unit integration bench bench-network clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[recipes,plots,wandb,dev]'
+	touch $@
+
+install: $(STAMP)  ## Make .venv with everything
+
+demo: install  ## Train a byte-level GPT on two pipeline stages with stashed weights
+	$(BIN)/python -m recipes.train fit --config recipes/configs/gpt_pipedream.yaml
+
+test: lint unit integration  ## Run the whole test suite
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: install
+	$(BIN)/python -m pytest tests/unit
+
+integration: install
+	$(BIN)/python -m pytest tests/integration
+
+bench: install  ## Print the tables of throughput and bubbles
+	$(BIN)/python -m tests.benchmarks.pipeline
+
+bench-network: install  ## The same model on two network namespaces with a limited link (root, iproute2)
+	$(BIN)/python -m tests.benchmarks.network
+
+clean:  ## Remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,12 @@
+"""Distributed strategies for PyTorch Lightning.
+
+Importing this package registers its strategies' names, so that
+``L.Trainer(strategy="pipeline_pipedream")`` works after ``import lightning_dist``.
+"""
+
+from lightning_dist.registration import register_strategies
+from lightning_dist.strategies.pipeline import PipelineStrategy
+
+__all__ = ["PipelineStrategy"]
+
+register_strategies()

@@ -1,0 +1,267 @@
+"""Checkpoints that mean the same under every layout.
+
+A checkpoint is either one ordinary Lightning ``.ckpt`` file, or a directory to which each rank
+writes what it holds:
+
+.. code-block:: text
+
+    epoch=3.ckpt/
+      lightning.pt        the Lightning checkpoint without its tensors (loads with weights_only)
+      .metadata, *.distcp torch distributed checkpoint: model.<name>, optimizer.<i>.<name>.<key>
+
+Tensors are keyed by the model's own parameter names, which no layout changes, so any number of
+ranks with any partition reads what it needs. Either form is written under a temporary name and
+renamed when it is whole; a process that dies while saving leaves the checkpoint before untouched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_dist.named_optimizer import to_numbers
+
+_METADATA_FILE = "lightning.pt"
+_REPLACED_SUFFIX = ".replaced"
+
+
+def is_sharded(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint is a directory of shards.
+
+    Args:
+        path: Of a checkpoint.
+    """
+    return (_resolve(path) / _METADATA_FILE).is_file()
+
+
+def load_full(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
+    """Loads a checkpoint of either form in one process.
+
+    Args:
+        path: An ordinary Lightning checkpoint file, or a sharded one's directory.
+        weights_only: As for :func:`torch.load`.
+
+    Returns:
+        The ordinary Lightning checkpoint dictionary, tensors on the CPU. It is what
+        ``L.Trainer(devices=1)`` writes for the same model.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+    """
+    if not is_sharded(path):
+        resolved = _resolve(path)
+        if not resolved.is_file():
+            raise FileNotFoundError(
+                f"{os.fspath(path)!r} is no checkpoint: neither a file nor a directory with"
+                f" {_METADATA_FILE!r}."
+            )
+        loaded: dict[str, Any] = torch.load(
+            resolved, map_location="cpu", weights_only=weights_only
+        )
+        return loaded
+    checkpoint = load_sharded(path, lambda _: True, weights_only=weights_only)
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [to_numbers(s) for s in checkpoint["optimizer_states"]]
+    return checkpoint
+
+
+def load_sharded(
+    path: str | os.PathLike[str], is_wanted: Callable[[str], bool], *, weights_only: bool = True
+) -> dict[str, Any]:
+    """Loads a part of a sharded checkpoint; no process waits for another.
+
+    Args:
+        path: The checkpoint's directory.
+        is_wanted: Whether to load the tensors of a parameter or buffer, by its name.
+        weights_only: As for :func:`torch.load`.
+
+    Returns:
+        The Lightning checkpoint dictionary; its optimizer states are by parameter name.
+    """
+    resolved = _resolve(path)
+    checkpoint: dict[str, Any] = torch.load(
+        resolved / _METADATA_FILE, map_location="cpu", weights_only=weights_only
+    )
+    tensors = _read_tensors(resolved, is_wanted)
+    checkpoint["state_dict"] = tensors.pop("model", {}) | checkpoint["state_dict"]
+    for index, state in enumerate(checkpoint.get("optimizer_states", [])):
+        by_parameter = state["state"]
+        for key, tensor in tensors.get(f"optimizer.{index}", {}).items():
+            name, _, entry = key.rpartition(".")
+            by_parameter.setdefault(name, {})[entry] = tensor
+    return checkpoint
+
+
+def save_sharded(
+    checkpoint: Mapping[str, Any], path: str | os.PathLike[str], group: dist.ProcessGroup | None
+) -> None:
+    """Writes a checkpoint, each rank what it holds.
+
+    Args:
+        checkpoint: This rank's Lightning checkpoint dictionary, optimizer states by name.
+        path: The checkpoint's directory.
+        group: All ranks that save; must take CPU tensors. None for a process of its own.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.saving")
+    rank = 0 if group is None else dist.get_rank(group)
+    if rank == 0:
+        _remove(temporary)
+        temporary.mkdir(parents=True)
+    if group is not None:
+        dist.barrier(group)
+    tensors, rest = _split(checkpoint)
+    states = _gather_optimizer_rest(rest, group)
+    dcp.save(tensors, checkpoint_id=temporary, process_group=group, no_dist=group is None)
+    if rank == 0:
+        torch.save({**rest, **states}, temporary / _METADATA_FILE)
+        _replace(temporary, target)
+
+
+def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Writes an ordinary Lightning checkpoint file, under a temporary name first.
+
+    Args:
+        checkpoint: The Lightning checkpoint dictionary.
+        path: The file.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.saving")
+    torch.save(dict(checkpoint), temporary)
+    _replace(temporary, target)
+
+
+def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Makes the ordinary Lightning checkpoint from what each rank holds.
+
+    Args:
+        parts: One checkpoint dictionary per rank, optimizer states by name.
+
+    Returns:
+        The first one's entries, with the weights and optimizer states of all.
+    """
+    merged: dict[str, Any] = {}
+    for part in parts:
+        if not merged:
+            merged = {**part, "state_dict": {}}
+        merged["state_dict"].update(part["state_dict"])
+        for index, state in enumerate(part.get("optimizer_states", [])):
+            merged["optimizer_states"][index]["state"].update(state["state"])
+    if "optimizer_states" in merged:
+        merged["optimizer_states"] = [to_numbers(s) for s in merged["optimizer_states"]]
+    return merged
+
+
+def remove_partial_saves(directory: str | os.PathLike[str]) -> None:
+    """Removes what dead processes left half written.
+
+    Args:
+        directory: Where checkpoints are.
+    """
+    for leftover in Path(directory).glob(".*.saving"):
+        _remove(leftover)
+
+
+def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Takes the model's and the optimizers' tensors out, keyed as in the files."""
+    tensors: dict[str, Tensor] = {}
+    rest = {**checkpoint, "state_dict": {}}
+    for name, value in checkpoint["state_dict"].items():
+        if isinstance(value, Tensor):
+            tensors[f"model.{name}"] = value
+        else:
+            rest["state_dict"][name] = value
+    states = []
+    for index, state in enumerate(checkpoint.get("optimizer_states", [])):
+        kept: dict[str, dict[str, Any]] = {}
+        for name, entries in state["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{index}.{name}.{key}"] = value
+                else:
+                    kept.setdefault(name, {})[key] = value
+        states.append({**state, "state": kept})
+    if "optimizer_states" in checkpoint:
+        rest["optimizer_states"] = states
+    return tensors, rest
+
+
+def _gather_optimizer_rest(
+    rest: dict[str, Any], group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Collects the few optimizer entries that are not tensors from all ranks."""
+    if group is None or "optimizer_states" not in rest:
+        return {}
+    own = [state["state"] for state in rest["optimizer_states"]]
+    everyone: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, own, group=group)
+    states = []
+    for index, state in enumerate(rest["optimizer_states"]):
+        entries: dict[str, Any] = {}
+        for rank_states in everyone:
+            entries.update(rank_states[index])
+        states.append({**state, "state": entries})
+    return {"optimizer_states": states}
+
+
+def _read_tensors(path: Path, is_wanted: Callable[[str], bool]) -> dict[str, dict[str, Tensor]]:
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    wanted: dict[str, Tensor] = {}
+    places: dict[str, tuple[str, str]] = {}
+    for key, info in metadata.items():
+        section, name = _split_key(key)
+        parameter = name if section == "model" else name.rpartition(".")[0]
+        if isinstance(info, TensorStorageMetadata) and is_wanted(parameter):
+            wanted[key] = torch.empty(info.size, dtype=info.properties.dtype)
+            places[key] = (section, name)
+    dcp.load(wanted, checkpoint_id=path, no_dist=True)
+    sections: dict[str, dict[str, Tensor]] = {}
+    for key, (section, name) in places.items():
+        sections.setdefault(section, {})[name] = wanted[key]
+    return sections
+
+
+def _split_key(key: str) -> tuple[str, str]:
+    section, _, name = key.partition(".")
+    if section == "model":
+        return section, name
+    index, _, name = name.partition(".")
+    return f"{section}.{index}", name
+
+
+def _resolve(path: str | os.PathLike[str]) -> Path:
+    """Finds a checkpoint also in the instant in which a newer one takes its name."""
+    target = Path(path)
+    replaced = target.with_name(target.name + _REPLACED_SUFFIX)
+    return replaced if not target.exists() and replaced.exists() else target
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    if temporary.is_file() and not target.is_dir():
+        os.replace(temporary, target)
+        return
+    # A directory cannot be renamed over another one, so the old one steps aside first; a process
+    # that dies in between leaves it where `_resolve` finds it.
+    replaced = target.with_name(target.name + _REPLACED_SUFFIX)
+    if target.exists():
+        _remove(replaced)
+        target.rename(replaced)
+    temporary.rename(target)
+    _remove(replaced)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,101 @@
+"""The mesh: how many ranks along which axis, and which rank is where.
+
+Sizes are checked before any process group exists, from integers alone, so that a wrong size is a
+``ValueError`` on each rank and never a hang. ``tp`` is innermost, for its collectives are the most
+frequent; ``pp`` is outermost, for it sends the least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Sizes of a mesh, outermost axis first.
+
+    Attributes:
+        pp: Pipeline stages.
+        dp_replicate: Data replicas.
+        dp_shard: Ranks that shard one replica.
+        tp: Tensor-parallel ranks.
+
+    Raises:
+        ValueError: A size below 1.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the sizes."""
+        for name, size in self.sizes.items():
+            if size < 1:
+                raise ValueError(f"The size of mesh axis `{name}` must be at least 1, not {size}.")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size by axis, outermost first."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Gives the place of a rank.
+
+        Args:
+            rank: Global rank.
+
+        Returns:
+            Index by axis.
+        """
+        places: dict[str, int] = {}
+        for name in reversed(AXES):
+            rank, places[name] = divmod(rank, self.sizes[name])
+        return {name: places[name] for name in AXES}
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        """Gives the global rank at a place; the inverse of :meth:`coordinates`."""
+        rank = 0
+        for name in AXES:
+            rank = rank * self.sizes[name] + coordinates[name]
+        return rank
+
+    def data_index(self, rank: int) -> int:
+        """Gives the place of a rank along the data axes together."""
+        places = self.coordinates(rank)
+        return places["dp_replicate"] * self.dp_shard + places["dp_shard"]
+
+    def peers(self, rank: int, *axes: str) -> list[int]:
+        """Lists the ranks that differ from one at most along some axes.
+
+        Args:
+            rank: Global rank.
+            axes: The axes that may differ.
+
+        Returns:
+            Global ranks in mesh order, the given one among them.
+        """
+        own = self.coordinates(rank)
+        return [
+            other
+            for other in range(self.world_size)
+            if all(own[a] == i for a, i in self.coordinates(other).items() if a not in axes)
+        ]
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Lists all groups of :meth:`peers`, each once, in the same order on each rank."""
+        found = [self.peers(rank, *axes) for rank in range(self.world_size)]
+        return [list(group) for group in dict.fromkeys(tuple(g) for g in found)]

@@ -1,0 +1,147 @@
+"""Optimizer state by parameter name.
+
+torch numbers an optimizer's state by position, so a rank that holds a part of the model has other
+numbers than a single device. By name the state means the same under every layout. The order of the
+names is the one in which ``configure_optimizers`` grouped the whole model's parameters, so the
+numbers of an ordinary checkpoint can be made from the names, and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+GroupNames = list[list[str]]
+"""Names of the whole model's parameters in each group, in the order of the groups."""
+
+
+def name_groups(optimizer: Optimizer, module: nn.Module) -> GroupNames:
+    """Names the parameters of an optimizer.
+
+    Args:
+        optimizer: Built on the whole model.
+        module: The whole model.
+
+    Raises:
+        ValueError: A parameter is not the module's.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not"
+                    " a parameter of the module, so it has no name in a checkpoint. Assign it (or"
+                    " its module) to an attribute of the LightningModule."
+                )
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def keep_own_parameters(optimizer: Optimizer, module: nn.Module) -> None:
+    """Takes the parameters of other ranks out of an optimizer; its groups stay.
+
+    Args:
+        optimizer: Built on the whole model.
+        module: What this rank holds of it.
+    """
+    own = {id(p) for p in module.parameters()}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in own]
+
+
+def state_by_name(optimizer: Optimizer, module: nn.Module, names: GroupNames) -> dict[str, Any]:
+    """Gives an optimizer's state with names for numbers.
+
+    Args:
+        optimizer: This rank's.
+        module: What this rank holds of the model.
+        names: All parameters' names by group.
+
+    Returns:
+        ``{"state": {name: {...}}, "param_groups": [{..., "params": [all names]}]}``; the state of
+        this rank's parameters only.
+    """
+    own = name_groups(optimizer, module)
+    state_dict = optimizer.state_dict()
+    order = [name for group in own for name in group]
+    state = {order[index]: values for index, values in state_dict["state"].items()}
+    groups = [
+        {**group, "params": list(all_names)}
+        for group, all_names in zip(state_dict["param_groups"], names, strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def to_numbers(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes an ordinary optimizer state dict from one by names.
+
+    Args:
+        named: What :func:`state_by_name` gives; may hold any part of the states.
+    """
+    numbers: dict[str, int] = {}
+    for group in named["param_groups"]:
+        for name in group["params"]:
+            numbers.setdefault(name, len(numbers))
+    return {
+        "state": {numbers[name]: values for name, values in named["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]}
+            for group in named["param_groups"]
+        ],
+    }
+
+
+def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
+    """Names the state of an ordinary optimizer state dict; the inverse of :func:`to_numbers`.
+
+    Args:
+        numbered: From an ordinary checkpoint.
+        names: The present optimizer's parameters' names by group.
+
+    Raises:
+        ValueError: The groups do not match.
+    """
+    groups = numbered["param_groups"]
+    saved, present = [len(g["params"]) for g in groups], [len(g) for g in names]
+    if saved != present:
+        raise ValueError(
+            f"The checkpoint's optimizer has groups of {saved} parameters, the present one of"
+            f" {present}. Resume with the model and the `configure_optimizers` that wrote it."
+        )
+    name_of = {
+        number: name
+        for group, group_names in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], group_names, strict=True)
+    }
+    return {
+        "state": {name_of[number]: values for number, values in numbered["state"].items()},
+        "param_groups": [
+            {**group, "params": list(group_names)}
+            for group, group_names in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def load_by_name(optimizer: Optimizer, module: nn.Module, named: Mapping[str, Any]) -> None:
+    """Loads the part of a state that is this rank's.
+
+    Args:
+        optimizer: This rank's.
+        module: What this rank holds of the model.
+        named: Of the whole model or any part that holds this rank's.
+    """
+    own: Sequence[Sequence[str]] = name_groups(optimizer, module)
+    numbers = {name: i for i, name in enumerate(name for group in own for name in group)}
+    position = iter(range(len(numbers)))
+    optimizer.load_state_dict(
+        {
+            "state": {numbers[n]: v for n, v in named["state"].items() if n in numbers},
+            "param_groups": [
+                {**group, "params": [next(position) for _ in group_names]}
+                for group, group_names in zip(named["param_groups"], own, strict=True)
+            ],
+        }
+    )

@@ -1,0 +1,102 @@
+"""The alphabet of schedules: what one rank does with one micro-batch on one stage.
+
+An action is three values and has a short name: ``2F0`` is stage 2's forward of micro-batch 0. The
+same names serve the runtime, the simulator, the plots and the error messages, so what is executed
+is what is shown.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class ActionKind(StrEnum):
+    """What is done; the value is the name used in formatted actions."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Full backward: gradients of the inputs and of the weights."""
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_F = "SEND_F"
+    """Send an activation to the stage after."""
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    """Send a gradient to the stage before."""
+    RECV_B = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    """Average gradients over the data replicas."""
+    STEP = "STEP"
+    """Optimizer update."""
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether it runs the stage's layers."""
+        return self in (
+            ActionKind.FORWARD,
+            ActionKind.BACKWARD,
+            ActionKind.BACKWARD_INPUT,
+            ActionKind.BACKWARD_WEIGHT,
+        )
+
+    @property
+    def is_receive(self) -> bool:
+        """Whether it may wait for another rank."""
+        return self in (ActionKind.RECV_F, ActionKind.RECV_B)
+
+    @property
+    def is_send(self) -> bool:
+        """Whether it hands something to another rank."""
+        return self in (ActionKind.SEND_F, ActionKind.SEND_B)
+
+
+# Longer names first, or "SEND_F" would be read as an "S" that does not exist.
+_KINDS = "|".join(sorted((kind.value for kind in ActionKind), key=len, reverse=True))
+_FORMAT = re.compile(rf"(\d+)({_KINDS})(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a schedule.
+
+    Attributes:
+        stage_index: The stage.
+        kind: What is done.
+        microbatch_index: The micro-batch; for ``REDUCE_GRAD`` and ``STEP`` the update.
+    """
+
+    stage_index: int
+    kind: ActionKind
+    microbatch_index: int
+
+    def __str__(self) -> str:
+        """Formats as stage, kind, micro-batch: ``2F0``."""
+        return f"{self.stage_index}{self.kind.value}{self.microbatch_index}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Reads what ``str`` writes.
+
+        Args:
+            text: For example ``"2F0"`` or ``"1SEND_B3"``.
+
+        Raises:
+            ValueError: It is not an action.
+        """
+        match = _FORMAT.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(
+                f"{text!r} is not an action. Write stage, kind and micro-batch, like '2F0', with"
+                f" one of the kinds {[kind.value for kind in ActionKind]}."
+            )
+        return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
+
+    def shifted(self, offset: int) -> Action:
+        """Gives the same action of a later micro-batch.
+
+        Args:
+            offset: Added to the micro-batch index.
+        """
+        return replace(self, microbatch_index=self.microbatch_index + offset)

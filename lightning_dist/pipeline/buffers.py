@@ -1,0 +1,57 @@
+"""Memory for received tensors, used again as soon as nobody can see it.
+
+A receiver that allocates a fresh megabyte for each message pays for page faults each time. A
+receiver that reuses one buffer blindly corrupts whatever still looks at it, and a stage cannot know
+who does: an identity layer hands its input on, and the user may keep a prediction for ever. So the
+pool asks the interpreter: the bytes of a buffer are a Python object that each tensor on it holds a
+reference to. A buffer without such references is free.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+# References to a free buffer while `_is_free` looks at it: the pool's list, the caller's loop
+# variable, the parameter, and the argument of `getrefcount`.
+_REFERENCES_OF_A_FREE_BUFFER = 4
+
+
+class BufferPool:
+    """Hands out CPU tensors whose memory returns by itself."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, list[bytearray]] = {}
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all buffers, in use or free."""
+        return sum(size * len(buffers) for size, buffers in self._buffers.items())
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Gives a tensor with arbitrary content.
+
+        Args:
+            shape: Its shape.
+            dtype: Its dtype.
+
+        Returns:
+            A contiguous CPU tensor. Its memory is used again once the tensor and all its views are
+            gone.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        buffers = self._buffers.setdefault(num_bytes, [])
+        for buffer in buffers:
+            if _is_free(buffer):
+                return torch.frombuffer(buffer, dtype=dtype).view(shape)
+        buffers.append(bytearray(num_bytes))
+        return torch.frombuffer(buffers[-1], dtype=dtype).view(shape)
+
+
+def _is_free(buffer: bytearray) -> bool:
+    return sys.getrefcount(buffer) <= _REFERENCES_OF_A_FREE_BUFFER

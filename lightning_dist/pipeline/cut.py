@@ -1,0 +1,163 @@
+"""Take a stage's layers out of a sequence, and leave the names as they were.
+
+The layers of other stages are replaced in place by :class:`ForeignLayer`, never re-indexed, so each
+parameter keeps the name that it has on a single device, and a state dict means the same under every
+layout. A foreign layer holds no parameters of its own (``parameters()`` is this rank's), but it
+remembers the shape of what it replaced, for those who must see the whole model: the summary, and
+``configure_optimizers``, which decides the groups.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class ForeignLayer(nn.Module):
+    """Stands for a layer that lives on another rank.
+
+    Args:
+        layer: The layer that it replaces.
+        name: Its name in the sequence.
+        stage_index: The stage that has it.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, stage_index: int) -> None:
+        super().__init__()
+        self.name = name
+        self.stage_index = stage_index
+        # In a tuple, where nn.Module does not look for submodules.
+        self._skeleton = (copy.deepcopy(layer, _to_meta_memo(layer)),)
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """The layer's structure, its tensors on the meta device."""
+        return self._skeleton[0]
+
+    def forward(self, *_: object, **__: object) -> Tensor:
+        """Refuses.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"Layer {self.name!r} lives on stage {self.stage_index}, not on this rank. Call the"
+            " pipelined module inside training_step, validation_step, test_step or predict_step"
+            " only; for the whole model in one process load a checkpoint with"
+            " `lightning_dist.checkpoint.load_full`."
+        )
+
+
+def _to_meta_memo(layer: nn.Module) -> dict[int, object]:
+    """Makes deepcopy put meta tensors where the layer has parameters and buffers."""
+    memo: dict[int, object] = {}
+    for parameter in layer.parameters():
+        meta = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
+    for buffer in layer.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return memo
+
+
+def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:
+    """Gives the stage of each layer.
+
+    Args:
+        layers_per_stage: The partition.
+    """
+    return [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
+
+
+def cut(sequence: nn.Sequential, layers_per_stage: Sequence[int], stage_index: int) -> None:
+    """Replaces the layers of all other stages; does nothing where that was done before.
+
+    Args:
+        sequence: The pipelined module; changed in place.
+        layers_per_stage: The partition.
+        stage_index: The stage to keep.
+
+    Raises:
+        ValueError: The sequence has been cut in another way before.
+    """
+    stages = stage_of_layers(layers_per_stage)
+    children = list(sequence.named_children())
+    for (name, layer), stage in zip(children, stages, strict=True):
+        if isinstance(layer, ForeignLayer) != (stage != stage_index) and is_cut(sequence):
+            raise ValueError(
+                f"This model has been cut before, and stage {stage_index} of the partition"
+                f" {list(layers_per_stage)} is not what this process kept: layer {name!r} is"
+                f" {'elsewhere' if isinstance(layer, ForeignLayer) else 'here'}. Build the model"
+                " anew and load a checkpoint to change the partition."
+            )
+    if is_cut(sequence):
+        return
+    for (name, layer), stage in zip(children, stages, strict=True):
+        if stage != stage_index:
+            setattr(sequence, name, ForeignLayer(layer, name, stage))
+
+
+def is_cut(sequence: nn.Sequential) -> bool:
+    """Whether a layer of the sequence lives on another rank."""
+    return any(isinstance(layer, ForeignLayer) for layer in sequence.children())
+
+
+def layer_parameter_counts(sequence: nn.Sequential) -> list[int]:
+    """Counts the parameters of each layer, foreign ones included.
+
+    Args:
+        sequence: The pipelined module, cut or not.
+    """
+    return [
+        sum(p.numel() for p in _structure(layer).parameters()) for layer in sequence.children()
+    ]
+
+
+def _structure(layer: nn.Module) -> nn.Module:
+    return layer.skeleton if isinstance(layer, ForeignLayer) else layer
+
+
+@contextmanager
+def whole(sequence: nn.Sequential, device: torch.device | None = None) -> Iterator[None]:
+    """Puts the structure of the foreign layers in their places for a while.
+
+    Args:
+        sequence: The pipelined module.
+        device: Where their tensors pretend to be. None leaves them on the meta device; on the CPU
+            they take address space but no memory, for nobody writes to them.
+
+    Yields:
+        Nothing.
+    """
+    foreign = {n: m for n, m in sequence.named_children() if isinstance(m, ForeignLayer)}
+    for name, layer in foreign.items():
+        skeleton = layer.skeleton
+        setattr(
+            sequence, name, skeleton if device is None else _unwritten(skeleton, device)
+        )
+    try:
+        yield
+    finally:
+        for name, layer in foreign.items():
+            setattr(sequence, name, layer)
+
+
+def _unwritten(skeleton: nn.Module, device: torch.device) -> nn.Module:
+    return copy.deepcopy(skeleton).to_empty(device=device)
+
+
+def foreign_state_names(sequence: nn.Sequential) -> set[str]:
+    """Names what other stages hold, as in the sequence's state dict.
+
+    Args:
+        sequence: The pipelined module.
+    """
+    return {
+        f"{name}.{key}"
+        for name, layer in sequence.named_children()
+        if isinstance(layer, ForeignLayer)
+        for key in layer.skeleton.state_dict()
+    }

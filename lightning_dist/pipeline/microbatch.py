@@ -1,0 +1,146 @@
+"""Cut a batch into micro-batches, and join what they gave.
+
+Micro-batches need not be equal: seven samples in four micro-batches are 2, 2, 2 and 1. Each
+micro-batch then weighs by its share of the samples, so that the sum of the weighted gradients is
+the undivided batch's gradient exactly (for losses that are means over samples), whatever the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dist.tree import flatten, map_leaves, unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One piece of a batch.
+
+    Attributes:
+        index: Position in the batch.
+        content: The tree that the user's step gets in place of the batch.
+        num_samples: Rows of this micro-batch.
+        weight: Share of the batch's samples, in (0, 1]; the weights of a batch sum to one.
+    """
+
+    index: int
+    content: Any
+    num_samples: int
+    weight: float
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Counts the samples of a batch: the length of its tensors' first dim.
+
+    Args:
+        batch: Any tree.
+
+    Returns:
+        The number of samples, or None where no tensor has a first dim.
+
+    Raises:
+        ValueError: The tensors disagree.
+    """
+    shapes = [tuple(t.shape) for t in flatten(batch)[0] if t.ndim > 0]
+    sizes = sorted({shape[0] for shape in shapes})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"The tensors of a batch must have the samples in their first dim, but their first dims"
+            f" are {sizes} (shapes {shapes}). Give tensors that are not per sample another place"
+            " (a buffer of the module, say), or repeat them for each sample."
+        )
+    return sizes[0] if sizes else None
+
+
+def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
+    """Cuts a batch into micro-batches of almost equal size, the larger first.
+
+    Args:
+        batch: Any tree of tensors with the samples in dim 0. Zero-dim tensors and leaves that are
+            not tensors go into each micro-batch as they are.
+        num_microbatches: How many.
+
+    Returns:
+        The micro-batches in order.
+
+    Raises:
+        ValueError: Fewer samples than micro-batches, or tensors that disagree on the samples.
+    """
+    num_samples = batch_size_of(batch)
+    if num_microbatches == 1:
+        return [Microbatch(0, batch, num_samples or 1, 1.0)]
+    if num_samples is None or num_samples < num_microbatches:
+        raise ValueError(
+            f"A batch of {num_samples or 0} samples cannot be cut into num_microbatches="
+            f"{num_microbatches}. Use at most as many micro-batches as the smallest batch has"
+            " samples: lower `num_microbatches`, raise the batch size, or drop the last, smaller"
+            " batch with `DataLoader(drop_last=True)`."
+        )
+    tensors, skeleton = flatten(batch)
+    pieces = [
+        t.tensor_split(num_microbatches) if t.ndim > 0 else (t,) * num_microbatches for t in tensors
+    ]
+    sizes = [
+        num_samples // num_microbatches + (index < num_samples % num_microbatches)
+        for index in range(num_microbatches)
+    ]
+    return [
+        Microbatch(
+            index,
+            unflatten([piece[index] for piece in pieces], skeleton),
+            sizes[index],
+            sizes[index] / num_samples,
+        )
+        for index in range(num_microbatches)
+    ]
+
+
+def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Joins the micro-batches' outputs into what the undivided batch would have given.
+
+    Args:
+        outputs: One tree per micro-batch, all of the same structure.
+        sizes: Samples per micro-batch.
+
+    Returns:
+        One tree. Tensors with the samples in dim 0 are concatenated, floating zero-dim tensors and
+        floats are averaged with the samples as weights, integers are summed, and of anything else
+        the first is taken.
+
+    Raises:
+        ValueError: The outputs have different numbers of leaves.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    columns = [_leaves(output) for output in outputs]
+    if len({len(column) for column in columns}) != 1:
+        raise ValueError(
+            "A step must return the same structure for each micro-batch, but the numbers of leaves"
+            f" were {[len(column) for column in columns]}."
+        )
+    merged = iter([_merge_leaf(list(leaves), sizes) for leaves in zip(*columns, strict=True)])
+    return map_leaves(lambda _: next(merged), outputs[0])
+
+
+def _leaves(tree: Any) -> list[Any]:
+    leaves: list[Any] = []
+    map_leaves(leaves.append, tree)
+    return leaves
+
+
+def _merge_leaf(leaves: list[Any], sizes: Sequence[int]) -> Any:
+    first = leaves[0]
+    if isinstance(first, Tensor) and first.ndim > 0:
+        return torch.cat(leaves)
+    if isinstance(first, Tensor) and not first.is_floating_point():
+        return torch.stack(leaves).sum()
+    if isinstance(first, Tensor | float):
+        return sum(leaf * (size / sum(sizes)) for leaf, size in zip(leaves, sizes, strict=True))
+    if isinstance(first, int) and not isinstance(first, bool):
+        return sum(leaves)
+    return first

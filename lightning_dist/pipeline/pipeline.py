@@ -1,0 +1,306 @@
+"""One rank's pipeline: what a training loop calls, Lightning's or your own.
+
+.. code-block:: python
+
+    pipeline = Pipeline(model, layers_per_stage=[2, 2], stage_index=rank, links=links, ...)
+    for batch in loader:
+        pipeline.train_batch(batch, step=lambda microbatch: loss(model(microbatch.x), microbatch.y))
+        if pipeline.has_gradients:
+            optimizer.zero_grad()
+            pipeline.install_gradients()
+            with pipeline.updating():
+                optimizer.step()
+    for _ in pipeline.drain():
+        ...  # the same four lines
+
+Under a synchronous schedule each batch ends with gradients, and :meth:`Pipeline.drain` has nothing
+to do. Under ``pipedream`` the first ``num_stages - 1 - stage_index`` batches after a drain only
+fill the pipeline; later ones bring the gradients of the minibatch so many batches ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_dist.pipeline.actions import Action, ActionKind
+from lightning_dist.pipeline.cut import cut
+from lightning_dist.pipeline.microbatch import batch_size_of, split
+from lightning_dist.pipeline.recorder import Recorder
+from lightning_dist.pipeline.runtime import Links, Runtime, Work, explain_with
+from lightning_dist.pipeline.schedules import build_schedule
+from lightning_dist.pipeline.stage import (
+    Current,
+    Stage,
+    Stashed,
+    Step,
+    Unstashed,
+    WeightPolicy,
+)
+from lightning_dist.pipeline.stream import Stream
+from lightning_dist.pipeline.timeline import SpanKind
+from lightning_dist.pipeline.weights import WeightStore
+
+WeightVersions = Literal["stash", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineShape:
+    """Which part of which pipeline this rank is.
+
+    Attributes:
+        schedule: Name of the schedule.
+        num_microbatches: Micro-batches per batch; 1 for asynchronous schedules.
+        layers_per_stage: The partition.
+        stage_index: This rank's stage.
+        replica_index: This rank's data replica; only for the random numbers.
+    """
+
+    schedule: str
+    num_microbatches: int
+    layers_per_stage: tuple[int, ...]
+    stage_index: int
+    replica_index: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.layers_per_stage)
+
+
+class Pipeline:
+    """Runs batches through one stage of a pipeline.
+
+    Args:
+        sequence: The pipelined module; its other stages' layers are taken out of it.
+        shape: Which part of which pipeline this is.
+        links: Channels to the neighbours.
+        weight_versions: ``"stash"`` or ``"none"``; matters for asynchronous schedules only.
+        seed: Base of the random numbers; the same on all ranks.
+        device: Where the stage computes.
+        rank: Name of this rank in the timeline.
+    """
+
+    def __init__(
+        self,
+        sequence: nn.Sequential,
+        shape: PipelineShape,
+        links: Links,
+        *,
+        weight_versions: WeightVersions = "stash",
+        seed: int = 0,
+        device: torch.device | None = None,
+        rank: int | None = None,
+    ) -> None:
+        cut(sequence, shape.layers_per_stage, shape.stage_index)
+        device = device or torch.device("cpu")
+        self.shape = shape
+        self.links = links
+        self.recorder = Recorder(shape.stage_index if rank is None else rank, device)
+        self._stream = _stream(shape, shape.schedule, shape.num_microbatches)
+        self.stage = Stage(
+            sequence,
+            shape.stage_index,
+            shape.num_stages,
+            _policy(sequence, self._stream.asynchronous, weight_versions),
+            seed=(seed, shape.replica_index),
+            device=device,
+        )
+        self._runtime = Runtime(self.stage, links, self.recorder, self._explain())
+        self._batches_since_drain = 0
+        self._num_batches = 0
+        self._microbatch_sizes: tuple[int, ...] = ()
+        self._update: Action | None = None
+        self._update_start: Any = None
+        self._forward_rounds: dict[int, tuple[Action, ...]] = {}
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether batches overlap, so that gradients come later than their batch."""
+        return self._stream.asynchronous
+
+    @property
+    def delay(self) -> int:
+        """Batches between a batch and its gradients on this stage."""
+        return self._stream.delay
+
+    @property
+    def batches_since_drain(self) -> int:
+        """Batches whose forward has run since the pipeline was last empty."""
+        return self._batches_since_drain
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Samples of each micro-batch of the latest batch."""
+        return self._microbatch_sizes
+
+    @property
+    def num_batches(self) -> int:
+        """Training batches so far; part of what names the random numbers."""
+        return self._num_batches
+
+    @num_batches.setter
+    def num_batches(self, value: int) -> None:
+        self._num_batches = value
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients are held that :meth:`install_gradients` has not installed."""
+        return self._update is not None
+
+    @property
+    def gradients_of_batch(self) -> int:
+        """The batch (counted from the first ever) whose gradients are held."""
+        assert self._update is not None
+        if not self.asynchronous:
+            return self._num_batches - 1
+        return self._num_batches - self._batches_since_drain + self._update.microbatch_index
+
+    def train_batch(self, batch: Any, step: Step, *, gradient_scale: float = 1.0) -> list[Any]:
+        """Runs one batch's round of the schedule.
+
+        Args:
+            batch: Any tree of tensors with the samples in dim 0.
+            step: Called with each micro-batch; must call the pipelined module once and return the
+                loss, a mean over the micro-batch's samples.
+            gradient_scale: Multiplies the gradients.
+
+        Returns:
+            What the step returned for each micro-batch on the last stage; empty on the others.
+        """
+        first = self._batches_since_drain if self.asynchronous else 0
+        microbatches = split(batch, self.shape.num_microbatches)
+        self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
+        numbered = {first + microbatch.index: microbatch for microbatch in microbatches}
+        work = Work(numbered, step, gradient_scale, self._num_batches)
+        actions = self._stream.round(self._batches_since_drain)
+        results = self._run(actions, work)
+        self._batches_since_drain += 1
+        self._num_batches += 1
+        return [results[index] for index in sorted(results)]
+
+    def drain(self) -> Iterator[None]:
+        """Runs the backwards of the batches in flight.
+
+        Yields:
+            Once after each backward; install the gradients and step before going on.
+        """
+        for actions in self._stream.drain(self._batches_since_drain):
+            self._run(actions, None)
+            yield
+        self._batches_since_drain = 0
+
+    def evaluate_batch(
+        self, batch: Any, step: Step, num_microbatches: int
+    ) -> list[Any]:
+        """Runs a batch forward only.
+
+        Args:
+            batch: Any tree of tensors with the samples in dim 0.
+            step: Called with each micro-batch.
+            num_microbatches: At most how many micro-batches.
+
+        Returns:
+            What the step returned for each micro-batch on the last stage; empty on the others.
+        """
+        assert not torch.is_grad_enabled()
+        count = max(1, min(num_microbatches, batch_size_of(batch) or 1))
+        microbatches = split(batch, count)
+        self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
+        work = Work({m.index: m for m in microbatches}, step, 1.0, self._num_batches)
+        if count not in self._forward_rounds:
+            self._forward_rounds[count] = _stream(self.shape, "forward", count).round(0)
+        results = self._runtime.run(self._forward_rounds[count], work)
+        return [results[index] for index in sorted(results)]
+
+    def install_gradients(self, reduce: Callable[[], None] | None = None) -> None:
+        """Moves the held gradients to ``p.grad``, adding to what is there.
+
+        Args:
+            reduce: Averages ``p.grad`` over the data replicas.
+        """
+        for name, parameter in self.stage.named_parameters().items():
+            gradient = self.stage.held_gradients.pop(name, None)
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad.add_(gradient)
+            elif gradient is not None:
+                parameter.grad = gradient
+        if reduce is not None and self._update is not None:
+            action = Action(
+                self._update.stage_index, ActionKind.REDUCE_GRAD, self._update.microbatch_index
+            )
+            with self.recorder.span(SpanKind.COMMUNICATION, action):
+                reduce()
+
+    def begin_update(self) -> None:
+        """Stashes the weights; the optimizer's writes must come next."""
+        assert self._update is not None
+        self._update_start = self.recorder.mark()
+        self.stage.policy.before_step()
+
+    def end_update(self) -> None:
+        """Notes that the optimizer has written."""
+        assert self._update is not None
+        self.recorder.record(SpanKind.UPDATE, self._update, self._update_start)
+        self._update = None
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Wraps the optimizer's writes in :meth:`begin_update` and :meth:`end_update`.
+
+        Yields:
+            Nothing.
+        """
+        self.begin_update()
+        yield
+        self.end_update()
+
+    def clear(self) -> None:
+        """Forgets everything in flight, after a failure."""
+        self._runtime.clear()
+        self._batches_since_drain = 0
+        self._update = None
+
+    def close(self) -> None:
+        """Gives the pipelined module its forward back and ends the channels."""
+        self.stage.detach()
+        self.links.close()
+
+    def _run(self, actions: Sequence[Action], work: Work | None) -> dict[int, Any]:
+        owned = [a for a in actions if a.kind in (ActionKind.REDUCE_GRAD, ActionKind.STEP)]
+        assert tuple(owned) == tuple(actions[len(actions) - len(owned) :])
+        results = self._runtime.run(actions[: len(actions) - len(owned)], work)
+        self._update = owned[-1] if owned else None
+        return results
+
+    def _explain(self) -> Callable[[Action], str]:
+        drawn = 2 * self.shape.num_stages if self.asynchronous else self.shape.num_microbatches
+        return explain_with(
+            build_schedule(
+                self.shape.schedule, num_stages=self.shape.num_stages, num_microbatches=drawn
+            )
+        )
+
+
+def _stream(shape: PipelineShape, name: str, num_microbatches: int) -> Stream:
+    return Stream(
+        name,
+        num_stages=shape.num_stages,
+        num_microbatches=num_microbatches,
+        rank=shape.stage_index,
+    )
+
+
+def _policy(
+    sequence: nn.Sequential, asynchronous: bool, weight_versions: WeightVersions
+) -> WeightPolicy:
+    if not asynchronous:
+        return Current()
+    if weight_versions == "none":
+        return Unstashed()
+    return Stashed(WeightStore(sequence.named_parameters()))

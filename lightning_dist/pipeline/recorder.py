@@ -1,0 +1,126 @@
+"""What a rank did when: the measured side of the timeline.
+
+Each action costs two clock readings and one tuple, and nothing is computed until somebody asks. On
+a GPU the clock is a CUDA event, so that a span is the time on the device, not the time of the
+launch, and no action waits for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from lightning_dist.pipeline.actions import Action
+from lightning_dist.pipeline.timeline import Span, SpanKind
+
+
+class Clock(Protocol):
+    """Reads marks now and turns them into seconds later."""
+
+    def mark(self) -> Any:
+        """Reads the clock."""
+
+    def seconds(self, mark: Any) -> float:
+        """Turns a mark into seconds since the epoch."""
+
+
+class HostClock:
+    """The monotonic clock of the host, shifted to the epoch so that hosts can be compared."""
+
+    def __init__(self) -> None:
+        self._offset_seconds = time.time() - time.perf_counter()
+
+    def mark(self) -> float:
+        """Reads the clock."""
+        return time.perf_counter()
+
+    def seconds(self, mark: float) -> float:
+        """Turns a mark into seconds since the epoch."""
+        return mark + self._offset_seconds
+
+
+class CudaClock:
+    """Events on the current CUDA stream.
+
+    Args:
+        device: The device whose work is timed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._start.record(torch.cuda.current_stream(device))
+        torch.cuda.synchronize(device)
+        self._start_seconds = time.time()
+
+    def mark(self) -> torch.cuda.Event:
+        """Records an event."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        """Turns an event into seconds since the epoch; waits for it."""
+        mark.synchronize()
+        return self._start_seconds + self._start.elapsed_time(mark) / 1e3
+
+
+class Recorder:
+    """Keeps the newest spans of one rank.
+
+    Args:
+        rank: The rank to write into the spans.
+        device: Chooses the clock.
+        capacity: Spans kept; older ones are forgotten, so that long runs need no more memory.
+    """
+
+    def __init__(self, rank: int, device: torch.device, capacity: int = 20_000) -> None:
+        self._rank = rank
+        self._clock: Clock = CudaClock(device) if device.type == "cuda" else HostClock()
+        self._marks: deque[tuple[SpanKind, Action, Any, Any]] = deque(maxlen=capacity)
+
+    @contextmanager
+    def span(self, kind: SpanKind, action: Action) -> Iterator[None]:
+        """Records what happens inside, if it ends well.
+
+        Args:
+            kind: What the rank does.
+            action: For which action.
+
+        Yields:
+            Nothing.
+        """
+        start = self.mark()
+        yield
+        self.record(kind, action, start)
+
+    def mark(self) -> Any:
+        """Reads the clock, for :meth:`record`."""
+        return self._clock.mark()
+
+    def record(self, kind: SpanKind, action: Action, start: Any) -> None:
+        """Records a span that ends now.
+
+        Args:
+            kind: What the rank did.
+            action: For which action.
+            start: What :meth:`mark` gave when it began.
+        """
+        self._marks.append((kind, action, start, self.mark()))
+
+    def spans(self) -> tuple[Span, ...]:
+        """Gives the recorded spans in seconds since the epoch, oldest first."""
+        seconds = self._clock.seconds
+        return tuple(
+            Span(self._rank, kind, action, seconds(start), seconds(end))
+            for kind, action, start, end in self._marks
+        )
+
+    def clear(self) -> None:
+        """Forgets all spans."""
+        self._marks.clear()

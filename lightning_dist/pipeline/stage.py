@@ -1,0 +1,370 @@
+"""One stage: forward and backward of one micro-batch, under a step that nobody rewrote.
+
+The user's step function runs on each stage. It reaches the pipelined module's forward, which the
+stage has replaced: the first stage runs its layers on the step's input, each later stage ignores
+that argument and takes what the stage before has sent. All but the last then leave the step by an
+exception that :meth:`Stage.forward` catches; on the last the module returns, and the user's code
+goes on to its loss.
+
+Which weights a forward and its backward see is the business of a :class:`WeightPolicy`:
+
+==================  ==========================  ============================
+policy              forward of b                backward of b
+==================  ==========================  ============================
+:class:`Current`    the parameters themselves   the same (nothing moved)
+:class:`Stashed`    the newest version          the version of its forward
+:class:`Unstashed`  the newest version          the newest version then
+==================  ==========================  ============================
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.pipeline.cut import ForeignLayer
+from lightning_dist.pipeline.microbatch import Microbatch
+from lightning_dist.pipeline.weights import WeightStore, WeightVersion
+from lightning_dist.rng import seeded
+from lightning_dist.tree import flatten, map_tensors
+
+Step = Callable[[Microbatch], Any]
+"""The user's step on one micro-batch; returns the loss or the outputs on the last stage."""
+
+
+class _StepLeft(BaseException):  # noqa: N818  (it is not an error)
+    """Leaves the user's step behind the pipelined module.
+
+    Not an ``Exception``, so that a user's ``except Exception`` does not stop it.
+    """
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class InFlight:
+    """What a micro-batch needs from its forward until its backward.
+
+    Attributes:
+        inputs: The received tensors; their gradients go to the stage before.
+        outputs: Roots of the graph: the tensors sent on, or the loss.
+        layer_input: What the layers ran on.
+        weights: What :meth:`WeightPolicy.acquire` gave.
+        seed: Names the random numbers of the forward.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    layer_input: Any
+    weights: WeightVersion | None
+    seed: tuple[int, ...]
+
+
+class WeightPolicy(Protocol):
+    """Decides which weights a micro-batch sees."""
+
+    recomputes: bool
+
+    def acquire(self) -> WeightVersion | None:
+        """Gives the weights for a forward; None stands for the parameters themselves."""
+
+    def release(self, version: WeightVersion | None) -> None:
+        """Takes them back after the backward."""
+
+    def before_step(self) -> None:
+        """Prepares for the optimizer's writes."""
+
+    @property
+    def peak_stash_bytes(self) -> int:
+        """The most bytes held beyond the parameters."""
+
+
+class Current:
+    """Synchronous schedules: nothing is written while a micro-batch is in flight."""
+
+    recomputes = False
+    peak_stash_bytes = 0
+
+    def acquire(self) -> None:
+        """Gives the parameters themselves."""
+
+    def release(self, version: WeightVersion | None) -> None:
+        """Does nothing."""
+
+    def before_step(self) -> None:
+        """Does nothing."""
+
+
+class Unstashed(Current):
+    """Asynchronous without stashing: the backward sees weights that its forward did not.
+
+    The backward runs the layers again on the stashed input with the weights of that moment, and
+    differentiates that. Only to study what stashing buys (PipeDream, section 3.3).
+    """
+
+    recomputes = True
+
+
+class Stashed:
+    """PipeDream's weight stashing: the backward sees the version of its forward.
+
+    Args:
+        store: The versions.
+    """
+
+    recomputes = False
+
+    def __init__(self, store: WeightStore) -> None:
+        self.store = store
+
+    def acquire(self) -> WeightVersion:
+        """Gives the newest version."""
+        return self.store.acquire()
+
+    def release(self, version: WeightVersion | None) -> None:
+        """Takes a version back."""
+        assert version is not None
+        self.store.release(version)
+
+    def before_step(self) -> None:
+        """Moves the parameters to fresh memory where a micro-batch still uses the present one."""
+        self.store.before_step()
+
+    @property
+    def peak_stash_bytes(self) -> int:
+        """The most bytes held beyond the parameters."""
+        return self.store.peak_stash_bytes
+
+
+class Stage:
+    """The layers of one stage, and the micro-batches in flight on it.
+
+    Args:
+        sequence: The pipelined module, already cut (see :func:`lightning_dist.pipeline.cut.cut`).
+        stage_index: Which stage this is.
+        num_stages: Stages of the pipeline.
+        policy: Which weights a micro-batch sees.
+        seed: Base of all random numbers; data replicas differ in the second integer only.
+        device: Where the stage computes.
+    """
+
+    def __init__(
+        self,
+        sequence: nn.Sequential,
+        stage_index: int,
+        num_stages: int,
+        policy: WeightPolicy,
+        *,
+        seed: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        own = [(n, m) for n, m in sequence.named_children() if not isinstance(m, ForeignLayer)]
+        self.layers = nn.Sequential(OrderedDict(own))
+        self.is_first = stage_index == 0
+        self.is_last = stage_index == num_stages - 1
+        self.policy = policy
+        self.held_gradients: dict[str, Tensor] = {}
+        self._stage_index = stage_index
+        self._sequence = sequence
+        self._seed = seed
+        self._device = device
+        self._in_flight: dict[int, InFlight] = {}
+        self._call: _LayerCall | None = None
+        self._own_forward = sequence.forward
+        sequence.forward = self._forward_of_sequence  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Gives the sequence its own forward back."""
+        del self._sequence.forward
+        self._in_flight.clear()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Micro-batches with their forward done and their backward not."""
+        return len(self._in_flight)
+
+    @property
+    def in_flight(self) -> Mapping[int, InFlight]:
+        """The micro-batches in flight by index."""
+        return self._in_flight
+
+    def forward(
+        self, index: int, microbatch: Microbatch, received: Any, step: Step, seed: tuple[int, ...]
+    ) -> Any:
+        """Runs the user's step on one micro-batch, as far as this stage goes.
+
+        Args:
+            index: Names the micro-batch until its backward.
+            microbatch: The piece of the batch.
+            received: What the stage before sent; ignored on the first.
+            step: The user's step.
+            seed: Integers that name the step and the micro-batch.
+
+        Returns:
+            What to send on, or what the user's step returned on the last stage.
+
+        Raises:
+            ValueError: The step did not call the pipelined module exactly once.
+        """
+        self._call = call = _LayerCall(received, (*self._seed, *seed))
+        try:
+            with seeded(*call.seed, device=self._device):
+                result = step(microbatch)
+        except _StepLeft:
+            result = call.output
+        finally:
+            self._call = None
+        if not call.done:
+            raise ValueError(
+                "The step ended without a call of the pipelined module, so there is nothing to"
+                " cut. Call it once in each step, or name another module with `layers=`."
+            )
+        if torch.is_grad_enabled():
+            self._keep(index, call, result)
+        return result
+
+    def set_loss(self, index: int, loss: Tensor) -> None:
+        """Names the root of the last stage's graph.
+
+        Args:
+            index: The micro-batch.
+            loss: What to differentiate, a scalar.
+        """
+        self._in_flight[index].outputs = [loss] if loss.requires_grad else []
+
+    def backward(self, index: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Runs the backward of one micro-batch and holds the parameters' gradients.
+
+        Args:
+            index: The micro-batch.
+            gradients: One for each output that requires grad, None for none.
+
+        Returns:
+            One gradient for each received tensor that requires grad.
+        """
+        flight = self._in_flight.pop(index)
+        outputs = flight.outputs
+        if self._recomputes:
+            outputs = self._recompute(flight)
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+        parameters = self._trainable(flight.weights)
+        sources = [*flight.inputs, *parameters.values()]
+        results: Sequence[Tensor | None] = [None] * len(sources)
+        if pairs and sources:
+            results = torch.autograd.grad(
+                [o for o, _ in pairs], sources, [g for _, g in pairs], allow_unused=True
+            )
+        self.policy.release(flight.weights)
+        incoming = [g for _, g in pairs]
+        self._hold(parameters, results[len(flight.inputs) :], [*incoming, *results])
+        return list(results[: len(flight.inputs)])
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Gives the stage's trainable parameters by their names in the stage."""
+        return {name: p for name, p in self.layers.named_parameters() if p.requires_grad}
+
+    def clear(self) -> None:
+        """Drops the micro-batches in flight and the held gradients, after a failure."""
+        self._in_flight.clear()
+        self.held_gradients.clear()
+
+    def _forward_of_sequence(self, *arguments: Any, **keywords: Any) -> Any:
+        call = self._call
+        if call is None:
+            if self.is_first and self.is_last:
+                return self._own_forward(*arguments, **keywords)
+            raise RuntimeError(
+                "The pipelined module was called outside of a step. Its layers are on several"
+                " ranks: call it inside training_step, validation_step, test_step or"
+                " predict_step."
+            )
+        if call.done:
+            raise ValueError(
+                "The step called the pipelined module twice. A pipeline runs each layer once per"
+                " micro-batch: call the module once per step, or on a concatenated batch."
+            )
+        call.layer_input = arguments[0] if self.is_first else call.received
+        if torch.is_grad_enabled():
+            call.weights = self.policy.acquire()
+        call.output = self._run_layers(call.layer_input, call.weights, call.seed)
+        if self._recomputes:
+            call.output = map_tensors(_cut_from_graph, call.output)
+        call.done = True
+        if self.is_last:
+            return call.output
+        raise _StepLeft
+
+    @property
+    def _recomputes(self) -> bool:
+        # The last stage's backward follows its forward at once: no step came between.
+        return self.policy.recomputes and not self.is_last
+
+    def _run_layers(self, value: Any, weights: WeightVersion | None, seed: tuple[int, ...]) -> Any:
+        with seeded(*seed, self._stage_index, device=self._device):
+            if weights is None:
+                return self.layers(value)
+            return torch.func.functional_call(self.layers, dict(weights.aliases), (value,))
+
+    def _keep(self, index: int, call: _LayerCall, result: Any) -> None:
+        inputs = [] if self.is_first else _differentiable(call.layer_input)
+        outputs = [] if self.is_last else _differentiable(result)
+        self._in_flight[index] = InFlight(
+            inputs, outputs, call.layer_input, call.weights, call.seed
+        )
+
+    def _recompute(self, flight: InFlight) -> list[Tensor]:
+        with torch.enable_grad():
+            return _differentiable(
+                self._run_layers(flight.layer_input, flight.weights, flight.seed)
+            )
+
+    def _trainable(self, weights: WeightVersion | None) -> Mapping[str, Tensor]:
+        if weights is None:
+            return self.named_parameters()
+        return {name: alias for name, alias in weights.aliases.items() if alias.requires_grad}
+
+    def _hold(
+        self,
+        parameters: Mapping[str, Tensor],
+        gradients: Sequence[Tensor | None],
+        everything: Sequence[Tensor | None],
+    ) -> None:
+        # autograd may return one tensor for several sources (y = a + b); what is held gets added
+        # to and clipped in place, so it must be nobody else's.
+        users = Counter(_memory_of(t) for t in everything if t is not None)
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+            if gradient is None:
+                continue
+            if name in self.held_gradients:
+                self.held_gradients[name].add_(gradient)
+            elif users[_memory_of(gradient)] > 1 or gradient.stride() != parameter.stride():
+                self.held_gradients[name] = torch.empty_like(parameter).copy_(gradient).detach()
+            else:
+                self.held_gradients[name] = gradient
+
+
+@dataclass(slots=True)
+class _LayerCall:
+    """The one call of the pipelined module that a step may make."""
+
+    received: Any
+    seed: tuple[int, ...]
+    done: bool = False
+    layer_input: Any = None
+    output: Any = None
+    weights: WeightVersion | None = None
+
+
+def _cut_from_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _differentiable(tree: Any) -> list[Tensor]:
+    return [t for t in flatten(tree)[0] if t.requires_grad]

@@ -1,0 +1,123 @@
+"""Versions of a stage's parameters, kept as long as a micro-batch needs them.
+
+PipeDream (Narayanan et al., SOSP 2019, section 3.3, "weight stashing") runs the backward of a
+minibatch with the weights that its forward used, while newer ones already exist. Copying the
+parameters at each forward would cost a copy per minibatch and a load at each backward. Here the
+forward runs on *aliases*: tensors that share the parameters' memory and are leaves of that
+forward's graph. Only when the optimizer is about to write, and only if a micro-batch in flight
+still uses the present memory, do the parameters move to a fresh copy: copy-on-write, at most one
+copy per step, and none on the last stage.
+
+Overwriting the memory under a live graph instead would be silently wrong for convolutions and
+norms, which save their weights without a version check through ``.data``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class WeightVersion:
+    """One version of the weights of a stage.
+
+    Attributes:
+        index: Optimizer steps that this version has seen.
+        aliases: Leaf tensors by parameter name, on the memory of this version.
+        num_users: Micro-batches in flight on it.
+    """
+
+    index: int
+    aliases: Mapping[str, Tensor]
+    num_users: int = field(default=0)
+
+
+class WeightStore:
+    """Hands out the newest version and keeps the older ones that are in use.
+
+    Args:
+        parameters: The stage's parameters with their names, trainable or not.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._parameters = dict(parameters)
+        self._num_bytes = sum(
+            p.numel() * p.element_size() for p in self._parameters.values() if p.requires_grad
+        )
+        self._current: WeightVersion | None = None
+        self._stashed: list[WeightVersion] = []
+        self._num_steps = 0
+        self._num_copies = 0
+        self._peak_stash_bytes = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps seen: the index of the newest version."""
+        return self._num_steps
+
+    @property
+    def num_copies(self) -> int:
+        """Times that the parameters were copied."""
+        return self._num_copies
+
+    @property
+    def num_live_versions(self) -> int:
+        """Versions whose memory is held, the newest included."""
+        return 1 + len(self._stashed)
+
+    @property
+    def stash_bytes(self) -> int:
+        """Bytes held beyond the parameters themselves."""
+        return len(self._stashed) * self._num_bytes
+
+    @property
+    def peak_stash_bytes(self) -> int:
+        """The most that :attr:`stash_bytes` has been."""
+        return self._peak_stash_bytes
+
+    def acquire(self) -> WeightVersion:
+        """Gives the newest version to a forward; pair it with :meth:`release`."""
+        if self._current is None:
+            aliases = {
+                name: p.data.requires_grad_(p.requires_grad) for name, p in self._parameters.items()
+            }
+            self._current = WeightVersion(self._num_steps, aliases)
+        self._current.num_users += 1
+        return self._current
+
+    def release(self, version: WeightVersion) -> None:
+        """Takes a version back after the backward that needed it.
+
+        Args:
+            version: What :meth:`acquire` gave.
+        """
+        assert version.num_users > 0
+        version.num_users -= 1
+        if version.num_users == 0 and version in self._stashed:
+            self._stashed.remove(version)
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Moves the parameters to fresh memory if a micro-batch in flight uses the present one.
+
+        Call it right before the optimizer writes. A step that the optimizer then skips still makes
+        a version, for the versions are counted in minibatches.
+        """
+        if self._current is not None and self._current.num_users > 0:
+            self._stashed.append(self._current)
+            for parameter in self._parameters.values():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.clone()
+            self._num_copies += 1
+            self._peak_stash_bytes = max(self._peak_stash_bytes, self.stash_bytes)
+        self._current = None
+        self._num_steps += 1
+
+    def clear(self) -> None:
+        """Forgets all versions, after a failure or a drain."""
+        self._current = None
+        self._stashed.clear()

@@ -1,0 +1,24 @@
+"""The names under which ``L.Trainer(strategy=...)`` finds the strategies."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_dist.pipeline.schedules import SCHEDULE_NAMES
+from lightning_dist.strategies.pipeline import PipelineStrategy
+
+
+def register_strategies() -> None:
+    """Registers ``pipeline`` and one name per schedule; does so once."""
+    if "pipeline" in StrategyRegistry.available_strategies():
+        return
+    StrategyRegistry.register(
+        "pipeline", PipelineStrategy, description="Pipeline stages under an unchanged module"
+    )
+    for schedule in SCHEDULE_NAMES:
+        StrategyRegistry.register(
+            f"pipeline_{schedule}",
+            PipelineStrategy,
+            description=f"Pipeline stages with the {schedule} schedule",
+            schedule=schedule,
+        )

@@ -1,0 +1,49 @@
+"""Random numbers that depend on where they are drawn, not on what was drawn before.
+
+The user's step runs on each stage, and what it draws before and after the pipelined module (a mask,
+say) must be the same on all of them, or the first stage masks other tokens than the last one scores.
+What the layers draw (dropout) must differ between stages and data replicas. And a resumed run must
+draw what the uninterrupted one would have. One rule serves all three: each use seeds the generators
+from a few integers that name it, and afterwards puts back the state it found, so that samplers
+shuffle alike on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def seeded(*identity: int, device: torch.device) -> Iterator[None]:
+    """Seeds torch's generators from integers, and puts their state back at the end.
+
+    Args:
+        identity: Integers that name this use: base seed, step, micro-batch, stage and so on.
+        device: The device whose generator is seeded beside the CPU's.
+
+    Yields:
+        Nothing.
+    """
+    digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little", signed=True)
+    generators = _generators(device)
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    # Not `torch.manual_seed`: without CUDA it formats a stack trace at each call.
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]

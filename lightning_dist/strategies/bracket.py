@@ -1,0 +1,97 @@
+"""Lightning's hooks that a strategy does not get, or gets too late.
+
+A strategy's own hooks run after all callbacks, but the pipeline must be drained before the first
+callback looks at the weights at the end of training, and other ranks must learn of an exception
+before a callback enters a barrier because of it. The model summary on the other hand must see the
+whole model. So the strategy puts one callback before all others and one behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+
+class FirstCallback(pl.Callback):
+    """Runs before the user's callbacks.
+
+    Args:
+        show_whole_model: Makes the module look whole while entered.
+        on_train_end: Called when training has ended.
+        on_exception: Called with what ended the run.
+    """
+
+    def __init__(
+        self,
+        show_whole_model: Callable[[], AbstractContextManager[None]],
+        on_train_end: Callable[[], None],
+        on_exception: Callable[[BaseException], None],
+    ) -> None:
+        self._show_whole_model = show_whole_model
+        self._on_train_end = on_train_end
+        self._on_exception = on_exception
+        self._shown = ExitStack()
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._shown.enter_context(self._show_whole_model())
+
+    def hide(self) -> None:
+        """Makes the module look as it is again."""
+        self._shown.close()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._on_train_end()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self.hide()
+        self._on_exception(exception)
+
+
+class LastCallback(pl.Callback):
+    """Runs behind the user's callbacks.
+
+    Args:
+        first: The other one of the pair.
+    """
+
+    def __init__(self, first: FirstCallback) -> None:
+        self._first = first
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._first.hide()
+
+
+def bracket_callbacks(
+    trainer: pl.Trainer,
+    show_whole_model: Callable[[], AbstractContextManager[None]],
+    on_train_end: Callable[[], None],
+    on_exception: Callable[[BaseException], None],
+) -> Callable[[], None]:
+    """Puts the two callbacks around those of a trainer.
+
+    Args:
+        trainer: Changed until the returned function is called.
+        show_whole_model: As for :class:`FirstCallback`.
+        on_train_end: As for :class:`FirstCallback`.
+        on_exception: As for :class:`FirstCallback`.
+
+    Returns:
+        Undoes the change.
+    """
+    first = FirstCallback(show_whole_model, on_train_end, on_exception)
+    bracket = (first, LastCallback(first))
+    trainer.callbacks = [bracket[0], *trainer.callbacks, bracket[1]]
+
+    def undo() -> None:
+        trainer.callbacks = [c for c in trainer.callbacks if c not in bracket]
+
+    return undo

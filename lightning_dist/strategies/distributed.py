@@ -1,0 +1,360 @@
+"""The base of all strategies of this package: a mesh of ranks under Lightning's contract.
+
+It owns what does not depend on how a model is spread: the launcher, the process group, the mesh and
+its checks, which ranks read the same data, reductions over the data axes alone, checkpoints that
+mean the same under every layout, how a run ends when a rank fails or is asked to stop. A subclass
+says how large its mesh is (:meth:`DistributedStrategy.mesh_shape`) and spreads the model in
+``setup``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.mesh import MeshShape
+from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.failure_ring import Failure, FailureRing
+from lightning_dist.strategies.last_resort import exit_after_grace
+from lightning_dist.strategies.stop_agreement import StopAgreement
+
+_NEVER = timedelta(days=365)
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class DistributedStrategy(ParallelStrategy):
+    """Base class; see the module's docstring.
+
+    Args:
+        accelerator: As for any Lightning strategy.
+        parallel_devices: As for any Lightning strategy.
+        cluster_environment: As for any Lightning strategy.
+        checkpoint_io: As for any Lightning strategy.
+        precision_plugin: As for any Lightning strategy.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
+        timeout_s: Seconds that a rank waits for another before it gives up.
+        start_method: Only ``"popen"``, which runs the script once per device: other launchers bring
+            back rank 0's weights only.
+        save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout_s: float = 1800.0,
+        start_method: StartMethod = "popen",
+        save_full: bool = False,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds.")
+        if start_method != "popen":
+            raise ValueError(
+                f"start_method={start_method!r} brings back the weights of rank 0 only, and each"
+                " rank has others. Use start_method='popen' in a script, or launch with torchrun."
+            )
+        self._num_nodes = 1
+        self._backend = process_group_backend
+        self._timeout_seconds = timeout_s
+        self._save_full = save_full
+        self._mesh: MeshShape | None = None
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._ring: FailureRing | None = None
+        self._ring_group: dist.ProcessGroup | None = None
+        self._stop: StopAgreement | None = None
+        self._failed = threading.Event()
+        self._seed = 0
+
+    # --- the mesh ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        """Decides the sizes of the mesh.
+
+        Args:
+            world_size: All ranks.
+
+        Raises:
+            ValueError: The strategy's sizes do not fit.
+        """
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The sizes of the mesh."""
+        assert self._mesh is not None, "the mesh is known once the Trainer has been built"
+        return self._mesh
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts of the run."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this host."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning to put in distributed samplers."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {
+            "num_replicas": self.mesh.data_size,
+            "rank": self.mesh.data_index(self.global_rank),
+        }
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment the ranks, and checks the mesh; called by Lightning."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+        self._mesh = self.mesh_shape(self.num_nodes * self.num_processes)
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = lightning_private.script_launcher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
+
+    # --- processes ---------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._init_process_group()
+        self._failed.clear()
+        if self._ring_group is None:
+            self._ring_group = dist.new_group(backend="gloo", timeout=_NEVER)
+        if self.world_size > 1:
+            self._ring = FailureRing(
+                self._ring_group, self.global_rank, self.world_size, self._on_peer_failure
+            )
+        self._stop = StopAgreement(self.group(*self.mesh.sizes), self.stop_lag)
+        self._agree_on_seed()
+
+    def _init_process_group(self) -> None:
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        if dist.is_initialized():
+            return
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        device = self.root_device
+        backend = self._backend or dist.get_default_backend_for_device(device)
+        dist.init_process_group(
+            backend,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=self._timeout_seconds),
+            device_id=device if backend == "nccl" else None,
+        )
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """Gives this rank's gloo group along some mesh axes; each rank must ask alike.
+
+        Args:
+            axes: Names of mesh axes; all of them for a group of all ranks.
+        """
+        if axes not in self._groups:
+            for ranks in self.mesh.groups(*axes):
+                group = dist.new_group(
+                    ranks, backend="gloo", timeout=timedelta(seconds=self._timeout_seconds)
+                )
+                if self.global_rank in ranks:
+                    self._groups[axes] = group
+        return self._groups[axes]
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the model and read other data."""
+        return self.group("dp_replicate", "dp_shard")
+
+    def _agree_on_seed(self) -> None:
+        """Makes ranks that nobody seeded shuffle alike: peers must read the same batches."""
+        self._seed = self.broadcast(torch.initial_seed())
+        if self._seed != torch.initial_seed():
+            torch.manual_seed(self._seed)
+
+    # --- collectives -------------------------------------------------------------------------
+
+    @override
+    def reduce(
+        self,
+        tensor: Tensor | Any,
+        group: Any | None = None,
+        reduce_op: ReduceOp | str | None = "mean",
+    ) -> Tensor | Any:
+        """Reduces a tensor over the data replicas; the other axes hold the same value.
+
+        Args:
+            tensor: What to reduce; anything else than a tensor is returned as it is.
+            group: Another process group.
+            reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch ``ReduceOp``.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        group = group or self.data_group
+        if dist.get_world_size(group) == 1:
+            return tensor
+        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        is_mean = name in ("mean", "avg", ReduceOp.AVG)
+        value = tensor.detach().to("cpu", copy=True)
+        if is_mean and not value.is_floating_point():
+            value = value.double()  # a mean of whole numbers need not be whole
+        op = getattr(ReduceOp, name.upper()) if isinstance(name, str) and not is_mean else name
+        dist.all_reduce(value, op=ReduceOp.SUM if is_mean else op, group=group)
+        if is_mean:
+            value /= dist.get_world_size(group)
+        return value.to(tensor.device)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if not self.is_running:
+            return decision
+        votes = torch.tensor([int(decision)], dtype=torch.int32)
+        op = ReduceOp.MIN if all else ReduceOp.MAX
+        dist.all_reduce(votes, op=op, group=self.group(*self.mesh.sizes))
+        return bool(votes.item())
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        group = group or self.data_group
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self.is_running:
+            dist.barrier(self.group(*self.mesh.sizes))
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not self.is_running:
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src, group=self.group(*self.mesh.sizes))
+        return objects[0]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether other ranks can be expected to take part in a collective."""
+        return dist.is_initialized() and not self._failed.is_set()
+
+    # --- how a run ends ----------------------------------------------------------------------
+
+    @property
+    def stop_lag(self) -> int:
+        """By how many batches one rank can be ahead of another."""
+        return 1
+
+    def agree_to_stop(self) -> bool:
+        """Combines the ranks' wishes to stop; call it once per batch on each rank."""
+        assert self._stop is not None
+        return self._stop.at_boundary()
+
+    def connect_signals(self, trainer: pl.Trainer) -> None:
+        """Puts the agreement on SIGTERM in place of Lightning's.
+
+        Args:
+            trainer: Whose signal handlers are registered next.
+        """
+        assert self._stop is not None
+
+        def before_training_batch() -> None:
+            if self.agree_to_stop():
+                lightning_private.set_received_sigterm(trainer)
+                raise SIGTERMException
+
+        lightning_private.replace_sigterm_protocol(
+            trainer, self._stop.request, before_training_batch
+        )
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks, unless all of them agreed to stop.
+
+        Args:
+            exception: What ends this rank's run.
+        """
+        if isinstance(exception, SIGTERMException) or self._failed.is_set():
+            return
+        self._failed.set()
+        if self._ring is not None:
+            self._ring.announce(Failure.from_exception(self.global_rank, exception))
+
+    def _on_peer_failure(self, failure: Failure) -> None:
+        was_known = self._failed.is_set()
+        self._failed.set()
+        if not was_known:
+            self.interrupt(failure.to_exception())
+            exit_after_grace(failure, self._left_run)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Wakes this rank's main thread where it waits for another rank.
+
+        Args:
+            error: What to raise there.
+        """
+
+    @property
+    def _left_run(self) -> Callable[[], bool]:
+        return lambda: self._ring is None
+
+    @override
+    def teardown(self) -> None:
+        ring, self._ring = self._ring, None
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop.abandon() if self._failed.is_set() else stop.close()
+        if ring is not None:
+            ring.close()
+        super().teardown()

@@ -1,0 +1,147 @@
+"""How all ranks learn of one rank's failure, at once and with the true cause.
+
+When a rank dies, the others would sit in a receive until the process group's timeout, half an hour
+by default, and then report the timeout. So each rank has a thread that waits for a message from its
+successor and is idle otherwise. A rank that raises sends its traceback to its predecessor, which
+passes it on around the ring. A rank that is killed sends nothing, but the kernel closes its
+connection, which its predecessor sees within milliseconds and passes on likewise. Nothing is polled
+and nothing depends on a rank that may be the lost one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_GOODBYE = 0
+_CLOSE_SECONDS = 10.0
+
+
+class RankFailedError(RuntimeError):
+    """Another rank has failed first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a run ends.
+
+    Attributes:
+        rank: The rank that failed first.
+        summary: One line.
+        details: The traceback, if there is one.
+        is_value_error: Whether it was the user's input, so that each rank says so alike.
+    """
+
+    rank: int
+    summary: str
+    details: str = ""
+    is_value_error: bool = False
+
+    @classmethod
+    def from_exception(cls, rank: int, error: BaseException) -> Failure:
+        """Describes an exception of this process.
+
+        Args:
+            rank: This rank.
+            error: What was raised.
+        """
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        details = "".join(traceback.format_exception(error))
+        return cls(rank, summary, details, isinstance(error, ValueError))
+
+    def to_exception(self) -> Exception:
+        """Makes the exception that the other ranks raise."""
+        if self.is_value_error:
+            return ValueError(f"{self.summary}\n(raised on rank {self.rank})")
+        text = f"Rank {self.rank} failed first: {self.summary}"
+        if self.details:
+            text += f"\nIts traceback:\n{self.details}"
+        return RankFailedError(text)
+
+
+class FailureRing:
+    """One rank's place in the ring.
+
+    Args:
+        group: A gloo group of all ranks whose timeout never comes.
+        rank: This rank.
+        world_size: All ranks.
+        on_failure: Called once, on the listening thread, with another rank's failure.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        world_size: int,
+        on_failure: Callable[[Failure], None],
+    ) -> None:
+        self._group = group
+        self._rank = rank
+        self._predecessor = (rank - 1) % world_size
+        self._successor = (rank + 1) % world_size
+        self._on_failure = on_failure
+        self._failure: Failure | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._listen, name="failure-ring", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure that this rank knows of."""
+        return self._failure
+
+    def announce(self, failure: Failure) -> None:
+        """Tells the others, unless they have been told of an earlier failure.
+
+        Args:
+            failure: This rank's own.
+        """
+        with self._lock:
+            if self._failure is None:
+                self._failure = failure
+                self._pass_on(failure)
+
+    def close(self) -> None:
+        """Says goodbye, so that this rank's exit is not taken for a failure."""
+        with self._lock:
+            self._send(torch.tensor([_GOODBYE]))
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _listen(self) -> None:
+        try:
+            while (length := int(self._receive(torch.zeros(1, dtype=torch.int64)))) != _GOODBYE:
+                content = self._receive(torch.zeros(length, dtype=torch.uint8))
+                self._learn(pickle.loads(content.numpy().tobytes()))
+        except RuntimeError:
+            lost = f"the process of rank {self._successor} was lost (its connection closed)"
+            self._learn(Failure(self._successor, lost))
+
+    def _learn(self, failure: Failure) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            if failure.rank != self._predecessor:
+                self._pass_on(failure)
+        self._on_failure(failure)
+
+    def _pass_on(self, failure: Failure) -> None:
+        content = torch.frombuffer(bytearray(pickle.dumps(failure)), dtype=torch.uint8)
+        self._send(torch.tensor([content.numel()]), content)
+
+    def _send(self, *parts: torch.Tensor) -> None:
+        with contextlib.suppress(RuntimeError):  # a dead predecessor needs no news
+            for part in parts:
+                dist.send(part, dst=self._predecessor, group=self._group)
+
+    def _receive(self, part: torch.Tensor) -> torch.Tensor:
+        dist.recv(part, src=self._successor, group=self._group)
+        return part

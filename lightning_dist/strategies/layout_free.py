@@ -1,0 +1,115 @@
+"""A strategy's part in checkpoints that mean the same under every layout.
+
+Lightning builds the checkpoint dictionary on each rank from what :class:`LayoutFreeCheckpoints`
+gives it: this rank's weights, and this rank's optimizer state by parameter name. Each rank reads
+back what it holds. The formats are :mod:`lightning_dist.checkpoint`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist import checkpoint as checkpoints
+from lightning_dist.named_optimizer import (
+    GroupNames,
+    load_by_name,
+    name_groups,
+    state_by_name,
+    to_names,
+)
+from lightning_dist.strategies.distributed import DistributedStrategy
+
+
+class LayoutFreeCheckpoints(DistributedStrategy):
+    """Saves and loads by parameter name; see the module's docstring."""
+
+    _group_names: tuple[GroupNames, ...] = ()
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # only then is it known what this rank holds
+
+    def name_optimizer_groups(self) -> None:
+        """Remembers the names of the optimizers' parameters while the module is whole."""
+        module = self.lightning_module
+        assert module is not None
+        self._group_names = tuple(name_groups(optimizer, module) for optimizer in self.optimizers)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        names = self._group_names[self.optimizers.index(optimizer)]
+        return state_by_name(optimizer, self.lightning_module, names)
+
+    @override
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any | None = None,
+    ) -> None:
+        if storage_options is not None:
+            raise ValueError(
+                f"storage_options={storage_options!r} is not supported: checkpoints are written to"
+                " a directory that all ranks share."
+            )
+        if not self.is_running:
+            warnings.warn(f"A rank has failed, so {filepath} was not written.", stacklevel=2)
+            return
+        group = self.group(*self.mesh.sizes)
+        if not self._save_full:
+            checkpoints.save_sharded(checkpoint, filepath, group)
+            return
+        parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
+        is_first_replica = self.mesh.data_index(self.global_rank) == 0
+        dist.gather_object(checkpoint if is_first_replica else None, parts, dst=0, group=group)
+        if parts is not None:
+            merged = checkpoints.merge_parts(part for part in parts if part is not None)
+            checkpoints.save_full(merged, filepath)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        only_weights = True if weights_only is None else weights_only
+        if not checkpoints.is_sharded(checkpoint_path):
+            return self._with_names(
+                checkpoints.load_full(checkpoint_path, weights_only=only_weights)
+            )
+        module = self.lightning_module
+        assert module is not None
+        own = {name for name, _ in module.named_parameters()} | set(module.state_dict())
+        return checkpoints.load_sharded(checkpoint_path, own.__contains__, weights_only=only_weights)
+
+    def _with_names(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        if self._group_names and "optimizer_states" in checkpoint:
+            pairs = zip(checkpoint["optimizer_states"], self._group_names, strict=True)
+            checkpoint["optimizer_states"] = [to_names(state, names) for state, names in pairs]
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        foreign = self.foreign_names()
+        own = {k: v for k, v in checkpoint["state_dict"].items() if k not in foreign}
+        module.load_state_dict(own, strict=strict)
+
+    def foreign_names(self) -> set[str]:
+        """Names of the whole model's state that other ranks hold."""
+        return set()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        module = self.lightning_module
+        assert module is not None
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_by_name(optimizer, module, state)

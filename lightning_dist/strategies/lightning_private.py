@@ -1,0 +1,74 @@
+"""Every private name of Lightning, torch and torchmetrics that this package touches.
+
+Each function says which name, and why no public one serves. The tests call each of them on the real
+objects, so that a renamed attribute fails there and not in somebody's run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+
+def script_launcher(
+    cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
+) -> _SubprocessScriptLauncher:
+    """Makes the launcher that runs the script once per device; the class has no public name."""
+    return _SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)
+
+
+def replace_sigterm_protocol(
+    trainer: pl.Trainer, on_signal: Callable[[], None], before_batch: Callable[[], None]
+) -> None:
+    """Takes the blocking broadcasts out of Lightning's handling of SIGTERM.
+
+    ``_sigterm_notifier_fn`` broadcasts in the signal handler, and ``_broadcast_sigterm_tensor``
+    before each training batch; there is no switch for either.
+
+    Args:
+        trainer: Must not have registered its signal handlers yet.
+        on_signal: Called in the signal handler.
+        before_batch: Called before each training batch.
+    """
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    assert hasattr(connector, "_sigterm_notifier_fn")
+    assert hasattr(loop, "_broadcast_sigterm_tensor")
+    setattr(connector, "_sigterm_notifier_fn", lambda *_: on_signal())  # noqa: B010
+    setattr(loop, "_broadcast_sigterm_tensor", before_batch)  # noqa: B010
+
+
+def set_received_sigterm(trainer: pl.Trainer) -> None:
+    """Makes Lightning's loops end at their next boundary; the public property is read-only."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def mark_optimizer_called(optimizer: Optimizer) -> None:
+    """Tells LR schedulers that the optimizer's first step is only late.
+
+    The first steps of an asynchronous pipeline fill it, and torch would warn that the scheduler was
+    stepped before the optimizer; ``_opt_called`` is the flag that it looks at.
+    """
+    setattr(optimizer, "_opt_called", True)  # noqa: B010
+
+
+def set_step_value(metric: Metric, value: Tensor) -> None:
+    """Sets what a metric reports for the present step.
+
+    Lightning reads ``_forward_cache`` for ``self.log(metric, on_step=True)``. Only the last stage
+    has called the metric's forward.
+    """
+    metric._forward_cache = value
+
+
+def step_value(metric: Metric) -> Any:
+    """Gives what a metric reports for the present step; see :func:`set_step_value`."""
+    return metric._forward_cache
+
+

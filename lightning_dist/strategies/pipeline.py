@@ -1,0 +1,387 @@
+"""Pipeline parallelism under an unchanged LightningModule.
+
+The strategy is the seam between Lightning's loop and one rank's
+:class:`~lightning_dist.pipeline.pipeline.Pipeline`. Three things make it work with public hooks:
+
+*The step is never rewritten.* Each rank calls the user's own ``training_step`` per micro-batch; see
+:mod:`lightning_dist.pipeline.stage`.
+
+*Gradients wait for ``backward``.* They are computed inside of ``training_step``, while Lightning
+calls ``zero_grad`` between the two, so the pipeline holds them and ``backward`` installs them.
+Clipping, the optimizer's step, schedulers and callbacks happen where Lightning does them.
+
+*An asynchronous pipeline is not flushed between batches.* Lightning asks for a step per batch; on a
+stage that is still filling there is nothing to apply, and on any other the update is that of an
+earlier batch, with that batch's learning rate. :meth:`PipelineStrategy.drain` catches up: before
+validation, when a checkpoint is taken, and at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.mesh import MeshShape
+from lightning_dist.named_optimizer import keep_own_parameters
+from lightning_dist.pipeline.connect import connect
+from lightning_dist.pipeline.cut import cut, foreign_state_names, whole
+from lightning_dist.pipeline.pipeline import Pipeline, PipelineShape
+from lightning_dist.pipeline.timeline import Timeline
+from lightning_dist.strategies import lightning_private, pipeline_checks
+from lightning_dist.strategies.bracket import bracket_callbacks
+from lightning_dist.strategies.clipping import clip_by_global_norm
+from lightning_dist.strategies.distributed import StartMethod
+from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
+from lightning_dist.strategies.pipelined_module import (
+    choose_partition,
+    find_sequence,
+    refuse_tied_layers,
+)
+from lightning_dist.strategies.replicas import broadcast_state
+from lightning_dist.strategies.session import Session, drain_before_validation
+from lightning_dist.strategies.stage_metrics import StageMetrics
+from lightning_dist.strategies.step_runner import StepRunner
+from lightning_dist.strategies.updates import Updates
+
+_MICROBATCHES_PER_STAGE = 4
+_PROGRESS_KEY = "lightning_dist"
+
+
+class PipelineStrategy(LayoutFreeCheckpoints):
+    """Cuts a model into stages, one per rank, and trains it unchanged.
+
+    The world size is the number of stages times the number of data replicas.
+
+    Args:
+        num_stages: Stages of the pipeline; ``"auto"`` takes all ranks.
+        schedule: ``"1f1b"`` or ``"gpipe"``, which equal single-device training, or ``"pipedream"``,
+            which never waits and pays with stale weights (PipeDream, SOSP 2019).
+        num_microbatches: Pieces of each Lightning batch; ``"auto"`` is 4 per stage for synchronous
+            schedules and 1 for ``"pipedream"``.
+        layers: Dotted path of the ``nn.Sequential`` whose children are the layers; ``"auto"`` takes
+            the one that holds the trainable parameters.
+        partition: ``"parameters"`` balances the number of parameters, ``"uniform"`` the number of
+            layers; or the layers per stage.
+        weight_versions: For ``"pipedream"``: ``"stash"`` runs the backward of a batch with the
+            weights of its forward; ``"none"`` does not, only to study what stashing buys.
+        timeout_s: Seconds that a rank waits for another before it gives up.
+        save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
+        accelerator: As for any Lightning strategy.
+        parallel_devices: As for any Lightning strategy.
+        cluster_environment: As for any Lightning strategy.
+        checkpoint_io: As for any Lightning strategy.
+        precision_plugin: As for any Lightning strategy.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
+        start_method: Only ``"popen"``, which runs the script once per device.
+
+    Raises:
+        ValueError: An argument is unknown, or does not go with another.
+    """
+
+    def __init__(
+        self,
+        num_stages: int | Literal["auto"] = "auto",
+        schedule: Literal["gpipe", "1f1b", "pipedream"] = "1f1b",
+        num_microbatches: int | Literal["auto"] = "auto",
+        layers: str = "auto",
+        partition: Literal["parameters", "uniform"] | list[int] = "parameters",
+        weight_versions: Literal["stash", "none"] = "stash",
+        timeout_s: float = 1800.0,
+        save_full: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout_s=timeout_s,
+            start_method=start_method,
+            save_full=save_full,
+        )
+        pipeline_checks.check_arguments(
+            num_stages, schedule, num_microbatches, partition, weight_versions
+        )
+        self._num_stages = num_stages
+        self._schedule = schedule
+        self._num_microbatches = num_microbatches
+        self._layers = layers
+        self._partition = partition
+        self._weight_versions = weight_versions
+        self._sequence_path = ""
+        self._session: Session | None = None
+        self._accumulating = False
+        self._timeline: Timeline | None = None
+        self._peak_stash_bytes: tuple[int, ...] = ()
+
+    # --- where this rank is ------------------------------------------------------------------
+
+    @override
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        num_stages = world_size if self._num_stages == "auto" else self._num_stages
+        if world_size % num_stages:
+            below = num_stages * max(1, world_size // num_stages)
+            raise ValueError(
+                f"The world size ({world_size}) must be a multiple of num_stages={num_stages}: each"
+                f" data replica takes {num_stages} ranks. Use {below} or"
+                f" {num_stages * (world_size // num_stages + 1)} devices in all, or another"
+                " `num_stages`."
+            )
+        return MeshShape(pp=num_stages, dp_replicate=world_size // num_stages)
+
+    @property
+    def stage_index(self) -> int:
+        """This rank's stage."""
+        return self.mesh.coordinates(self.global_rank)["pp"]
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether batches overlap, so that weights are stale."""
+        return self._schedule == "pipedream"
+
+    @property
+    @override
+    def stop_lag(self) -> int:
+        return self.mesh.pp if self.asynchronous else 1
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the ranks did when, gathered at the end of training; empty before."""
+        return self._timeline or Timeline(self.world_size, ())
+
+    @property
+    def peak_stash_bytes(self) -> tuple[int, ...]:
+        """The most bytes of stashed weights on each stage, gathered at the end of training."""
+        return self._peak_stash_bytes
+
+    # --- setup and teardown ------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        module = self.module
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            pipeline_checks.check_trainer(trainer, module, self.asynchronous)
+        self._sequence_path, sequence = find_sequence(module, self._layers)
+        layers_per_stage = choose_partition(sequence, self._partition, self.mesh.pp)
+        refuse_tied_layers(sequence, layers_per_stage)
+        self.model = self.precision_plugin.convert_module(module)
+        if is_fitting:
+            self._setup_optimizers_of_whole_model(trainer)
+        cut(sequence, layers_per_stage, self.stage_index)
+        for optimizer in self.optimizers:
+            keep_own_parameters(optimizer, module)
+        self.model_to_device()
+        broadcast_state(module, self.data_group)
+        self.setup_precision_plugin()
+        self._session = self._open_session(trainer, layers_per_stage)
+        self.connect_signals(trainer)
+
+    def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
+        """Lets the user group the whole model's parameters, as on a single device."""
+        with whole(self._sequence, torch.device("cpu")), pipeline_checks.one_optimizer():
+            self.setup_optimizers(trainer)
+            self.name_optimizer_groups()
+        for optimizer in self.optimizers:
+            lightning_private.mark_optimizer_called(optimizer)
+
+    def _open_session(self, trainer: pl.Trainer, layers_per_stage: tuple[int, ...]) -> Session:
+        module, group = self.module, self.group("pp")
+        channels = connect(self.mesh.groups("pp"), self.root_device, self._timeout_seconds)
+        pipeline = Pipeline(
+            self._sequence,
+            PipelineShape(
+                self._schedule,
+                self._microbatches_of_a_batch,
+                layers_per_stage,
+                self.stage_index,
+                self.mesh.data_index(self.global_rank),
+            ),
+            channels.links,
+            weight_versions=self._weight_versions,
+            seed=self._seed,
+            device=self.root_device,
+            rank=self.global_rank,
+        )
+        last_rank = self.mesh.peers(self.global_rank, "pp")[-1]
+        metrics = StageMetrics(
+            module, group, self.data_group, last_rank, self.global_rank == last_rank
+        )
+        undo = [
+            drain_before_validation(module, self.drain),
+            bracket_callbacks(trainer, self._whole_model, self._end_training, self.on_exception),
+        ]
+        if not self.asynchronous:
+            undo.append(clip_by_global_norm(self.precision_plugin, group))
+        return Session(
+            pipeline,
+            channels,
+            metrics,
+            StepRunner(module, pipeline, channels, metrics, self.mesh.data_size == 1),
+            Updates(module, pipeline, self.precision_plugin, self.data_group),
+            tuple(undo),
+        )
+
+    @property
+    def _microbatches_of_a_batch(self) -> int:
+        if self._num_microbatches != "auto":
+            return self._num_microbatches
+        return 1 if self.asynchronous else _MICROBATCHES_PER_STAGE * self.mesh.pp
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The user's module."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def session(self) -> Session:
+        """What is at work from ``setup`` to ``teardown``."""
+        assert self._session is not None, "the pipeline exists from setup to teardown"
+        return self._session
+
+    @property
+    def _sequence(self) -> nn.Sequential:
+        sequence = self.module.get_submodule(self._sequence_path)
+        assert isinstance(sequence, nn.Sequential)
+        return sequence
+
+    @contextmanager
+    def _whole_model(self) -> Iterator[None]:
+        module = self.module
+        example, module.example_input_array = module.example_input_array, None
+        try:
+            with whole(self._sequence):
+                yield
+        finally:
+            module.example_input_array = example
+
+    @override
+    def model_to_device(self) -> None:
+        self.module.to(self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close(failed=not self.is_running)
+        super().teardown()
+
+    @override
+    def interrupt(self, error: BaseException) -> None:
+        if self._session is not None:
+            self._session.channels.interrupt(error)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = pipeline_checks.arguments_of_step(args, kwargs)
+        return self.session.runner.train(arguments, self.precision_plugin.train_step_context)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        return self.session.updates.backward(closure_loss, accumulating=self._accumulating)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        def apply() -> Any:
+            return super(PipelineStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
+
+        return self.session.updates.step(optimizer, closure, apply)
+
+    def drain(self) -> None:
+        """Finishes the batches in flight, so that the weights have seen all batches alike.
+
+        All ranks must call it. Validation, checkpoints and the end of training do so by themselves.
+        """
+        if self._session is not None and self.optimizers and self.is_running:
+            self._session.updates.drain(self.optimizers[0])
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.agree_to_stop():
+            lightning_private.set_received_sigterm(self.module.trainer)
+        context = {
+            "validation_step": self.precision_plugin.val_step_context,
+            "test_step": self.precision_plugin.test_step_context,
+            "predict_step": self.precision_plugin.predict_step_context,
+        }[name]
+        arguments = pipeline_checks.arguments_of_step(args, kwargs)
+        count = self._microbatches_of_a_batch
+        if self.asynchronous:
+            count = _MICROBATCHES_PER_STAGE * self.mesh.pp
+        return self.session.runner.evaluate(getattr(self.module, name), arguments, context, count)
+
+    def _end_training(self) -> None:
+        self.drain()
+        pipeline = self.session.pipeline
+        own = (pipeline.recorder.spans(), pipeline.stage.policy.peak_stash_bytes)
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, own, group=self.group(*self.mesh.sizes))
+        spans = tuple(span for rank_spans, _ in everyone for span in rank_spans)
+        self._timeline = Timeline(self.world_size, spans).shifted_to_zero()
+        replicas = self.mesh.data_size
+        self._peak_stash_bytes = tuple(stash for _, stash in everyone[::replicas])
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.drain()
+        return super().lightning_module_state_dict()
+
+    @override
+    def foreign_names(self) -> set[str]:
+        prefix = f"{self._sequence_path}."
+        return {prefix + name for name in foreign_state_names(self._sequence)}

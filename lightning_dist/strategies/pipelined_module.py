@@ -1,0 +1,166 @@
+"""Find the module to cut, and refuse what cannot be cut, with the names and the fix.
+
+All checks look at the module and the trainer alone, so each rank finds the same before anything is
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_dist.pipeline.cut import ForeignLayer, layer_parameter_counts, stage_of_layers
+from lightning_dist.pipeline.partition import partition_layers, uniform_partition
+
+
+def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
+    """Finds the module whose children are the layers.
+
+    Args:
+        module: The user's module.
+        layers: ``"auto"``, or the dotted path of an ``nn.Sequential`` in it.
+
+    Returns:
+        Its path and the sequence.
+
+    Raises:
+        ValueError: There is none, there are several, or a trainable parameter is outside of it.
+    """
+    path, sequence = _find_trainable(module) if layers == "auto" else _get(module, layers)
+    if type(sequence).forward is not nn.Sequential.forward:
+        raise ValueError(
+            f"{path!r} is a {type(sequence).__name__} with a forward of its own, so its layers"
+            " cannot be run one after the other. Name a plain `nn.Sequential` with `layers=`."
+        )
+    inside = {id(p) for p in sequence.parameters()}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            raise ValueError(
+                f"The trainable parameter {name!r} is outside of the pipelined module {path!r}, so"
+                " it would belong to no stage. Move it into a layer of that module, or freeze it"
+                " with `requires_grad_(False)`."
+            )
+    return path, sequence
+
+
+def _get(module: nn.Module, path: str) -> tuple[str, nn.Sequential]:
+    try:
+        found = module.get_submodule(path)
+    except AttributeError:
+        raise ValueError(
+            f"layers={path!r}: the module has no submodule of that path. It has the"
+            f" `nn.Sequential`s {_sequences(module)}."
+        ) from None
+    if not isinstance(found, nn.Sequential):
+        raise ValueError(
+            f"layers={path!r} is a {type(found).__name__}. Name an `nn.Sequential`, whose children"
+            f" are run one after the other; the module has {_sequences(module)}."
+        )
+    return path, found
+
+
+def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
+    trainable = {id(p) for p in module.parameters() if p.requires_grad}
+    holders = [
+        (name, m)
+        for name, m in module.named_modules()
+        if isinstance(m, nn.Sequential)
+        and (
+            any(id(p) in trainable for p in m.parameters())
+            or any(isinstance(layer, ForeignLayer) for layer in m.children())
+        )
+    ]
+    if not holders:
+        raise ValueError(
+            "No `nn.Sequential` with trainable parameters was found in the module, so there are no"
+            " layers to put on stages. Build the model as an `nn.Sequential` of layers and assign"
+            " it to an attribute; `training_step` stays as it is."
+        )
+    outermost = [
+        (n, m) for n, m in holders if not any(n.startswith(o + ".") for o, _ in holders if o != n)
+    ]
+    if len(outermost) > 1:
+        raise ValueError(
+            f"Several `nn.Sequential`s hold trainable parameters: {[n for n, _ in outermost]}. Name"
+            " the one to cut with `layers=`, and put the others' parameters into it or freeze them."
+        )
+    return _descend(*outermost[0])
+
+
+def _descend(name: str, sequence: nn.Sequential) -> tuple[str, nn.Sequential]:
+    """Goes into a sequence that holds nothing but one sequence."""
+    children = list(sequence.named_children())
+    if len(children) == 1 and isinstance(children[0][1], nn.Sequential):
+        return _descend(f"{name}.{children[0][0]}", children[0][1])
+    return name, sequence
+
+
+def _sequences(module: nn.Module) -> list[str]:
+    return [n for n, m in module.named_modules() if isinstance(m, nn.Sequential)]
+
+
+def choose_partition(
+    sequence: nn.Sequential, partition: str | Sequence[int], num_stages: int
+) -> tuple[int, ...]:
+    """Decides how many layers each stage gets.
+
+    Args:
+        sequence: The pipelined module.
+        partition: ``"parameters"``, ``"uniform"``, or the layers per stage.
+        num_stages: Stages of the pipeline.
+
+    Returns:
+        The layers per stage.
+
+    Raises:
+        ValueError: The partition does not fit the layers or the stages.
+    """
+    num_layers = len(sequence)
+    if num_layers < num_stages:
+        raise ValueError(
+            f"num_stages={num_stages} is more than the {num_layers} layers of the pipelined module."
+            " Use at most one stage per layer, or build the model of more layers."
+        )
+    if partition == "uniform":
+        return tuple(uniform_partition(num_layers, num_stages))
+    if partition == "parameters":
+        costs = [float(count) for count in layer_parameter_counts(sequence)]
+        return tuple(partition_layers(costs, num_stages))
+    if isinstance(partition, str):
+        raise ValueError(
+            f"partition={partition!r} is unknown; use 'parameters', 'uniform' or the layers per"
+            " stage."
+        )
+    counts = tuple(partition)
+    if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
+        raise ValueError(
+            f"partition={list(counts)} must give each of the {num_stages} stages at least one layer"
+            f" and sum to the {num_layers} layers of the pipelined module, but has {len(counts)}"
+            f" entries that sum to {sum(counts)}."
+        )
+    return counts
+
+
+def refuse_tied_layers(sequence: nn.Sequential, layers_per_stage: Sequence[int]) -> None:
+    """Refuses a parameter that two stages share.
+
+    Args:
+        sequence: The pipelined module, not cut yet.
+        layers_per_stage: The partition.
+
+    Raises:
+        ValueError: There is one.
+    """
+    first_use: dict[int, tuple[int, str]] = {}
+    children = zip(stage_of_layers(layers_per_stage), sequence.named_children(), strict=True)
+    for stage, (layer_name, layer) in children:
+        for name, parameter in layer.named_parameters():
+            full_name = f"{layer_name}.{name}"
+            other_stage, other_name = first_use.setdefault(id(parameter), (stage, full_name))
+            if other_stage != stage:
+                raise ValueError(
+                    f"The parameters {other_name!r} (stage {other_stage}) and {full_name!r} (stage"
+                    f" {stage}) are tied, but on different stages they would be trained apart. Put"
+                    " both layers on one stage with `partition=`, or untie them."
+                )

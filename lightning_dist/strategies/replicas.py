@@ -1,0 +1,64 @@
+"""Keep the data replicas of a stage equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+@torch.no_grad()
+def broadcast_state(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Gives each replica the parameters and buffers of the first.
+
+    Args:
+        module: What each rank of the group holds.
+        group: The replicas; takes CPU tensors.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    for tensor in (*module.parameters(), *module.buffers()):
+        host = tensor.detach().cpu().contiguous()
+        dist.broadcast(host, group_src=0, group=group)
+        tensor.copy_(host)
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Averages ``p.grad`` over the replicas, in buckets of some megabytes.
+
+    Args:
+        parameters: The same on each rank of the group; those without a gradient are left alone.
+        group: The replicas; takes CPU tensors.
+    """
+    size = dist.get_world_size(group)
+    pending = []
+    for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).cpu()
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        assert work is not None
+        pending.append((work, flat, bucket))
+    for work, flat, bucket in pending:
+        work.wait()
+        pieces = (flat / size).split([gradient.numel() for gradient in bucket])
+        for gradient, piece in zip(bucket, pieces, strict=True):
+            gradient.copy_(piece.view_as(gradient))
+
+
+def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = []
+    for _, run in groupby(gradients, key=lambda g: g.dtype):
+        filled = _BUCKET_BYTES
+        for gradient in run:
+            num_bytes = gradient.numel() * gradient.element_size()
+            if filled + num_bytes > _BUCKET_BYTES:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(gradient)
+            filled += num_bytes
+    return buckets

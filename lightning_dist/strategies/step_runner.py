@@ -1,0 +1,137 @@
+"""Run the user's steps through the pipeline, and tell all ranks what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_dist.pipeline.connect import Channels
+from lightning_dist.pipeline.microbatch import Microbatch, batch_size_of, merge
+from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.strategies.outcomes import Outcome, Outcomes
+from lightning_dist.strategies.stage_metrics import StageMetrics
+from lightning_dist.strategies.step_log import StepLog
+from lightning_dist.tree import flatten, map_tensors
+
+StepContext = Callable[[], AbstractContextManager[None]]
+
+
+class StepRunner:
+    """Runs ``training_step`` and its like, per micro-batch, on this rank's stage.
+
+    Args:
+        module: The user's module.
+        pipeline: This rank's stage at work.
+        channels: This rank's.
+        metrics: The module's torchmetrics objects.
+        has_one_replica: Whether this is the only data replica.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipeline: Pipeline,
+        channels: Channels,
+        metrics: StageMetrics,
+        has_one_replica: bool,
+    ) -> None:
+        self._module = module
+        self._pipeline = pipeline
+        self._metrics = metrics
+        self._log = StepLog(module, has_one_replica)
+        self._outcomes = Outcomes(channels)
+        self._last_result: Any = torch.tensor(float("nan"), device=module.device)
+
+    def train(self, arguments: Sequence[Any], context: StepContext) -> Any:
+        """Runs a training batch.
+
+        Args:
+            arguments: Of ``training_step``.
+            context: Wraps each micro-batch's step.
+
+        Returns:
+            The loss (or the dict with it) of the newest batch that all ranks know of; nan before
+            the first.
+        """
+        batch, *rest = arguments
+        trainer = self._module.trainer
+        step = self._step(self._module.training_step, context, rest)
+        scale = 1.0 / trainer.accumulate_grad_batches
+        results = self._pipeline.train_batch(batch, step, gradient_scale=scale)
+        self._publish([_scalars_of(r) for r in results], self._pipeline.microbatch_sizes, batch)
+        for outcome in self._outcomes.deliver(self._num_held_back()):
+            self._log.replay(outcome.log)
+            self._last_result = outcome.result
+        return self._last_result
+
+    def evaluate(
+        self,
+        method: Callable[..., Any],
+        arguments: Sequence[Any],
+        context: StepContext,
+        num_microbatches: int,
+    ) -> Any:
+        """Runs a validation, test or prediction batch.
+
+        Args:
+            method: The module's step.
+            arguments: Of that step.
+            context: Wraps each micro-batch's step.
+            num_microbatches: At most how many micro-batches.
+
+        Returns:
+            What the step would have returned for the undivided batch, on each rank.
+        """
+        batch, *rest = arguments
+        step = self._step(method, context, rest)
+        results = self._pipeline.evaluate_batch(batch, step, num_microbatches)
+        self._publish(results, self._pipeline.microbatch_sizes, batch)
+        (outcome,) = self._outcomes.deliver(num_held_back=0)[-1:]
+        self._log.replay(outcome.log)
+        return outcome.result
+
+    def _step(
+        self, method: Callable[..., Any], context: StepContext, rest: Sequence[Any]
+    ) -> Callable[[Microbatch], Any]:
+        def step(microbatch: Microbatch) -> Any:
+            recording = self._log.recording(microbatch.num_samples)
+            with context(), recording, self._metrics.in_step():
+                return method(microbatch.content, *rest)
+
+        return step
+
+    def _publish(self, results: list[Any], sizes: Sequence[int], batch: Any) -> None:
+        if not self._pipeline.stage.is_last:
+            self._outcomes.publish(None)
+            return
+        log = self._log.take(batch_size_of(batch) or 1)
+        result = merge([_cut_from_graph(r) for r in results], sizes)
+        self._outcomes.publish(Outcome(log, result))
+
+    def _num_held_back(self) -> int:
+        """Batches whose outcome the first stage need not wait for."""
+        trainer = self._module.trainer
+        is_last_step = trainer.global_step + 1 == trainer.max_steps
+        if not self._pipeline.asynchronous or trainer.is_last_batch or is_last_step:
+            return 0
+        return min(self._pipeline.shape.num_stages - 1, self._pipeline.batches_since_drain)
+
+
+def _cut_from_graph(result: Any) -> Any:
+    return map_tensors(lambda t: t.detach(), result)
+
+
+def _scalars_of(result: Any) -> Any:
+    """Keeps the loss, and of a dict whatever is a single number; the rest stays on its stage."""
+    if not isinstance(result, Mapping):
+        return result
+    return {
+        key: value
+        for key, value in result.items()
+        if (isinstance(value, Tensor) and value.numel() == 1) or not flatten(value)[0]
+    }

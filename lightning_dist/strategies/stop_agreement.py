@@ -1,0 +1,73 @@
+"""All ranks stop at the same batch boundary when any of them is asked to.
+
+Lightning broadcasts rank 0's flag before each batch and waits for it, which ties pipeline stages
+together at each batch and synchronises a GPU each time, and its signal handler broadcasts too,
+which deadlocks in the middle of a step. Here the handler sets a flag, nothing else. At each batch
+boundary the flags are combined by an all-reduce that nobody waits for: its result is read ``lag``
+boundaries later, when all ranks have long joined it. All ranks read the same result at the same
+boundary.
+
+``lag`` must be at least the number of batches by which the first rank can be ahead of the last: 1
+where each step ties the ranks together, ``num_stages`` for an asynchronous pipeline.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class StopAgreement:
+    """One rank's part in the decision to stop.
+
+    Args:
+        group: A gloo group of all ranks.
+        lag: Boundaries between posting a flag and reading the result.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, lag: int) -> None:
+        self._group = group
+        self._lag = lag
+        self._requested = False
+        self._agreed = False
+        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+
+    @property
+    def agreed(self) -> bool:
+        """Whether all ranks have decided to stop."""
+        return self._agreed
+
+    def request(self) -> None:
+        """Asks all ranks to stop; safe in a signal handler."""
+        self._requested = True
+
+    def at_boundary(self) -> bool:
+        """Posts this rank's flag and reads an older result; call it once per batch on each rank.
+
+        Returns:
+            Whether to stop here, the same on all ranks.
+        """
+        flag = torch.tensor([int(self._requested)], dtype=torch.int32)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        self._pending.append((work, flag))
+        if len(self._pending) > self._lag:
+            self._read_oldest()
+        return self._agreed
+
+    def close(self) -> None:
+        """Reads what is still on its way."""
+        while self._pending:
+            self._read_oldest()
+
+    def abandon(self) -> None:
+        """Forgets what is still on its way, after a failure."""
+        self._pending.clear()
+
+    def _read_oldest(self) -> None:
+        work, flag = self._pending.popleft()
+        work.wait()
+        self._agreed = self._agreed or bool(flag.item())

@@ -1,0 +1,106 @@
+"""Apply the gradients that the pipeline holds, when Lightning steps and when the pipeline drains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.strategies.hyperparameters import HyperparameterHistory
+from lightning_dist.strategies.replicas import average_gradients
+
+
+class Updates:
+    """The optimizer's side of a pipeline.
+
+    Args:
+        module: The user's module.
+        pipeline: This rank's stage at work.
+        precision_plugin: Runs the hooks, the clipping and the step.
+        data_group: The ranks that hold this stage.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipeline: Pipeline,
+        precision_plugin: Precision,
+        data_group: dist.ProcessGroup,
+    ) -> None:
+        self._module = module
+        self._pipeline = pipeline
+        self._precision_plugin = precision_plugin
+        self._data_group = data_group
+        self._history = HyperparameterHistory(pipeline.delay)
+
+    def backward(self, loss: Tensor, *, accumulating: bool) -> Tensor:
+        """Installs the held gradients, between Lightning's hooks around the backward.
+
+        Args:
+            loss: As Lightning hands it over.
+            accumulating: Whether more gradients come before the next step.
+
+        Returns:
+            The loss.
+        """
+        if not self._pipeline.has_gradients:
+            return loss
+        self._precision_plugin.pre_backward(loss, self._module)
+        self._pipeline.install_gradients(None if accumulating else self._reduce)
+        loss = self._precision_plugin.post_backward(loss, self._module)
+        if not accumulating:
+            self._pipeline.begin_update()
+        return loss
+
+    def step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
+    ) -> Any:
+        """Runs a batch, and applies the update that it brings.
+
+        Args:
+            optimizer: Whose step it is.
+            closure: Runs the batch.
+            apply: Runs the batch and the optimizer's step.
+
+        Returns:
+            What the one that was called returned.
+        """
+        batch_index = self._pipeline.num_batches
+        self._history.remember(batch_index, optimizer)
+        if self._pipeline.batches_since_drain < self._pipeline.delay:
+            return closure()
+        with self._history.of_batch(batch_index - self._pipeline.delay, optimizer):
+            result = apply()
+        self._pipeline.end_update()
+        return result
+
+    def drain(self, optimizer: Optimizer) -> None:
+        """Runs the backwards of the batches in flight and applies each.
+
+        Args:
+            optimizer: Whose steps they are.
+        """
+        with torch.enable_grad():
+            for _ in self._pipeline.drain():
+                batch_index = self._pipeline.gradients_of_batch
+                with self._history.of_batch(batch_index, optimizer):
+                    self._precision_plugin.optimizer_step(
+                        optimizer, model=self._module, closure=lambda: self._install(optimizer)
+                    )
+                self._pipeline.end_update()
+
+    def _install(self, optimizer: Optimizer) -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.zeros((), device=self._module.device)
+        return self.backward(loss, accumulating=False)
+
+    def _reduce(self) -> None:
+        if dist.get_world_size(self._data_group) > 1:
+            average_gradients(self._pipeline.stage.named_parameters().values(), self._data_group)

@@ -1,0 +1,105 @@
+"""Trees of tensors: batches and activations of any shape, taken apart and put together again.
+
+A batch is whatever the user's DataLoader yields, an activation whatever a layer returns. Both are
+nested dicts, lists, tuples, named tuples and dataclasses with tensors at some of the leaves.
+Everything that has to look inside one (splitting a batch, sending an activation) works on the flat
+list of its tensors and leaves the rest, the *skeleton*, alone. A skeleton pickles, so it is also
+what the transport sends once as a header.
+
+torch's own pytrees would do, but for dataclasses, which each user would have to register first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of one tensor in a skeleton.
+
+    Attributes:
+        index: Position in the flat list of tensors.
+    """
+
+    index: int
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Rebuilds a tree with a function applied to each leaf.
+
+    Args:
+        function: Called with each leaf, in a fixed order: as stored for sequences, insertion order
+            for mappings, field order for dataclasses.
+        tree: Nested mappings, lists, tuples, named tuples and dataclass instances.
+
+    Returns:
+        A tree of the same containers.
+    """
+    if isinstance(tree, Mapping):
+        items = [(key, map_leaves(function, value)) for key, value in tree.items()]
+        return _rebuild_mapping(tree, dict(items))
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_leaves(function, value) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_leaves(function, value) for value in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Slot):
+        fields = [field.name for field in dataclasses.fields(tree) if field.init]
+        changes = {name: map_leaves(function, getattr(tree, name)) for name in fields}
+        return dataclasses.replace(tree, **changes)
+    return function(tree)
+
+
+def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    if type(original) is dict:
+        return items
+    rebuilt = original.copy() if hasattr(original, "copy") else None
+    if isinstance(rebuilt, dict):  # keeps a defaultdict's factory and an OrderedDict's class
+        rebuilt.update(items)
+        return rebuilt
+    return type(original)(items)  # type: ignore[call-arg]
+
+
+def flatten(tree: Any) -> tuple[list[Tensor], Any]:
+    """Takes the tensors out of a tree.
+
+    Args:
+        tree: Any tree, with or without tensors.
+
+    Returns:
+        The tensors in a fixed order, and the skeleton: the tree with a :class:`Slot` for each.
+    """
+    tensors: list[Tensor] = []
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors.append(leaf)
+        return Slot(len(tensors) - 1)
+
+    skeleton = map_leaves(take, tree)
+    return tensors, skeleton
+
+
+def unflatten(tensors: list[Tensor], skeleton: Any) -> Any:
+    """Puts tensors back into a skeleton; the inverse of :func:`flatten`.
+
+    Args:
+        tensors: One per slot.
+        skeleton: What :func:`flatten` returned.
+
+    Returns:
+        The tree.
+    """
+    return map_leaves(
+        lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, skeleton
+    )
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Rebuilds a tree with a function applied to each tensor; other leaves stay."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
