@@ -1,0 +1,109 @@
+"""Small modules and data for the tests, written as any user would write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class ConvLayer(nn.Module):
+    """Norm, convolution and linear with a skip: what weight versions can go wrong with.
+
+    The norm comes first: behind the convolution it would cancel the bias's gradient to rounding
+    noise, which AdamW's division blows up.
+    """
+
+    def __init__(self, channels: int = 2, length: int = 6) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(channels, channels, 3, padding=1)
+        self.norm = nn.LayerNorm(length)
+        self.linear = nn.Linear(length, length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(torch.tanh(self.conv(self.norm(x))))
+
+
+def make_layers(count: int = 6) -> nn.Sequential:
+    return nn.Sequential(*(ConvLayer() for _ in range(count)), nn.Flatten(), nn.Linear(12, 3))
+
+
+def make_data(num_samples: int, seed: int = 3) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, 2, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 3, (num_samples,), generator=generator)
+    return TensorDataset(x, y)
+
+
+def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+class Classifier(L.LightningModule):
+    """An ordinary LightningModule that knows nothing of pipelines."""
+
+    def __init__(self, optimizer: str = "sgd", num_layers: int = 6, schedule_lr: bool = False):
+        super().__init__()
+        self.model = make_layers(num_layers)
+        self.optimizer = optimizer
+        self.schedule_lr = schedule_lr
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.model(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self.model(x)
+        self.log("val_loss", F.cross_entropy(logits, y))
+        self.log("val_correct", (logits.argmax(-1) == y).double().sum(), reduce_fx="sum")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", F.cross_entropy(self.model(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.optimizer, self.parameters())
+        if not self.schedule_lr:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def make_module(module: type[L.LightningModule] = Classifier, **kwargs: Any) -> Any:
+    """Builds a module in float64 with the same weights in each process."""
+    torch.manual_seed(7)
+    return module(**kwargs).double()
+
+
+def make_loader(num_samples: int = 46, batch_size: int = 8, **kwargs: Any) -> DataLoader:
+    return DataLoader(make_data(num_samples), batch_size=batch_size, **kwargs)
+
+
+def make_trainer(**kwargs: Any) -> L.Trainer:
+    """Builds a quiet trainer."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "max_epochs": 1,
+    }
+    return L.Trainer(**{**defaults, **kwargs})
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds, in a form that outlives the worker's process."""
+    return {name: p.detach().clone() for name, p in module.named_parameters()}

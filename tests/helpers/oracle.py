@@ -1,0 +1,53 @@
+"""What an asynchronous pipeline must compute, as a plain loop over minibatches.
+
+Timing does not enter: minibatch b meets version max(t0, b - W_s) of stage s, where t0 is the last
+drain and W_s = n - 1 - s, and its gradient makes version b + 1 of the newest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def train_sequentially(
+    stages: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    drains: Collection[int],
+    stash: bool,
+    before_step: Callable[[int], Any] = lambda b: None,
+) -> list[float]:
+    """Trains the stages in place; drains come before the minibatches named."""
+    versions = [[_copy(stage)] for stage in stages]
+    drained, losses = 0, []
+    for b, (x, y) in enumerate(batches):
+        drained = b if b in drains else drained
+        used = [v[max(drained, b - (len(stages) - 1 - s))] for s, v in enumerate(versions)]
+        inputs = [x]
+        for stage, weights in zip(stages, used, strict=True):
+            inputs.append(torch.func.functional_call(stage, weights, inputs[-1]).detach())
+        losses.append(float(loss(inputs.pop(), y)))
+        gradient = None
+        for s in reversed(range(len(stages))):
+            weights = used[s] if stash else versions[s][b]
+            h = inputs[s].requires_grad_(inputs[s].is_floating_point())
+            out = torch.func.functional_call(stages[s], weights, h)
+            root = loss(out, y) if s == len(stages) - 1 else out
+            sources = [h, *weights.values()] if h.requires_grad else list(weights.values())
+            results = list(torch.autograd.grad(root, sources, gradient))
+            gradient = results.pop(0) if h.requires_grad else None
+            for parameter, g in zip(stages[s].parameters(), results, strict=True):
+                parameter.grad = g
+            before_step(b)
+            optimizers[s].step()
+            versions[s].append(_copy(stages[s]))
+    return losses
+
+
+def _copy(stage: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone().requires_grad_() for n, p in stage.named_parameters()}

@@ -1,0 +1,128 @@
+"""A pool of processes that run many distributed cases, for starting one takes seconds.
+
+A case is a module-level function. It runs on the first ``world_size`` workers at once, each in the
+environment that a launcher would give it, and returns something picklable. A case that fails or
+hangs costs the pool its processes; the next case gets new ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+class CaseFailedError(AssertionError):
+    """A case raised on some rank."""
+
+
+def free_port() -> int:
+    """Asks the operating system for a port."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class WorkerPool:
+    """Runs cases on processes that live longer than a case."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[SpawnProcess, Connection]] = []
+
+    def run(
+        self, world_size: int, case: Callable[..., Any], *args: Any, timeout: float = 60.0
+    ) -> list[Any]:
+        """Runs a case on each rank and gives what each returned."""
+        self._grow(world_size)
+        port = free_port()
+        for rank in range(world_size):
+            self._workers[rank][1].send((case, args, rank, world_size, port))
+        deadline = time.monotonic() + timeout
+        answers = [self._answer(rank, deadline) for rank in range(world_size)]
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            self.close()
+            raise CaseFailedError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        """Ends all workers."""
+        for process, _ in self._workers:
+            process.kill()
+        for process, connection in self._workers:
+            process.join()
+            connection.close()
+        self._workers.clear()
+
+    def _grow(self, world_size: int) -> None:
+        while len(self._workers) < world_size:
+            near, far = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_work, args=(far,), daemon=True)
+            process.start()
+            far.close()
+            self._workers.append((process, near))
+
+    def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
+        connection = self._workers[rank][1]
+        try:
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                return False, "timed out"
+            return connection.recv()
+        except (EOFError, ConnectionResetError):
+            return False, "the process died"
+
+
+def _work(connection: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    for category, message in NAMED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+    while True:
+        try:
+            case, args, rank, world_size, port = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((True, _run_case(case, args, rank, world_size, port)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+def _run_case(
+    case: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int
+) -> Any:
+    import torch.distributed as dist
+
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        WORLD_SIZE=str(world_size),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+    )
+    try:
+        return case(*args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# What Lightning and torch themselves warn about; anything else is an error in the workers too.
+NAMED_WARNINGS: list[tuple[type[Warning], str]] = [
+    (FutureWarning, r".*LeafSpec.*"),
+    (UserWarning, r".*does not have many workers.*"),
+    (UserWarning, r".*The number of training batches .* is smaller than the logging interval.*"),
+    (UserWarning, r".*Checkpoint directory .* exists and is not empty.*"),
+]

@@ -1,0 +1,116 @@
+"""Asynchronous training equals a sequential loop over minibatches, to the last bits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_dist import PipelineStrategy
+from lightning_dist.pipeline.partition import uniform_partition
+from tests.helpers.models import (
+    make_loader,
+    make_module,
+    make_optimizer,
+    make_trainer,
+    state_of,
+)
+from tests.helpers.oracle import train_sequentially
+from tests.helpers.workers import WorkerPool
+
+EPOCHS = 3
+LR_DECAY = 0.9
+
+
+def fit(num_stages: int, versions: str, optimizer: str, drains: bool, scheduled: bool) -> Any:
+    module = make_module(optimizer=optimizer, schedule_lr=scheduled)
+    strategy = PipelineStrategy(
+        schedule="pipedream", weight_versions=versions, partition="uniform"
+    )
+    trainer = make_trainer(
+        devices=num_stages,
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        limit_val_batches=1 if drains else 0,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, make_loader(), make_loader())
+    return state_of(module), float(trainer.callback_metrics["train_loss_epoch"])
+
+
+def oracle(
+    num_stages: int, versions: str, optimizer: str, drains: bool, scheduled: bool
+) -> tuple[dict[str, Tensor], list[float]]:
+    model = make_module().model
+    layers = list(copy.deepcopy(model))
+    stages = []
+    for count in uniform_partition(len(layers), num_stages):
+        stages.append(nn.Sequential(*layers[:count]))
+        layers = layers[count:]
+    optimizers = [make_optimizer(optimizer, stage.parameters()) for stage in stages]
+    base = optimizers[0].param_groups[0]["lr"]
+
+    def set_lr(b: int) -> None:
+        for opt in optimizers:
+            opt.param_groups[0]["lr"] = base * LR_DECAY**b if scheduled else base
+
+    batches = [batch for _ in range(EPOCHS) for batch in make_loader()]
+    epoch = len(batches) // EPOCHS
+    losses = train_sequentially(
+        stages,
+        optimizers,
+        batches,
+        F.cross_entropy,
+        drains=range(0, len(batches), epoch) if drains else (),
+        stash=versions == "stash",
+        before_step=set_lr,
+    )
+    flat = nn.Sequential(*(layer for stage in stages for layer in stage))
+    return {f"model.{n}": p.detach() for n, p in flat.named_parameters()}, losses[-epoch:]
+
+
+def largest_difference(actual: list[Any], expected: dict[str, Tensor]) -> float:
+    states: dict[str, Tensor] = {}
+    for state, _ in actual:
+        states.update(state)
+    assert states.keys() == expected.keys()
+    return max(float((states[n] - expected[n]).abs().max()) for n in expected)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("versions", ["stash", "none"])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_equals_the_oracle_over_drains(
+    workers: WorkerPool, num_stages: int, versions: str, optimizer: str
+) -> None:
+    case = (num_stages, versions, optimizer, True, False)
+    actual = workers.run(num_stages, fit, *case)
+    expected, losses = oracle(*case)
+    assert largest_difference(actual, expected) < 1e-12
+    sizes = [8, 8, 8, 8, 8, 6]
+    mean = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / sum(sizes)
+    assert [logged for _, logged in actual] == pytest.approx([mean] * num_stages, abs=1e-12)
+
+
+def test_is_not_flushed_between_epochs(workers: WorkerPool) -> None:
+    case = (3, "stash", "sgd", False, False)
+    actual = workers.run(3, fit, *case)
+    assert largest_difference(actual, oracle(*case)[0]) < 1e-12
+    assert largest_difference(actual, oracle(3, "stash", "sgd", True, False)[0]) > 1e-6
+
+
+def test_update_b_uses_the_learning_rate_of_step_b(workers: WorkerPool) -> None:
+    case = (3, "stash", "sgd", True, True)
+    actual = workers.run(3, fit, *case)
+    assert largest_difference(actual, oracle(*case)[0]) < 1e-12
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_the_oracle_tells_stash_from_no_stash(num_stages: int) -> None:
+    stash, _ = oracle(num_stages, "stash", "sgd", True, False)
+    none, _ = oracle(num_stages, "none", "sgd", True, False)
+    assert max(float((stash[n] - none[n]).abs().max()) for n in stash) > 1e-6
