@@ -190,9 +190,11 @@ class Pipeline:
         Yields:
             Once after each backward; install the gradients and step before going on.
         """
+        self.recorder.interrupt()
         for actions in self._stream.drain(self._batches_since_drain):
             self._run(actions, None)
             yield
+        self.recorder.interrupt()
         self._batches_since_drain = 0
 
     def evaluate_batch(
@@ -209,6 +211,7 @@ class Pipeline:
             What the step returned for each micro-batch on the last stage; empty on the others.
         """
         assert not torch.is_grad_enabled()
+        self.recorder.interrupt()
         count = max(1, min(num_microbatches, batch_size_of(batch) or 1))
         microbatches = split(batch, count)
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)

@@ -82,7 +82,8 @@ class Recorder:
     def __init__(self, rank: int, device: torch.device, capacity: int = 20_000) -> None:
         self._rank = rank
         self._clock: Clock = CudaClock(device) if device.type == "cuda" else HostClock()
-        self._marks: deque[tuple[SpanKind, Action, Any, Any]] = deque(maxlen=capacity)
+        self._marks: deque[tuple[int, SpanKind, Action, Any, Any]] = deque(maxlen=capacity)
+        self._stretch = 0
 
     @contextmanager
     def span(self, kind: SpanKind, action: Action) -> Iterator[None]:
@@ -111,15 +112,23 @@ class Recorder:
             action: For which action.
             start: What :meth:`mark` gave when it began.
         """
-        self._marks.append((kind, action, start, self.mark()))
+        self._marks.append((self._stretch, kind, action, start, self.mark()))
 
-    def spans(self) -> tuple[Span, ...]:
-        """Gives the recorded spans in seconds since the epoch, oldest first."""
+    def interrupt(self) -> None:
+        """Begins a new stretch: something else than training lies between what comes and what was.
+
+        All ranks must call it alike.
+        """
+        self._stretch += 1
+
+    def stretches(self) -> dict[int, tuple[Span, ...]]:
+        """Gives the recorded spans in seconds since the epoch, oldest first, by stretch."""
         seconds = self._clock.seconds
-        return tuple(
-            Span(self._rank, kind, action, seconds(start), seconds(end))
-            for kind, action, start, end in self._marks
-        )
+        found: dict[int, list[Span]] = {}
+        for stretch, kind, action, start, end in self._marks:
+            span = Span(self._rank, kind, action, seconds(start), seconds(end))
+            found.setdefault(stretch, []).append(span)
+        return {stretch: tuple(spans) for stretch, spans in found.items()}
 
     def clear(self) -> None:
         """Forgets all spans."""

@@ -49,6 +49,7 @@ from lightning_dist.strategies.pipelined_module import (
     find_sequence,
     refuse_tied_layers,
 )
+from lightning_dist.strategies.measured import MeasuredTimelines
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.session import Session, drain_before_validation
 from lightning_dist.strategies.stage_metrics import StageMetrics
@@ -131,7 +132,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         self._sequence_path = ""
         self._session: Session | None = None
         self._accumulating = False
-        self._timeline: Timeline | None = None
+        self._measured = MeasuredTimelines([])
         self._peak_stash_bytes: tuple[int, ...] = ()
 
     # --- where this rank is ------------------------------------------------------------------
@@ -167,7 +168,12 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     @property
     def timeline(self) -> Timeline:
         """What the ranks did when, gathered at the end of training; empty before."""
-        return self._timeline or Timeline(self.world_size, ())
+        return self._measured.whole
+
+    @property
+    def steady_timeline(self) -> Timeline:
+        """The longest part of :attr:`timeline` without fill, drain or validation."""
+        return self._measured.steady
 
     @property
     def peak_stash_bytes(self) -> tuple[int, ...]:
@@ -366,13 +372,11 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     def _end_training(self) -> None:
         self.drain()
         pipeline = self.session.pipeline
-        own = (pipeline.recorder.spans(), pipeline.stage.policy.peak_stash_bytes)
+        own = (pipeline.recorder.stretches(), pipeline.stage.policy.peak_stash_bytes)
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, own, group=self.group(*self.mesh.sizes))
-        spans = tuple(span for rank_spans, _ in everyone for span in rank_spans)
-        self._timeline = Timeline(self.world_size, spans).shifted_to_zero()
-        replicas = self.mesh.data_size
-        self._peak_stash_bytes = tuple(stash for _, stash in everyone[::replicas])
+        self._measured = MeasuredTimelines([stretches for stretches, _ in everyone])
+        self._peak_stash_bytes = tuple(stash for _, stash in everyone[:: self.mesh.data_size])
 
     # --- checkpoints -------------------------------------------------------------------------
 

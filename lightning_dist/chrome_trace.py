@@ -1,0 +1,44 @@
+"""Write timelines as Chrome-trace JSON, which Perfetto (https://ui.perfetto.dev) opens."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from lightning_dist.pipeline.timeline import Span, SpanKind, Timeline
+
+
+def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Writes a timeline.
+
+    Args:
+        timeline: Measured or simulated.
+        path: The JSON file.
+    """
+    shifted = timeline.shifted_to_zero()
+    names = [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(timeline.num_ranks)
+    ]
+    events = [_event(span) for span in shifted.spans]
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}, file)
+
+
+def _event(span: Span) -> dict[str, Any]:
+    waits = span.kind in (SpanKind.WAIT, SpanKind.COMMUNICATION)
+    return {
+        "name": str(span.action),
+        "cat": span.kind.value,
+        "ph": "X",
+        "pid": span.rank,
+        "tid": "communication" if waits else "compute",
+        "ts": span.start_seconds * 1e6,
+        "dur": span.duration_seconds * 1e6,
+        "args": {
+            "stage": span.action.stage_index,
+            "microbatch": span.action.microbatch_index,
+            "kind": span.action.kind.name.lower(),
+        },
+    }

@@ -1,0 +1,147 @@
+"""Draw timelines: a row per rank, a box per action.
+
+Measured and simulated timelines are of one type, so one function draws either, and several above
+each other on one scale. Colours are Okabe and Ito's, which the colour-blind can tell apart, and
+forward and backward differ in lightness too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lightning_dist.pipeline.actions import ActionKind
+from lightning_dist.pipeline.timeline import Span, SpanKind, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_FORWARD, _BACKWARD, _UPDATE, _WAIT = "#56B4E9", "#0072B2", "#E69F00", "#E8E8E8"
+_ROW_HEIGHT = 0.82
+_WIDTH_INCHES = 12.0
+_CHARACTERS_PER_INCH = 13.0
+
+
+def plot_timeline(
+    timeline: Timeline,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    title: str | None = None,
+) -> Figure:
+    """Draws one timeline.
+
+    Args:
+        timeline: Measured or simulated.
+        path: Where to write the picture; its ending chooses the format. None writes nothing.
+        title: Above the picture.
+
+    Returns:
+        The matplotlib figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    return plot_timelines({title or "Timeline": timeline}, path)
+
+
+def plot_timelines(
+    timelines: Mapping[str, Timeline], path: str | os.PathLike[str] | None = None
+) -> Figure:
+    """Draws timelines above each other, on one scale of time.
+
+    Args:
+        timelines: By title.
+        path: Where to write the picture; its ending chooses the format. None writes nothing.
+
+    Returns:
+        The matplotlib figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Drawing needs matplotlib: pip install 'lightning-dist[plots]'"
+        ) from error
+    rows = [timeline.num_ranks for timeline in timelines.values()]
+    height = sum(0.5 * count + 0.55 for count in rows) + 0.75
+    figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=rows)[:, 0]
+    span_ms = max(timeline.makespan_seconds for timeline in timelines.values()) * 1e3
+    for panel, (title, timeline) in zip(axes, timelines.items(), strict=True):
+        _draw(panel, timeline.shifted_to_zero(), title, span_ms)
+    axes[-1].set_xlabel("time (ms)")
+    _add_legend(figure)
+    if path is not None:
+        figure.savefig(path, dpi=130)
+    return figure
+
+
+def _draw(axes: Axes, timeline: Timeline, title: str, span_ms: float) -> None:
+    for rank in range(timeline.num_ranks):
+        spans = [s for s in timeline.spans if s.rank == rank and _colour(s) is not None]
+        axes.broken_barh(
+            [(s.start_seconds * 1e3, s.duration_seconds * 1e3) for s in spans],
+            (rank - _ROW_HEIGHT / 2, _ROW_HEIGHT),
+            facecolors=[_colour(s) or _WAIT for s in spans],
+            edgecolor="white",
+            linewidth=0.5,
+        )
+        for span in spans:
+            _label(axes, span, span_ms)
+    axes.set_facecolor(_WAIT)
+    axes.set_title(f"{title} (bubble {timeline.bubble_fraction:.1%})", loc="left", fontsize=11)
+    axes.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)])
+    axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
+    axes.set_xlim(0, max(span_ms, 1e-9))
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _label(axes: Axes, span: Span, span_ms: float) -> None:
+    if span.kind is not SpanKind.COMPUTE or span_ms <= 0:
+        return
+    text = str(span.action.microbatch_index)
+    room = span.duration_seconds * 1e3 / span_ms * _WIDTH_INCHES * 0.92 * _CHARACTERS_PER_INCH
+    if len(text) + 0.6 > room:
+        return
+    axes.text(
+        (span.start_seconds + span.duration_seconds / 2) * 1e3,
+        span.rank,
+        text,
+        ha="center",
+        va="center",
+        fontsize=8,
+        color="black" if span.action.kind is ActionKind.FORWARD else "white",
+        clip_on=True,
+    )
+
+
+def _colour(span: Span) -> str | None:
+    if span.kind is SpanKind.UPDATE:
+        return _UPDATE
+    if span.kind is not SpanKind.COMPUTE:
+        return None
+    return _FORWARD if span.action.kind is ActionKind.FORWARD else _BACKWARD
+
+
+def _add_legend(figure: Figure) -> None:
+    from matplotlib.patches import Patch
+
+    entries = {
+        "forward": _FORWARD,
+        "backward": _BACKWARD,
+        "update": _UPDATE,
+        "waiting (numbers: micro-batches)": _WAIT,
+    }
+    handles = [Patch(facecolor=c, edgecolor="#999999", label=n) for n, c in entries.items()]
+    figure.legend(
+        handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
+    )

@@ -1,0 +1,39 @@
+"""The ranks' recorded spans, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_dist.pipeline.timeline import Span, Timeline
+
+
+class MeasuredTimelines:
+    """What all ranks recorded.
+
+    Args:
+        stretches: For each rank its spans by stretch; stretches have the same numbers on all ranks.
+    """
+
+    def __init__(self, stretches: Sequence[Mapping[int, tuple[Span, ...]]]) -> None:
+        self._stretches = stretches
+
+    @property
+    def whole(self) -> Timeline:
+        """All spans, the first at zero."""
+        spans = (s for by_stretch in self._stretches for part in by_stretch.values() for s in part)
+        return Timeline(len(self._stretches), tuple(spans)).shifted_to_zero()
+
+    @property
+    def steady(self) -> Timeline:
+        """The longest stretch, from when the last rank began to when the first one ended."""
+        if not self._stretches or not all(self._stretches):
+            return self.whole
+        common = set.intersection(*(set(by_stretch) for by_stretch in self._stretches))
+        longest = max(common, key=lambda number: len(self._stretches[0][number]), default=None)
+        if longest is None:
+            return self.whole
+        parts = [by_stretch[longest] for by_stretch in self._stretches]
+        begin = max(part[0].start_seconds for part in parts)
+        end = min(part[-1].end_seconds for part in parts)
+        spans = tuple(span for part in parts for span in part)
+        return Timeline(len(parts), spans).between(begin, end).shifted_to_zero()

@@ -1,0 +1,1 @@
+"""Runnable LightningModules, LightningDataModules and LightningCLI configurations."""

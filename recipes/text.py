@@ -1,0 +1,161 @@
+"""Real English text without a download: the help topics that Python itself ships.
+
+``pydoc_data.topics`` holds the language reference as plain text, about 466 KB, under the PSF
+licence. It differs a little between patch versions of Python, so its hash is recorded with each
+run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sized
+from pydoc_data.topics import topics
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+from typing_extensions import override
+
+VALIDATION_SHARE = 0.1
+
+
+def load_text() -> bytes:
+    """Joins all topics in the order of their names."""
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def split_text(text: bytes) -> tuple[Tensor, Tensor]:
+    """Cuts the last tenth off for validation.
+
+    Args:
+        text: All of it.
+
+    Returns:
+        Training and validation bytes, ``(N,)`` and ``(M,)`` int64.
+    """
+    values = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    cut = int(len(values) * (1 - VALIDATION_SHARE))
+    return values[:cut], values[cut:]
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of a text with the text one byte on as target.
+
+    Args:
+        text: ``(N,)`` int64.
+        sequence_length: Bytes per window.
+        stride: Bytes from one window's start to the next one's.
+
+    Raises:
+        ValueError: The text is shorter than a window.
+    """
+
+    def __init__(self, text: Tensor, sequence_length: int, stride: int) -> None:
+        if len(text) <= sequence_length:
+            raise ValueError(
+                f"sequence_length={sequence_length} needs a text of more bytes than {len(text)}."
+                " Use shorter sequences."
+            )
+        self._text = text
+        self._sequence_length = sequence_length
+        self._stride = stride
+
+    def __len__(self) -> int:
+        """Counts the windows."""
+        return (len(self._text) - self._sequence_length - 1) // self._stride + 1
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Gives inputs and targets, ``(T,)`` each."""
+        start = index * self._stride
+        window = self._text[start : start + self._sequence_length + 1]
+        return window[:-1], window[1:]
+
+
+class SeededShuffle(Sampler[int]):
+    """Shuffles by a seed and the epoch alone, so that all ranks read the same order.
+
+    Args:
+        data: What to shuffle.
+        seed: Base seed.
+        num_samples: Samples per epoch, drawn anew in each.
+    """
+
+    def __init__(self, data: Sized, seed: int, num_samples: int) -> None:
+        self._data = data
+        self._seed = seed
+        self._num_samples = min(num_samples, len(data))
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order; Lightning calls it."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        """Counts the samples of an epoch."""
+        return self._num_samples
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        order = torch.randperm(len(self._data), generator=generator)
+        yield from order[: self._num_samples].tolist()
+
+
+class TextDataModule(L.LightningDataModule):
+    """Byte-level language modelling on the standard library's help topics.
+
+    Batches are ``(inputs, targets)``, int64 of shape ``(batch_size, sequence_length)``.
+
+    Args:
+        batch_size: Windows per batch.
+        sequence_length: Bytes per window.
+        train_samples: Windows per training epoch, at random places.
+        seed: Of the training order.
+        num_workers: Processes that load data; the text is in memory, so none are needed.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 32,
+        sequence_length: int = 128,
+        train_samples: int = 3200,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        text = load_text()
+        self.text_sha256 = hashlib.sha256(text).hexdigest()
+        self.save_hyperparameters()
+        self.save_hyperparameters({"text_sha256": self.text_sha256})
+        self.train_text, self.val_text = split_text(text)
+        self._batch_size = batch_size
+        self._num_workers = num_workers
+        self._train = Windows(self.train_text, sequence_length, stride=1)
+        self._val = Windows(self.val_text, sequence_length, stride=sequence_length)
+        self._sampler = SeededShuffle(self._train, seed, train_samples)
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._train,
+            batch_size=self._batch_size,
+            sampler=self._sampler,
+            num_workers=self._num_workers,
+        )
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._evaluation_loader()
+
+    @override
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._evaluation_loader()
+
+    @override
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return self._evaluation_loader()
+
+    def _evaluation_loader(self) -> DataLoader[Any]:
+        return DataLoader(self._val, batch_size=self._batch_size, num_workers=self._num_workers)
