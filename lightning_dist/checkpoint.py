@@ -64,9 +64,7 @@ def load_full(path: str | os.PathLike[str], *, weights_only: bool = True) -> dic
                 f"{os.fspath(path)!r} is no checkpoint: neither a file nor a directory with"
                 f" {_METADATA_FILE!r}."
             )
-        loaded: dict[str, Any] = torch.load(
-            resolved, map_location="cpu", weights_only=weights_only
-        )
+        loaded: dict[str, Any] = torch.load(resolved, map_location="cpu", weights_only=weights_only)
         return loaded
     checkpoint = load_sharded(path, lambda _: True, weights_only=weights_only)
     if "optimizer_states" in checkpoint:
@@ -196,9 +194,7 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     return tensors, rest
 
 
-def _gather_optimizer_rest(
-    rest: dict[str, Any], group: dist.ProcessGroup | None
-) -> dict[str, Any]:
+def _gather_optimizer_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Collects the few optimizer entries that are not tensors from all ranks."""
     if group is None or "optimizer_states" not in rest:
         return {}

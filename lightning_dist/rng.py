@@ -1,7 +1,8 @@
 """Random numbers that depend on where they are drawn, not on what was drawn before.
 
-The user's step runs on each stage, and what it draws before and after the pipelined module (a mask,
-say) must be the same on all of them, or the first stage masks other tokens than the last one scores.
+The user's step runs on each stage, and what it draws before and after the pipelined module (a
+mask, say) must be the same on all of them, or the first stage masks other tokens than the last one
+scores.
 What the layers draw (dropout) must differ between stages and data replicas. And a resumed run must
 draw what the uninterrupted one would have. One rule serves all three: each use seeds the generators
 from a few integers that name it, and afterwards puts back the state it found, so that samplers

@@ -134,5 +134,3 @@ def _short(path: str) -> str:
     absolute = Path(path).resolve()
     here = Path.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
-
-

@@ -111,9 +111,7 @@ def layer_parameter_counts(sequence: nn.Sequential) -> list[int]:
     Args:
         sequence: The pipelined module, cut or not.
     """
-    return [
-        sum(p.numel() for p in _structure(layer).parameters()) for layer in sequence.children()
-    ]
+    return [sum(p.numel() for p in _structure(layer).parameters()) for layer in sequence.children()]
 
 
 def _structure(layer: nn.Module) -> nn.Module:
@@ -135,9 +133,7 @@ def whole(sequence: nn.Sequential, device: torch.device | None = None) -> Iterat
     foreign = {n: m for n, m in sequence.named_children() if isinstance(m, ForeignLayer)}
     for name, layer in foreign.items():
         skeleton = layer.skeleton
-        setattr(
-            sequence, name, skeleton if device is None else _unwritten(skeleton, device)
-        )
+        setattr(sequence, name, skeleton if device is None else _unwritten(skeleton, device))
     try:
         yield
     finally:

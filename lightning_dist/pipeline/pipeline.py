@@ -197,9 +197,7 @@ class Pipeline:
         self.recorder.interrupt()
         self._batches_since_drain = 0
 
-    def evaluate_batch(
-        self, batch: Any, step: Step, num_microbatches: int
-    ) -> list[Any]:
+    def evaluate_batch(self, batch: Any, step: Step, num_microbatches: int) -> list[Any]:
         """Runs a batch forward only.
 
         Args:

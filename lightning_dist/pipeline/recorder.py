@@ -67,7 +67,8 @@ class CudaClock:
     def seconds(self, mark: torch.cuda.Event) -> float:
         """Turns an event into seconds since the epoch; waits for it."""
         mark.synchronize()
-        return self._start_seconds + self._start.elapsed_time(mark) / 1e3
+        elapsed_ms: float = self._start.elapsed_time(mark)
+        return self._start_seconds + elapsed_ms / 1e3
 
 
 class Recorder:
@@ -80,7 +81,7 @@ class Recorder:
     """
 
     def __init__(self, rank: int, device: torch.device, capacity: int = 20_000) -> None:
-        self._rank = rank
+        self.rank = rank
         self._clock: Clock = CudaClock(device) if device.type == "cuda" else HostClock()
         self._marks: deque[tuple[int, SpanKind, Action, Any, Any]] = deque(maxlen=capacity)
         self._stretch = 0
@@ -126,7 +127,7 @@ class Recorder:
         seconds = self._clock.seconds
         found: dict[int, list[Span]] = {}
         for stretch, kind, action, start, end in self._marks:
-            span = Span(self._rank, kind, action, seconds(start), seconds(end))
+            span = Span(self.rank, kind, action, seconds(start), seconds(end))
             found.setdefault(stretch, []).append(span)
         return {stretch: tuple(spans) for stretch, spans in found.items()}
 

@@ -182,9 +182,8 @@ class Runtime:
     def _describe_failure(self, action: Action, work: Work | None) -> str:
         index = action.microbatch_index
         lines = [
-            f"While rank {torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}"
-            f" ran action {action} (stage {action.stage_index}, {action.kind.name.lower()},"
-            f" micro-batch {index})."
+            f"While rank {self._recorder.rank} ran action {action} (stage {action.stage_index},"
+            f" {action.kind.name.lower()}, micro-batch {index})."
         ]
         if work is not None and index in work.microbatches:
             lines.append(f"  micro-batch: {_describe(work.microbatches[index].content)}")

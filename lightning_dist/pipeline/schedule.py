@@ -206,9 +206,7 @@ class Execution:
                 missing = [str(other) for other in self._needs(action) if other not in self.done]
                 stuck.append(f"rank {rank} waits with {action} for {', '.join(missing)}")
         if stuck:
-            raise ScheduleError(
-                f"Schedule {self.schedule.name!r} deadlocks: {'; '.join(stuck)}."
-            )
+            raise ScheduleError(f"Schedule {self.schedule.name!r} deadlocks: {'; '.join(stuck)}.")
 
     def _peek(self, rank: int) -> Action | None:
         actions, place = self.schedule.ranks[rank], self._next[rank]

@@ -107,9 +107,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     return Timeline(len(schedule.ranks), tuple(spans))
 
 
-def _arrival(
-    source: Action, target: Action, end: dict[Action, float], costs: StageCosts
-) -> float:
+def _arrival(source: Action, target: Action, end: dict[Action, float], costs: StageCosts) -> float:
     crosses = source.stage_index != target.stage_index
     return end[source] + (costs.transfer_seconds if crosses else 0.0)
 

@@ -173,7 +173,7 @@ class Stage:
         self._device = device
         self._in_flight: dict[int, InFlight] = {}
         self._call: _LayerCall | None = None
-        self._own_forward = sequence.forward
+        self._own_forward: Callable[..., Any] = sequence.forward
         sequence.forward = self._forward_of_sequence  # type: ignore[method-assign]
 
     def detach(self) -> None:

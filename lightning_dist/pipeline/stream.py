@@ -77,9 +77,7 @@ class Stream:
         return tuple(_shifted(r, num_batches - length) for r in _after_each_step(tail))
 
     def _actions(self, count: int) -> Round:
-        schedule = build_schedule(
-            self._name, num_stages=self._num_stages, num_microbatches=count
-        )
+        schedule = build_schedule(self._name, num_stages=self._num_stages, num_microbatches=count)
         return lower(schedule).ranks[self._rank]
 
     def _cut_rounds(self) -> tuple[Round, ...]:
@@ -95,16 +93,12 @@ def _before_each_forward(actions: Sequence[Action]) -> tuple[Round, ...]:
         for place, action in enumerate(actions)
         if action.kind is ActionKind.FORWARD
     ]
-    return tuple(
-        tuple(actions[start:end]) for start, end in zip(starts, starts[1:], strict=False)
-    )
+    return tuple(tuple(actions[start:end]) for start, end in zip(starts, starts[1:], strict=False))
 
 
 def _after_each_step(actions: Sequence[Action]) -> tuple[Round, ...]:
     ends = [place + 1 for place, a in enumerate(actions) if a.kind is ActionKind.STEP]
-    return tuple(
-        tuple(actions[start:end]) for start, end in zip([0, *ends], ends, strict=False)
-    )
+    return tuple(tuple(actions[start:end]) for start, end in zip([0, *ends], ends, strict=False))
 
 
 def _shifted(actions: Round, offset: int) -> Round:

@@ -33,7 +33,6 @@ from torch import Tensor
 from lightning_dist.pipeline.buffers import BufferPool
 from lightning_dist.tree import flatten, unflatten
 
-
 # A thread that outlives this has a peer that died without closing its connection.
 _CLOSE_SECONDS = 10.0
 

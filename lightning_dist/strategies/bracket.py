@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, ExitStack
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_dist.strategies.lightning_private import callbacks_of, set_callbacks
+
 
 class FirstCallback(pl.Callback):
     """Runs before the user's callbacks.
@@ -89,9 +91,9 @@ def bracket_callbacks(
     """
     first = FirstCallback(show_whole_model, on_train_end, on_exception)
     bracket = (first, LastCallback(first))
-    trainer.callbacks = [bracket[0], *trainer.callbacks, bracket[1]]
+    set_callbacks(trainer, [bracket[0], *callbacks_of(trainer), bracket[1]])
 
     def undo() -> None:
-        trainer.callbacks = [c for c in trainer.callbacks if c not in bracket]
+        set_callbacks(trainer, [c for c in callbacks_of(trainer) if c not in bracket])
 
     return undo

@@ -40,5 +40,3 @@ def clip_by_global_norm(
         del precision_plugin.clip_grad_by_norm
 
     return undo
-
-

@@ -1,8 +1,8 @@
 """The learning rate of step b belongs to update b, on each stage.
 
-Under an asynchronous schedule a stage applies the update of a batch some batches after Lightning has
-stepped the schedulers for it. So what a schedule can change (everything in a parameter group but
-the parameters) is remembered for each batch and put in place for its update.
+Under an asynchronous schedule a stage applies the update of a batch some batches after Lightning
+has stepped the schedulers for it. So what a schedule can change (everything in a parameter group
+but the parameters) is remembered for each batch and put in place for its update.
 """
 
 from __future__ import annotations

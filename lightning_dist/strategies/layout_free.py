@@ -87,7 +87,9 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         module = self.lightning_module
         assert module is not None
         own = {name for name, _ in module.named_parameters()} | set(module.state_dict())
-        return checkpoints.load_sharded(checkpoint_path, own.__contains__, weights_only=only_weights)
+        return checkpoints.load_sharded(
+            checkpoint_path, own.__contains__, weights_only=only_weights
+        )
 
     def _with_names(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         if self._group_names and "optimizer_states" in checkpoint:

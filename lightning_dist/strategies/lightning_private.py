@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -49,6 +50,22 @@ def set_received_sigterm(trainer: pl.Trainer) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Gives a trainer's callbacks; the documented attribute is not declared."""
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks")  # noqa: B009
+    return callbacks
+
+
+def set_callbacks(trainer: pl.Trainer, callbacks: list[pl.Callback]) -> None:
+    """Replaces a trainer's callbacks; see :func:`callbacks_of`."""
+    setattr(trainer, "callbacks", callbacks)  # noqa: B010
+
+
+def set_rank_of_rank_zero_functions(rank: int) -> None:
+    """Tells ``rank_zero_only`` the rank; the documented attribute of a function is not declared."""
+    setattr(rank_zero_only, "rank", rank)  # noqa: B010
+
+
 def mark_optimizer_called(optimizer: Optimizer) -> None:
     """Tells LR schedulers that the optimizer's first step is only late.
 
@@ -64,11 +81,9 @@ def set_step_value(metric: Metric, value: Tensor) -> None:
     Lightning reads ``_forward_cache`` for ``self.log(metric, on_step=True)``. Only the last stage
     has called the metric's forward.
     """
-    metric._forward_cache = value
+    setattr(metric, "_forward_cache", value)  # noqa: B010
 
 
 def step_value(metric: Metric) -> Any:
     """Gives what a metric reports for the present step; see :func:`set_step_value`."""
     return metric._forward_cache
-
-

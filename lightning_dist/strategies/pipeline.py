@@ -44,12 +44,12 @@ from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.clipping import clip_by_global_norm
 from lightning_dist.strategies.distributed import StartMethod
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
+from lightning_dist.strategies.measured import MeasuredTimelines
 from lightning_dist.strategies.pipelined_module import (
     choose_partition,
     find_sequence,
     refuse_tied_layers,
 )
-from lightning_dist.strategies.measured import MeasuredTimelines
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.session import Session, drain_before_validation
 from lightning_dist.strategies.stage_metrics import StageMetrics

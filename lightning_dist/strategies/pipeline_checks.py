@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist.pipeline.schedules import SCHEDULE_NAMES
+from lightning_dist.strategies.lightning_private import callbacks_of
 
 
 def check_arguments(
@@ -83,7 +84,7 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, asynchronous:
         )
     if not asynchronous:
         return
-    accumulates = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)
+    accumulates = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks_of(trainer))
     if trainer.accumulate_grad_batches != 1 or accumulates:
         raise ValueError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not go with"

@@ -77,4 +77,3 @@ def drain_before_validation(
         del module.on_validation_model_zero_grad
 
     return undo
-

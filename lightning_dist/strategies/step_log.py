@@ -116,7 +116,7 @@ class StepLog:
             Nothing.
         """
         self._num_samples = num_samples
-        self._module.log = self._record  # type: ignore[method-assign,assignment]
+        self._module.log = self._record  # type: ignore[method-assign]
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Apply the gradients that the pipeline holds, when Lightning steps and when the pipeline drains."""
+"""Apply the gradients that the pipeline holds: when Lightning steps, and when it drains."""
 
 from __future__ import annotations
 

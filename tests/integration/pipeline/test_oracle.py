@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -28,9 +27,7 @@ LR_DECAY = 0.9
 
 def fit(num_stages: int, versions: str, optimizer: str, drains: bool, scheduled: bool) -> Any:
     module = make_module(optimizer=optimizer, schedule_lr=scheduled)
-    strategy = PipelineStrategy(
-        schedule="pipedream", weight_versions=versions, partition="uniform"
-    )
+    strategy = PipelineStrategy(schedule="pipedream", weight_versions=versions, partition="uniform")
     trainer = make_trainer(
         devices=num_stages,
         strategy=strategy,

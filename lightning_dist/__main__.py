@@ -1,0 +1,32 @@
+"""``python -m lightning_dist merge IN OUT.ckpt``: one ordinary file of a sharded checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lightning_dist.checkpoint import load_full, save_full
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line.
+
+    Args:
+        arguments: Words of the command line; None takes those of the process.
+    """
+    parser = argparse.ArgumentParser(prog="python -m lightning_dist")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    merge = commands.add_parser("merge", help="make one Lightning checkpoint file of a sharded one")
+    merge.add_argument("source", metavar="IN", help="a checkpoint of either form")
+    merge.add_argument("target", metavar="OUT.ckpt", help="the file to write")
+    options = parser.parse_args(arguments)
+    try:
+        checkpoint = load_full(options.source)
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    save_full(checkpoint, options.target)
+    print(f"Wrote {options.target}: {len(checkpoint['state_dict'])} tensors of weights.")
+
+
+if __name__ == "__main__":
+    main()
