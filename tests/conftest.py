@@ -4,7 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.workers import WorkerPool
+from tests.helpers.workers import NAMED_WARNINGS, WorkerPool
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for category, message in NAMED_WARNINGS:
+        config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}")
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,8 @@ class PipelineShape:
     Attributes:
         schedule: Name of the schedule.
         num_microbatches: Micro-batches per batch; 1 for asynchronous schedules.
+        may_use_fewer: Whether a batch of fewer samples is cut into as many micro-batches as it has
+            samples; else it is an error.
         layers_per_stage: The partition.
         stage_index: This rank's stage.
         replica_index: This rank's data replica; only for the random numbers.
@@ -65,6 +67,7 @@ class PipelineShape:
     num_microbatches: int
     layers_per_stage: tuple[int, ...]
     stage_index: int
+    may_use_fewer: bool = False
     replica_index: int = 0
 
     @property
@@ -117,7 +120,7 @@ class Pipeline:
         self._microbatch_sizes: tuple[int, ...] = ()
         self._update: Action | None = None
         self._update_start: Any = None
-        self._forward_rounds: dict[int, tuple[Action, ...]] = {}
+        self._other_rounds: dict[tuple[str, int], tuple[Action, ...]] = {}
 
     @property
     def asynchronous(self) -> bool:
@@ -174,11 +177,11 @@ class Pipeline:
             What the step returned for each micro-batch on the last stage; empty on the others.
         """
         first = self._batches_since_drain if self.asynchronous else 0
-        microbatches = split(batch, self.shape.num_microbatches)
+        microbatches = split(batch, self._num_pieces(batch))
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
         numbered = {first + microbatch.index: microbatch for microbatch in microbatches}
         work = Work(numbered, step, gradient_scale, self._num_batches)
-        actions = self._stream.round(self._batches_since_drain)
+        actions = self._round(len(microbatches))
         results = self._run(actions, work)
         self._batches_since_drain += 1
         self._num_batches += 1
@@ -214,9 +217,7 @@ class Pipeline:
         microbatches = split(batch, count)
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
         work = Work({m.index: m for m in microbatches}, step, 1.0, self._num_batches)
-        if count not in self._forward_rounds:
-            self._forward_rounds[count] = _stream(self.shape, "forward", count).round(0)
-        results = self._runtime.run(self._forward_rounds[count], work)
+        results = self._runtime.run(self._other_round("forward", count), work)
         return [results[index] for index in sorted(results)]
 
     def install_gradients(self, reduce: Callable[[], None] | None = None) -> None:
@@ -271,6 +272,22 @@ class Pipeline:
         """Gives the pipelined module its forward back and ends the channels."""
         self.stage.detach()
         self.links.close()
+
+    def _num_pieces(self, batch: Any) -> int:
+        count = self.shape.num_microbatches
+        return min(count, batch_size_of(batch) or 1) if self.shape.may_use_fewer else count
+
+    def _round(self, num_microbatches: int) -> tuple[Action, ...]:
+        if num_microbatches == self.shape.num_microbatches:
+            return self._stream.round(self._batches_since_drain)
+        return self._other_round(self.shape.schedule, num_microbatches)
+
+    def _other_round(self, schedule: str, num_microbatches: int) -> tuple[Action, ...]:
+        """Gives a synchronous round of another size or schedule than the stream's."""
+        key = (schedule, num_microbatches)
+        if key not in self._other_rounds:
+            self._other_rounds[key] = _stream(self.shape, schedule, num_microbatches).round(0)
+        return self._other_rounds[key]
 
     def _run(self, actions: Sequence[Action], work: Work | None) -> dict[int, Any]:
         owned = [a for a in actions if a.kind in (ActionKind.REDUCE_GRAD, ActionKind.STEP)]

@@ -70,7 +70,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         schedule: ``"1f1b"`` or ``"gpipe"``, which equal single-device training, or ``"pipedream"``,
             which never waits and pays with stale weights (PipeDream, SOSP 2019).
         num_microbatches: Pieces of each Lightning batch; ``"auto"`` is 4 per stage for synchronous
-            schedules and 1 for ``"pipedream"``.
+            schedules (fewer for a batch of fewer samples) and 1 for ``"pipedream"``.
         layers: Dotted path of the ``nn.Sequential`` whose children are the layers; ``"auto"`` takes
             the one that holds the trainable parameters.
         partition: ``"parameters"`` balances the number of parameters, ``"uniform"`` the number of
@@ -223,7 +223,8 @@ class PipelineStrategy(LayoutFreeCheckpoints):
                 self._microbatches_of_a_batch,
                 layers_per_stage,
                 self.stage_index,
-                self.mesh.data_index(self.global_rank),
+                may_use_fewer=self._num_microbatches == "auto",
+                replica_index=self.mesh.data_index(self.global_rank),
             ),
             channels.links,
             weight_versions=self._weight_versions,

@@ -47,7 +47,11 @@ class WorkerPool:
         for rank in range(world_size):
             self._workers[rank][1].send((case, args, rank, world_size, port))
         deadline = time.monotonic() + timeout
-        answers = [self._answer(rank, deadline) for rank in range(world_size)]
+        answers = []
+        for rank in range(world_size):
+            answers.append(self._answer(rank, deadline))
+            if not answers[-1][0]:  # the others may wait for this one
+                deadline = min(deadline, time.monotonic() + 8.0)
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self.close()
@@ -124,5 +128,6 @@ NAMED_WARNINGS: list[tuple[type[Warning], str]] = [
     (FutureWarning, r".*LeafSpec.*"),
     (UserWarning, r".*does not have many workers.*"),
     (UserWarning, r".*The number of training batches .* is smaller than the logging interval.*"),
+    (UserWarning, r".*It is recommended to use `self.log.*sync_dist=True.*"),
     (UserWarning, r".*Checkpoint directory .* exists and is not empty.*"),
 ]
