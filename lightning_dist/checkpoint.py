@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,10 @@ def _read_tensors(path: Path, is_wanted: Callable[[str], bool]) -> dict[str, dic
         if isinstance(info, TensorStorageMetadata) and is_wanted(parameter):
             wanted[key] = torch.empty(info.size, dtype=info.properties.dtype)
             places[key] = (section, name)
-    dcp.load(wanted, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():
+        # It announces what `no_dist` asks for.
+        warnings.filterwarnings("ignore", message=".*load in a single process.*")
+        dcp.load(wanted, checkpoint_id=path, no_dist=True)
     sections: dict[str, dict[str, Tensor]] = {}
     for key, (section, name) in places.items():
         sections.setdefault(section, {})[name] = wanted[key]

@@ -20,6 +20,7 @@ GPU are staged through pinned host memory.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import threading
@@ -35,6 +36,8 @@ from lightning_dist.tree import flatten, unflatten
 
 # A thread that outlives this has a peer that died without closing its connection.
 _CLOSE_SECONDS = 10.0
+# News of why a peer is gone may come a little after the end of its connection.
+_CAUSE_SECONDS = 2.0
 
 
 class PeerLostError(RuntimeError):
@@ -192,12 +195,20 @@ class DistributedReceiver:
                 f"Nothing came from rank {self._peer} for timeout_s={self._timeout_seconds:g}"
                 " seconds. Raise `timeout_s` if a step may take longer than that."
             ) from None
-        if isinstance(message, _Failed):
-            self._failure = message.error
-            raise message.error
-        if isinstance(message, _Closed):
-            raise PeerLostError(f"Rank {self._peer} has closed the channel.")
-        return message[0]
+        if isinstance(message, tuple):
+            return message[0]
+        self._failure = self._cause_of(message)
+        raise self._failure
+
+    def _cause_of(self, message: _Closed | _Failed) -> BaseException:
+        """Prefers the reason that :meth:`interrupt` brings to the silence that it caused."""
+        error = message.error if isinstance(message, _Failed) else None
+        if error is None or isinstance(error, PeerLostError):
+            with contextlib.suppress(queue.Empty):
+                later = self._inbox.get(timeout=_CAUSE_SECONDS)
+                if isinstance(later, _Failed):
+                    return later.error
+        return error or PeerLostError(f"Rank {self._peer} has closed the channel.")
 
     def interrupt(self, error: BaseException) -> None:
         """Makes this and each later :meth:`receive` raise.

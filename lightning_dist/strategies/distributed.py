@@ -10,6 +10,7 @@ says how large its mesh is (:meth:`DistributedStrategy.mesh_shape`) and spreads 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from lightning_dist.strategies.last_resort import exit_after_grace
 from lightning_dist.strategies.stop_agreement import StopAgreement
 
 _NEVER = timedelta(days=365)
+_NEWS_SECONDS = 2.0
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -326,6 +328,9 @@ class DistributedStrategy(ParallelStrategy):
         """
         if isinstance(exception, SIGTERMException) or self._failed.is_set():
             return
+        if isinstance(exception, RuntimeError) and self._ring is not None:
+            # A broken collective raises one too; the news of who broke it is on its way.
+            self._ring.wait_for_news(_NEWS_SECONDS)
         self._failed.set()
         if self._ring is not None:
             self._ring.announce(Failure.from_exception(self.global_rank, exception))
@@ -334,6 +339,8 @@ class DistributedStrategy(ParallelStrategy):
         was_known = self._failed.is_set()
         self._failed.set()
         if not was_known:
+            # At once: a launcher that notices too may kill this process before it can raise.
+            print(f"[rank {self.global_rank}] {failure}", file=sys.stderr, flush=True)
             self.interrupt(failure.to_exception())
             exit_after_grace(failure, self._left_run)
 

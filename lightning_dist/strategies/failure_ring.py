@@ -28,6 +28,14 @@ class RankFailedError(RuntimeError):
     """Another rank has failed first."""
 
 
+class RemoteTraceback(Exception):  # noqa: N818  (it is the text of one)
+    """The traceback of another process, printed before the error that it caused."""
+
+    def __str__(self) -> str:
+        """Gives the text on lines of its own."""
+        return f'\n"""\n{self.args[0]}"""'
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why a run ends.
@@ -52,18 +60,22 @@ class Failure:
             rank: This rank.
             error: What was raised.
         """
-        summary = "".join(traceback.format_exception_only(error)).strip()
+        summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
         details = "".join(traceback.format_exception(error))
         return cls(rank, summary, details, isinstance(error, ValueError))
+
+    def __str__(self) -> str:
+        """Says who failed and why, on one line."""
+        return f"Rank {self.rank} failed first: {self.summary}"
 
     def to_exception(self) -> Exception:
         """Makes the exception that the other ranks raise."""
         if self.is_value_error:
             return ValueError(f"{self.summary}\n(raised on rank {self.rank})")
-        text = f"Rank {self.rank} failed first: {self.summary}"
+        error = RankFailedError(str(self))
         if self.details:
-            text += f"\nIts traceback:\n{self.details}"
-        return RankFailedError(text)
+            error.__cause__ = RemoteTraceback(self.details)
+        return error
 
 
 class FailureRing:
@@ -90,6 +102,7 @@ class FailureRing:
         self._on_failure = on_failure
         self._failure: Failure | None = None
         self._lock = threading.Lock()
+        self._has_news = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="failure-ring", daemon=True)
         self._thread.start()
 
@@ -97,6 +110,14 @@ class FailureRing:
     def failure(self) -> Failure | None:
         """The first failure that this rank knows of."""
         return self._failure
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Waits until another rank's failure is known, but not for long.
+
+        Args:
+            seconds: How long at most.
+        """
+        self._has_news.wait(seconds)
 
     def announce(self, failure: Failure) -> None:
         """Tells the others, unless they have been told of an earlier failure.
@@ -132,6 +153,7 @@ class FailureRing:
             if failure.rank != self._predecessor:
                 self._pass_on(failure)
         self._on_failure(failure)
+        self._has_news.set()
 
     def _pass_on(self, failure: Failure) -> None:
         content = torch.frombuffer(bytearray(pickle.dumps(failure)), dtype=torch.uint8)

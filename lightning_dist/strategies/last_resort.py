@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from lightning_dist.strategies.failure_ring import Failure
@@ -38,5 +39,6 @@ def _wait_and_exit(failure: Failure, has_left: Callable[[], bool]) -> None:
         if has_left():
             return
         time.sleep(_POLL_SECONDS)
-    print(f"{failure.to_exception()}\nEnding this process.", file=sys.stderr, flush=True)
+    text = "".join(traceback.format_exception(failure.to_exception()))
+    print(f"{text}Ending this process.", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,0 +1,93 @@
+"""A user's training script, run by the tests in real processes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_dist import PipelineStrategy
+from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
+
+
+class Trouble(nn.Module):
+    """A layer that does something at its n-th training forward."""
+
+    def __init__(self, what: str, at: int) -> None:
+        super().__init__()
+        self.what = what
+        self.at = at
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if not self.training:
+            return x
+        if self.calls == self.at and self.what == "raise":
+            raise KeyError("the user's own mistake")
+        if self.calls == self.at and self.what == "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.calls == self.at and self.what == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return x
+
+
+class Report(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if self.path is not None:
+            with open(f"{self.path}.{trainer.global_rank}", "a") as file:
+                file.write(f"{trainer.fit_loop.epoch_loop.total_batch_idx} {time.time()}\n")
+        time.sleep(self.pause)
+
+    def __init__(self, path: str | None, pause: float) -> None:
+        self.path = path
+        self.pause = pause
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=0, help="where the trouble is")
+    parser.add_argument("--trouble", default="none")
+    parser.add_argument("--at", type=int, default=5)
+    parser.add_argument("--schedule", default="pipedream")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--root", default=None)
+    parser.add_argument("--report", default=None)
+    parser.add_argument("--pause", type=float, default=0.0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    module: Classifier = make_module(Classifier)
+    counts = [2] * (options.devices - 1)
+    counts.append(len(module.model) - sum(counts))
+    place = sum(counts[: options.stage])
+    module.model[place] = nn.Sequential(module.model[place], Trouble(options.trouble, options.at))
+    callbacks: list[L.Callback] = [Report(options.report, options.pause)]
+    if options.root:
+        directory = Path(options.root)
+        callbacks.append(
+            ModelCheckpoint(directory, every_n_train_steps=3, save_top_k=-1, save_on_exception=True)
+        )
+    trainer = make_trainer(
+        devices=options.devices,
+        strategy=PipelineStrategy(schedule=options.schedule, partition=counts, timeout_s=120),
+        callbacks=callbacks,
+        enable_checkpointing=bool(options.root),
+        max_epochs=options.epochs,
+        default_root_dir=options.root,
+    )
+    trainer.fit(module, make_loader(), make_loader(16))
+    print(f"rank {trainer.global_rank} done after {trainer.global_step} steps", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
