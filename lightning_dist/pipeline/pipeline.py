@@ -144,12 +144,8 @@ class Pipeline:
 
     @property
     def num_batches(self) -> int:
-        """Training batches so far; part of what names the random numbers."""
+        """Training batches so far."""
         return self._num_batches
-
-    @num_batches.setter
-    def num_batches(self, value: int) -> None:
-        self._num_batches = value
 
     @property
     def has_gradients(self) -> bool:
@@ -164,7 +160,9 @@ class Pipeline:
             return self._num_batches - 1
         return self._num_batches - self._batches_since_drain + self._update.microbatch_index
 
-    def train_batch(self, batch: Any, step: Step, *, gradient_scale: float = 1.0) -> list[Any]:
+    def train_batch(
+        self, batch: Any, step: Step, *, gradient_scale: float = 1.0, seed: int | None = None
+    ) -> list[Any]:
         """Runs one batch's round of the schedule.
 
         Args:
@@ -172,6 +170,7 @@ class Pipeline:
             step: Called with each micro-batch; must call the pipelined module once and return the
                 loss, a mean over the micro-batch's samples.
             gradient_scale: Multiplies the gradients.
+            seed: Names the batch for the random numbers; None counts the batches.
 
         Returns:
             What the step returned for each micro-batch on the last stage; empty on the others.
@@ -180,7 +179,7 @@ class Pipeline:
         microbatches = split(batch, self._num_pieces(batch))
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
         numbered = {first + microbatch.index: microbatch for microbatch in microbatches}
-        work = Work(numbered, step, gradient_scale, self._num_batches)
+        work = Work(numbered, step, gradient_scale, self._num_batches if seed is None else seed)
         actions = self._round(len(microbatches))
         results = self._run(actions, work)
         self._batches_since_drain += 1

@@ -36,12 +36,14 @@ from lightning_dist.tree import flatten, unflatten
 
 # A thread that outlives this has a peer that died without closing its connection.
 _CLOSE_SECONDS = 10.0
-# News of why a peer is gone may come a little after the end of its connection.
-_CAUSE_SECONDS = 2.0
 
 
 class PeerLostError(RuntimeError):
     """The process at the other end of a channel is gone."""
+
+
+class ChannelClosedError(PeerLostError):
+    """The process at the other end of a channel has closed it."""
 
 
 class Sender(Protocol):
@@ -160,12 +162,19 @@ class DistributedReceiver:
         group: The communicator of this direction.
         peer: Global rank of the sender.
         device: Where the received tensors shall be.
-        timeout_seconds: How long :meth:`receive` waits.
+        timeout_seconds: How long :meth:`receive` waits; None waits for ever.
+        cause_seconds: How long it waits for :meth:`interrupt` to say why the sender is gone.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, peer: int, device: torch.device, timeout_seconds: float
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        device: torch.device,
+        timeout_seconds: float | None,
+        cause_seconds: float = 2.0,
     ) -> None:
+        self._cause_seconds = cause_seconds
         self._group = group
         self._peer = peer
         self._device = device
@@ -205,10 +214,10 @@ class DistributedReceiver:
         error = message.error if isinstance(message, _Failed) else None
         if error is None or isinstance(error, PeerLostError):
             with contextlib.suppress(queue.Empty):
-                later = self._inbox.get(timeout=_CAUSE_SECONDS)
+                later = self._inbox.get(timeout=self._cause_seconds)
                 if isinstance(later, _Failed):
                     return later.error
-        return error or PeerLostError(f"Rank {self._peer} has closed the channel.")
+        return error or ChannelClosedError(f"Rank {self._peer} has closed the channel.")
 
     def interrupt(self, error: BaseException) -> None:
         """Makes this and each later :meth:`receive` raise.

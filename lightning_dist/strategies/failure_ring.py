@@ -11,7 +11,6 @@ and nothing depends on a rank that may be the lost one.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
 import traceback
 from collections.abc import Callable
@@ -20,8 +19,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-_GOODBYE = 0
-_CLOSE_SECONDS = 10.0
+from lightning_dist.pipeline.transport import (
+    ChannelClosedError,
+    DistributedReceiver,
+    DistributedSender,
+    PeerLostError,
+)
+
+_CLOSE_SECONDS = 2.0
 
 
 class RankFailedError(RuntimeError):
@@ -95,21 +100,18 @@ class FailureRing:
         world_size: int,
         on_failure: Callable[[Failure], None],
     ) -> None:
-        self._group = group
-        self._rank = rank
         self._predecessor = (rank - 1) % world_size
         self._successor = (rank + 1) % world_size
         self._on_failure = on_failure
         self._failure: Failure | None = None
         self._lock = threading.Lock()
         self._has_news = threading.Event()
+        self._sender = DistributedSender(group, self._predecessor)
+        self._receiver = DistributedReceiver(
+            group, self._successor, torch.device("cpu"), timeout_seconds=None, cause_seconds=0.0
+        )
         self._thread = threading.Thread(target=self._listen, name="failure-ring", daemon=True)
         self._thread.start()
-
-    @property
-    def failure(self) -> Failure | None:
-        """The first failure that this rank knows of."""
-        return self._failure
 
     def wait_for_news(self, seconds: float) -> None:
         """Waits until another rank's failure is known, but not for long.
@@ -125,45 +127,39 @@ class FailureRing:
         Args:
             failure: This rank's own.
         """
-        with self._lock:
-            if self._failure is None:
-                self._failure = failure
-                self._pass_on(failure)
+        if self._is_first(failure):
+            self._pass_on(failure)
 
     def close(self) -> None:
         """Says goodbye, so that this rank's exit is not taken for a failure."""
-        with self._lock:
-            self._send(torch.tensor([_GOODBYE]))
+        self._sender.close()
+        self._receiver.close()
         self._thread.join(_CLOSE_SECONDS)
 
     def _listen(self) -> None:
         try:
-            while (length := int(self._receive(torch.zeros(1, dtype=torch.int64)))) != _GOODBYE:
-                content = self._receive(torch.zeros(length, dtype=torch.uint8))
-                self._learn(pickle.loads(content.numpy().tobytes()))
-        except RuntimeError:
+            while True:
+                self._learn(self._receiver.receive())
+        except ChannelClosedError:
+            return  # goodbye
+        except PeerLostError:
             lost = f"the process of rank {self._successor} was lost (its connection closed)"
             self._learn(Failure(self._successor, lost))
 
     def _learn(self, failure: Failure) -> None:
-        with self._lock:
-            if self._failure is not None:
-                return
-            self._failure = failure
-            if failure.rank != self._predecessor:
-                self._pass_on(failure)
+        if not self._is_first(failure):
+            return
+        if failure.rank != self._predecessor:
+            self._pass_on(failure)
         self._on_failure(failure)
         self._has_news.set()
 
+    def _is_first(self, failure: Failure) -> bool:
+        with self._lock:
+            is_first = self._failure is None
+            self._failure = self._failure or failure
+        return is_first
+
     def _pass_on(self, failure: Failure) -> None:
-        content = torch.frombuffer(bytearray(pickle.dumps(failure)), dtype=torch.uint8)
-        self._send(torch.tensor([content.numel()]), content)
-
-    def _send(self, *parts: torch.Tensor) -> None:
-        with contextlib.suppress(RuntimeError):  # a dead predecessor needs no news
-            for part in parts:
-                dist.send(part, dst=self._predecessor, group=self._group)
-
-    def _receive(self, part: torch.Tensor) -> torch.Tensor:
-        dist.recv(part, src=self._successor, group=self._group)
-        return part
+        with contextlib.suppress(PeerLostError):  # a dead predecessor needs no news
+            self._sender.send(failure)

@@ -62,7 +62,9 @@ class StepRunner:
         trainer = self._module.trainer
         step = self._step(self._module.training_step, context, rest)
         scale = 1.0 / trainer.accumulate_grad_batches
-        results = self._pipeline.train_batch(batch, step, gradient_scale=scale)
+        # Counted over epochs and resumed runs alike, so a resumed run draws the same numbers.
+        seed = trainer.fit_loop.epoch_loop.total_batch_idx
+        results = self._pipeline.train_batch(batch, step, gradient_scale=scale, seed=seed)
         self._publish([_scalars_of(r) for r in results], self._pipeline.microbatch_sizes, batch)
         for outcome in self._outcomes.deliver(self._num_held_back()):
             self._log.replay(outcome.log)

@@ -18,18 +18,20 @@ class ConvLayer(nn.Module):
     noise, which AdamW's division blows up.
     """
 
-    def __init__(self, channels: int = 2, length: int = 6) -> None:
+    def __init__(self, dropout: float = 0.0, channels: int = 2, length: int = 6) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.conv = nn.Conv1d(channels, channels, 3, padding=1)
         self.norm = nn.LayerNorm(length)
         self.linear = nn.Linear(length, length)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(torch.tanh(self.conv(self.norm(x))))
+        return x + self.dropout(self.linear(torch.tanh(self.conv(self.norm(x)))))
 
 
-def make_layers(count: int = 6) -> nn.Sequential:
-    return nn.Sequential(*(ConvLayer() for _ in range(count)), nn.Flatten(), nn.Linear(12, 3))
+def make_layers(count: int = 6, dropout: float = 0.0) -> nn.Sequential:
+    layers = (ConvLayer(dropout) for _ in range(count))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(12, 3))
 
 
 def make_data(num_samples: int, seed: int = 3) -> TensorDataset:
@@ -48,9 +50,11 @@ def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
 class Classifier(L.LightningModule):
     """An ordinary LightningModule that knows nothing of pipelines."""
 
-    def __init__(self, optimizer: str = "sgd", num_layers: int = 6, schedule_lr: bool = False):
+    def __init__(
+        self, optimizer: str = "sgd", schedule_lr: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.model = make_layers(num_layers)
+        self.model = make_layers(dropout=dropout)
         self.optimizer = optimizer
         self.schedule_lr = schedule_lr
 

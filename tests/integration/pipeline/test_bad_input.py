@@ -1,0 +1,161 @@
+"""Bad input is a ValueError with the values and the fix, on each rank the same, within seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_dist import PipelineStrategy
+from tests.helpers.models import Classifier, ConvLayer, make_loader, make_module, make_trainer
+from tests.helpers.workers import WorkerPool
+
+
+class Outside(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Several(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(ConvLayer(), ConvLayer())
+
+
+class NoSequence(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(12, 3)
+
+
+class Tied(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[5].linear.weight = self.model[0].linear.weight
+
+
+class Twice(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.model(batch[0]) + self.model(batch[0]), batch[1])
+
+
+class NotAtAll(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return torch.zeros((), requires_grad=True)
+
+
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class ManyOptimizers(Classifier):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+
+class NoLoss(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.model(batch[0])
+
+
+def attempt(
+    devices: int, module: type[L.LightningModule], strategy: dict[str, Any], trainer: dict[str, Any]
+) -> tuple[str, str, float]:
+    start = time.monotonic()
+    try:
+        built = make_trainer(devices=devices, strategy=PipelineStrategy(**strategy), **trainer)
+        built.fit(make_module(module), make_loader(), make_loader(8))
+    except BaseException as error:
+        text = str(error).splitlines()[0]
+        return type(error).__name__, text, time.monotonic() - start
+    return "nothing", "", time.monotonic() - start
+
+
+CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, Any], str]] = {
+    "world size": (3, Classifier, {"num_stages": 2}, {}, r"world size \(3\).*num_stages=2.*2 or 4"),
+    "too many stages": (2, NoSequence, {}, {}, r"No `nn.Sequential`"),
+    "partition sum": (2, Classifier, {"partition": [3, 3]}, {}, r"\[3, 3\].*8 layers.*sum to 6"),
+    "partition length": (2, Classifier, {"partition": [8]}, {}, r"2 stages"),
+    "several sequences": (2, Several, {}, {}, r"Several.*model.*encoder.*layers="),
+    "outside": (2, Outside, {}, {}, r"'scale' is outside of the pipelined module 'model'"),
+    "no such path": (2, Classifier, {"layers": "body"}, {}, r"layers='body'.*'model'"),
+    "not a sequence": (2, Classifier, {"layers": "model.0"}, {}, r"is a ConvLayer"),
+    "tied": (2, Tied, {}, {}, r"0.linear.weight.*5.linear.weight.*tied"),
+    "called twice": (2, Twice, {}, {}, r"called the pipelined module twice"),
+    "not called": (2, NotAtAll, {}, {}, r"without a call of the pipelined module"),
+    "few samples": (2, Classifier, {"num_microbatches": 9}, {}, r"8 samples.*num_microbatches=9"),
+    "manual": (2, Manual, {}, {}, r"automatic_optimization=False"),
+    "several optimizers": (2, ManyOptimizers, {}, {}, r"several optimizers"),
+    "no loss": (2, NoLoss, {}, {}, r"must return its loss.*NoneType"),
+    "accumulation": (
+        2,
+        Classifier,
+        {"schedule": "pipedream"},
+        {"accumulate_grad_batches": 2},
+        r"accumulate_grad_batches=2.*pipedream",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_refused_alike_on_each_rank(workers: WorkerPool, name: str) -> None:
+    devices, module, strategy, trainer, message = CASES[name]
+    answers = workers.run(devices, attempt, devices, module, strategy, trainer)
+    for kind, text, seconds in answers:
+        assert kind == "ValueError", (kind, text)
+        assert text.removeprefix("ValueError: ") == answers[0][1].removeprefix("ValueError: ")
+        assert seconds < 10
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(answers[0][1])
+
+
+def test_more_stages_than_layers(workers: WorkerPool) -> None:
+    class_ = {"layers": "model"}
+    answers = workers.run(4, attempt, 4, Short, class_, {})
+    assert all(kind == "ValueError" for kind, *_ in answers)
+    assert "num_stages=4 is more than the 3 layers" in answers[0][1]
+
+
+class Short(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(ConvLayer(), nn.Flatten(), nn.Linear(12, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"schedule": "zigzag"}, "zigzag.*gpipe"),
+        ({"num_stages": 0}, "num_stages=0"),
+        ({"num_microbatches": -1}, "num_microbatches=-1"),
+        ({"schedule": "pipedream", "num_microbatches": 2}, "num_microbatches=2.*pipedream"),
+        ({"weight_versions": "many"}, "many.*stash"),
+        ({"partition": "best"}, "best.*uniform"),
+        ({"start_method": "spawn"}, "spawn.*popen"),
+        ({"timeout_s": 0.0}, "timeout_s=0"),
+    ],
+)
+def test_arguments_are_checked_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PipelineStrategy(**arguments)
+
+
+def test_a_module_of_the_other_package_is_refused_by_lightning() -> None:
+    import pytorch_lightning
+
+    class Other(pytorch_lightning.LightningModule):
+        pass
+
+    fit: Callable[..., Any] = make_trainer(devices=1, strategy=PipelineStrategy()).fit
+    # Lightning itself looks first, before any strategy is asked.
+    with pytest.raises(TypeError, match="must be a `LightningModule`"):
+        fit(Other())
