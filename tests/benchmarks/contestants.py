@@ -1,0 +1,177 @@
+"""Ways to train the same GPT on two processes, each returning seconds per batch on its rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dist import PipelineStrategy
+from recipes.gpt import GPT, build_gpt
+from recipes.text import load_text, split_text
+
+WIDTH, DEPTH, HEADS = 256, 8, 4
+BATCH, LENGTH = 8, 128
+WARMUP = 4
+CUT = [5, 5]
+
+
+def batches(count: int, size: int = BATCH) -> TensorDataset:
+    """Real text, always the same."""
+    text = split_text(load_text())[0][: count * size * LENGTH + 1]
+    return TensorDataset(text[:-1].view(-1, LENGTH), text[1:].view(-1, LENGTH))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return build_gpt(width=WIDTH, depth=DEPTH, num_heads=HEADS)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def timed_loop(count: int, run: Callable[[Tensor, Tensor], None]) -> float:
+    loader = DataLoader(batches(count + WARMUP), batch_size=BATCH)
+    start = 0.0
+    for index, (x, y) in enumerate(loader):
+        if index == WARMUP:
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+        run(x, y)
+    return (time.perf_counter() - start) / count
+
+
+# --- without Lightning ---------------------------------------------------------------------------
+
+
+def one_process(rank: int, count: int) -> float:
+    if rank:
+        dist.barrier()
+        return 0.0
+    net = model()
+    optimizer = adamw(net.parameters())
+
+    def run(x: Tensor, y: Tensor) -> None:
+        loss_of(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed_loop(count, run)
+
+
+def ideal(rank: int, count: int) -> float:
+    """Two processes that each train their own stage and never speak."""
+    layers = list(model())
+    stage = nn.Sequential(*(layers[: CUT[0]] if rank == 0 else layers[CUT[0] :]))
+    optimizer = adamw(stage.parameters())
+    activation = torch.randn(BATCH, LENGTH, WIDTH)
+
+    def run(x: Tensor, y: Tensor) -> None:
+        if rank == 0:
+            out = stage(x)
+            out.backward(activation)
+        else:
+            loss_of(stage(activation.detach().requires_grad_()), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed_loop(count, run)
+
+
+def torch_pipelining(rank: int, count: int, schedule: type, num_microbatches: int) -> float:
+    layers = list(model())
+    module = nn.Sequential(*(layers[: CUT[0]] if rank == 0 else layers[CUT[0] :]))
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    pipeline = schedule(stage, num_microbatches, loss_fn=loss_of)
+    optimizer = adamw(module.parameters())
+
+    def run(x: Tensor, y: Tensor) -> None:
+        if rank == 0:
+            pipeline.step(x)
+        else:
+            pipeline.step(target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed_loop(count, run)
+
+
+def torch_gpipe(rank: int, count: int, num_microbatches: int) -> float:
+    return torch_pipelining(rank, count, ScheduleGPipe, num_microbatches)
+
+
+def torch_1f1b(rank: int, count: int, num_microbatches: int) -> float:
+    return torch_pipelining(rank, count, Schedule1F1B, num_microbatches)
+
+
+# --- inside Lightning ----------------------------------------------------------------------------
+
+
+class PlainGPT(GPT):
+    """The recipe's module with the optimizer of the other contestants."""
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self.parameters())
+
+
+class Stopwatch(L.Callback):
+    """Times from the end of the warm-up to the end of training, drain included."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.seconds = 0.0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        if index == WARMUP:
+            self.start = time.perf_counter()
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.seconds = (time.perf_counter() - self.start) / self.count
+
+
+def in_lightning(strategy: Any, count: int, size: int = BATCH) -> float:
+    torch.manual_seed(0)
+    module = PlainGPT(width=WIDTH, depth=DEPTH, num_heads=HEADS)
+    watch = Stopwatch(count)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+    )
+    data = batches(count + WARMUP, size)
+    trainer.fit(module, DataLoader(data, batch_size=size), DataLoader(data, batch_size=size))
+    return watch.seconds
+
+
+def lightning_ddp(rank: int, count: int) -> float:
+    return in_lightning(DDPStrategy(), count, BATCH // 2)
+
+
+def ours(rank: int, count: int, schedule: str, num_microbatches: int | str) -> float:
+    strategy = PipelineStrategy(
+        schedule=schedule, num_microbatches=num_microbatches, partition=CUT
+    )
+    return in_lightning(strategy, count)

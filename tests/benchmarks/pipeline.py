@@ -1,0 +1,185 @@
+"""Throughput and bubbles, side by side in one run: ``python -m tests.benchmarks.pipeline``.
+
+Not a test: it prints tables. Each contestant runs several times, in turns, so that a machine whose
+speed drifts is fair to all; the tables show medians and ratios of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+from lightning_dist.mesh import MeshShape
+from lightning_dist.pipeline.connect import connect
+from lightning_dist.pipeline.pipeline import Pipeline, PipelineShape
+from lightning_dist.pipeline.schedules import build_schedule
+from lightning_dist.pipeline.simulator import StageCosts, simulate
+from lightning_dist.strategies.measured import MeasuredTimelines
+from tests.benchmarks import contestants as c
+from tests.helpers.workers import WorkerPool
+
+ONE_PROCESS, IDEAL, BASELINE = "one process", "ideal: two that never speak", "torch 1F1B, m=4"
+
+CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
+    ONE_PROCESS: (c.one_process, ()),
+    IDEAL: (c.ideal, ()),
+    "Lightning's DDPStrategy": (c.lightning_ddp, ()),
+    **{f"torch GPipe, m={m}": (c.torch_gpipe, (m,)) for m in (2, 4, 8)},
+    **{f"torch 1F1B, m={m}": (c.torch_1f1b, (m,)) for m in (2, 4, 8)},
+    **{f"ours gpipe, m={m}": (c.ours, ("gpipe", m)) for m in (2, 4, 8)},
+    **{f"ours 1f1b, m={m}": (c.ours, ("1f1b", m)) for m in (2, 4, 8)},
+    "ours pipedream": (c.ours, ("pipedream", "auto")),
+}
+
+
+def on_rank(contestant: Callable[..., float], count: int, arguments: tuple[Any, ...]) -> float:
+    """Runs one contestant on this worker."""
+    warnings.simplefilter("ignore")
+    rank = int(os.environ["RANK"])
+    if contestant in (c.lightning_ddp, c.ours):  # Lightning starts the process group itself
+        return contestant(rank, count, *arguments)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    return contestant(rank, count, *arguments)
+
+
+def throughput(workers: WorkerPool, rounds: int, count: int, only: str) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in CONTESTANTS if only in name}
+    turns = [name for _ in range(rounds) for name in times]
+    for name in track(turns, description="throughput"):
+        contestant, arguments = CONTESTANTS[name]
+        seconds = workers.run(2, on_rank, contestant, count, arguments, timeout=900)
+        times[name].append(max(seconds))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def print_throughput(medians: dict[str, float]) -> None:
+    table = Table(title="6.4 M parameter GPT, batch 8 x 128, two processes of one thread")
+    for heading in ("", "ms per batch", "x one process", "of the ideal", f"x {BASELINE}"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    references = [medians.get(name) for name in (ONE_PROCESS, IDEAL, BASELINE)]
+    for name, seconds in medians.items():
+        ratios = [f"{r / seconds:.3f}" if r else "-" for r in references]
+        table.add_row(name, f"{seconds * 1e3:.0f}", *ratios)
+    Console(width=110).print(table)
+
+
+# --- stages that sleep ---------------------------------------------------------------------------
+
+
+class Sleep(torch.autograd.Function):
+    """Keeps its rank busy for a while in both directions, without a processor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class SleepingLayer(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x * self.scale, self.seconds)  # type: ignore[no-any-return]
+
+
+def sleeping(num_stages: int, schedule: str, count: int, seconds: float) -> Any:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=num_stages)
+    channels = connect(MeshShape(pp=num_stages).groups("pp"), torch.device("cpu"), 60.0)
+    net = nn.Sequential(*(SleepingLayer(seconds) for _ in range(num_stages)))
+    pieces = 1 if schedule == "pipedream" else count
+    shape = PipelineShape(schedule, pieces, (1,) * num_stages, rank)
+    pipeline = Pipeline(net, shape, channels.links)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+
+    def update() -> None:
+        pipeline.install_gradients()
+        with pipeline.updating():
+            optimizer.step()
+
+    def batch() -> None:
+        x = torch.ones(pieces, 4)
+        pipeline.train_batch(x, lambda m: net(m.content).mean())
+        if pipeline.has_gradients:
+            update()
+
+    batch()  # channels and allocators warm up
+    for _ in pipeline.drain():
+        update()
+    dist.barrier()
+    pipeline.recorder.clear()
+    for _ in range(count if schedule == "pipedream" else 1):
+        batch()
+    for _ in pipeline.drain():
+        update()
+    spans = [s for part in pipeline.recorder.stretches().values() for s in part]
+    pipeline.close()
+    channels.close()
+    return {0: tuple(spans)}
+
+
+def print_bubbles(workers: WorkerPool) -> None:
+    table = Table(title="Bubble fraction with stages that sleep 10 ms forward, 20 ms backward")
+    for heading in ("schedule", "stages", "micro-batches", "measured", "closed form", "simulated"):
+        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    cases = [(n, s) for n in (2, 4, 8) for s in ("gpipe", "1f1b", "pipedream")]
+    for num_stages, schedule in track(cases, description="bubbles"):
+        count = 4 * num_stages
+        stretches = workers.run(num_stages, sleeping, num_stages, schedule, count, 0.01, timeout=90)
+        measured = MeasuredTimelines(stretches).whole.bubble_fraction
+        simulated = simulate(
+            build_schedule(schedule, num_stages=num_stages, num_microbatches=count),
+            StageCosts.uniform(num_stages, 0.01, 0.02),
+        ).bubble_fraction
+        # Fill and drain of n - 1 slots around count slots, for all three.
+        closed = (num_stages - 1) / (count + num_stages - 1)
+        table.add_row(
+            schedule,
+            str(num_stages),
+            str(count),
+            f"{measured:.3f}",
+            f"{closed:.3f}",
+            f"{simulated:.3f}",
+        )
+    Console(width=110).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant")
+    parser.add_argument("--batches", type=int, default=100, help="timed batches of each run")
+    parser.add_argument("--only", default="", help="contestants whose name contains this")
+    parser.add_argument("--skip-bubbles", action="store_true")
+    options = parser.parse_args()
+    workers = WorkerPool()
+    try:
+        print_throughput(throughput(workers, options.rounds, options.batches, options.only))
+        if not options.skip_bubbles:
+            print_bubbles(workers)
+    finally:
+        workers.close()
+
+
+if __name__ == "__main__":
+    main()
