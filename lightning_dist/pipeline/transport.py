@@ -7,9 +7,9 @@ silently wrong gradients for uneven ones. Here each message may differ from the 
 with skeleton, shapes, dtypes and ``requires_grad`` goes ahead when it has changed; when not, a
 message costs one extra integer.
 
-*Nobody waits who has work.* Each channel has one direction and a thread at each end. The sending
-thread takes messages from a queue, so the compute never waits for the network; the receiving thread
-always has a receive posted, so data flows while the stage computes the micro-batch before.
+*Nobody waits who has work.* A send is begun and left to itself. At the other end a thread has the
+receives of the next message posted before it is sent, so that data flows while the stage computes,
+and a message takes one way over the wire and not three.
 
 *One communicator per direction.* Two ranks that send to each other on one communicator depend on
 the order of their calls; on two they cannot deadlock.
@@ -103,9 +103,14 @@ class DistributedSender:
         self._group = group
         self._peer = peer
         self._header = b""
-        self._outbox: queue.SimpleQueue[tuple[list[Tensor], bytes] | _Closed] = queue.SimpleQueue()
+        self._infos: list[_TensorInfo] = []
+        # A tensor must live until it is sent. Whether it is, only a wait can tell, so a thread of
+        # its own waits; the sending itself begins in `send`, where no thread has to wake up first.
+        self._pending: queue.SimpleQueue[tuple[list[dist.Work], list[Tensor]] | _Closed] = (
+            queue.SimpleQueue()
+        )
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"send-to-{peer}", daemon=True)
+        self._thread = threading.Thread(target=self._reap, name=f"send-to-{peer}", daemon=True)
         self._thread.start()
 
     def send(self, tree: Any) -> None:
@@ -115,44 +120,48 @@ class DistributedSender:
             tree: Any tree. Its tensors must not be written to afterwards.
 
         Raises:
-            PeerLostError: An earlier message could not be sent.
+            PeerLostError: The receiver is gone.
         """
-        if self._failure is not None:
-            raise PeerLostError(f"Rank {self._peer} cannot be reached.") from self._failure
         tensors, skeleton = flatten(tree)
         infos = [_TensorInfo(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         header = pickle.dumps((skeleton, infos))
-        staged = [_stage_to_host(t.detach()) for t in tensors]
-        self._outbox.put((staged, header))
+        parts = [_stage_to_host(t.detach()) for t in tensors]
+        if header == self._header:
+            self._transmit([torch.tensor([_SAME_HEADER]), *parts])
+            return
+        announced = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self._transmit([torch.tensor([len(header)]), *self._fillers(), announced, *parts])
+        self._header, self._infos = header, infos
 
     def close(self) -> None:
         """Waits until everything has been handed over, and ends the channel."""
-        self._outbox.put(_Closed())
+        with contextlib.suppress(PeerLostError):
+            self._transmit([torch.tensor([_CLOSE]), *self._fillers()])
+        self._pending.put(_Closed())
         self._thread.join(_CLOSE_SECONDS)
 
-    def _run(self) -> None:
+    def _fillers(self) -> list[Tensor]:
+        """Makes something for the receives that were posted for one more message as the last."""
+        return [torch.empty(info.shape, dtype=info.dtype) for info in self._infos]
+
+    def _transmit(self, parts: list[Tensor]) -> None:
+        if self._failure is not None:
+            raise PeerLostError(f"Rank {self._peer} cannot be reached.") from self._failure
+        sent = [part for part in parts if part.numel() > 0]
         try:
-            while not isinstance(message := self._outbox.get(), _Closed):
-                self._transmit(*message)
+            works = [dist.isend(part, dst=self._peer, group=self._group) for part in sent]
+        except RuntimeError as error:
+            raise PeerLostError(f"Rank {self._peer} cannot be reached: {error}") from error
+        self._pending.put(([work for work in works if work is not None], sent))
+
+    def _reap(self) -> None:
+        try:
+            while not isinstance(message := self._pending.get(), _Closed):
+                for work in message[0]:
+                    work.wait()
                 del message  # else the last activation stays alive until the next one
-            self._transmit_parts([torch.tensor([_CLOSE])])
         except RuntimeError as error:
             self._failure = error
-
-    def _transmit(self, tensors: list[Tensor], header: bytes) -> None:
-        parts = [t for t in tensors if t.numel() > 0]
-        if header == self._header:
-            self._transmit_parts([torch.tensor([_SAME_HEADER]), *parts])
-            return
-        self._header = header
-        header_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self._transmit_parts([torch.tensor([len(header)]), header_bytes, *parts])
-
-    def _transmit_parts(self, parts: list[Tensor]) -> None:
-        works = [dist.isend(part, dst=self._peer, group=self._group) for part in parts]
-        for work in works:
-            assert work is not None
-            work.wait()
 
 
 class DistributedReceiver:
@@ -232,37 +241,48 @@ class DistributedReceiver:
         self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
-        header: tuple[Any, list[_TensorInfo]] | None = None
+        skeleton: Any = None
+        infos: list[_TensorInfo] = []
         try:
-            while (length := self._receive_length()) != _CLOSE:
-                if length != _SAME_HEADER:
-                    header = self._receive_header(length)
-                assert header is not None
-                self._inbox.put((self._receive_tree(*header),))
+            while True:
+                # All receives of a message like the last one are posted before it comes, so that
+                # its data need not wait for this thread; see `DistributedSender._fillers`.
+                length, hosts = torch.zeros(1, dtype=torch.int64), self._take(infos)
+                self._wait(self._post(length), self._post(*hosts))
+                if int(length) == _CLOSE:
+                    break
+                if int(length) != _SAME_HEADER:
+                    skeleton, infos = self._receive_header(int(length))
+                    hosts = self._take(infos)
+                    self._wait(self._post(*hosts))
+                self._inbox.put((self._assemble(skeleton, infos, hosts),))
+                del hosts  # else the last activation stays alive until the next one
             self._inbox.put(_Closed())
         except RuntimeError as error:
             lost = PeerLostError(f"The connection to rank {self._peer} broke: {error}")
             self._inbox.put(_Failed(lost))
 
-    def _receive_length(self) -> int:
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, src=self._peer, group=self._group)
-        return int(length)
+    def _take(self, infos: list[_TensorInfo]) -> list[Tensor]:
+        return [self._pool.take(info.shape, info.dtype) for info in infos]
+
+    def _post(self, *parts: Tensor) -> list[dist.Work | None]:
+        return [
+            dist.irecv(part, src=self._peer, group=self._group) for part in parts if part.numel()
+        ]
+
+    def _wait(self, *posted: list[dist.Work | None]) -> None:
+        for works in posted:
+            for work in works:
+                assert work is not None
+                work.wait()
 
     def _receive_header(self, length: int) -> tuple[Any, list[_TensorInfo]]:
         header = torch.zeros(length, dtype=torch.uint8)
-        dist.recv(header, src=self._peer, group=self._group)
+        self._wait(self._post(header))
         loaded: tuple[Any, list[_TensorInfo]] = pickle.loads(header.numpy().tobytes())
         return loaded
 
-    def _receive_tree(self, skeleton: Any, infos: list[_TensorInfo]) -> Any:
-        hosts = [self._pool.take(info.shape, info.dtype) for info in infos]
-        works = [
-            dist.irecv(host, src=self._peer, group=self._group) for host in hosts if host.numel()
-        ]
-        for work in works:
-            assert work is not None
-            work.wait()
+    def _assemble(self, skeleton: Any, infos: list[_TensorInfo], hosts: list[Tensor]) -> Any:
         tensors = [
             host.to(self._device).requires_grad_(info.requires_grad)
             for host, info in zip(hosts, infos, strict=True)

@@ -171,7 +171,5 @@ def lightning_ddp(rank: int, count: int) -> float:
 
 
 def ours(rank: int, count: int, schedule: str, num_microbatches: int | str) -> float:
-    strategy = PipelineStrategy(
-        schedule=schedule, num_microbatches=num_microbatches, partition=CUT
-    )
+    strategy = PipelineStrategy(schedule=schedule, num_microbatches=num_microbatches, partition=CUT)
     return in_lightning(strategy, count)
