@@ -6,6 +6,7 @@ import json
 import os
 from typing import Any
 
+from lightning_dist.pipeline.actions import Action
 from lightning_dist.pipeline.timeline import Span, SpanKind, Timeline
 
 
@@ -42,3 +43,25 @@ def _event(span: Span) -> dict[str, Any]:
             "kind": span.action.kind.name.lower(),
         },
     }
+
+
+def read_chrome_trace(path: str | os.PathLike[str]) -> Timeline:
+    """Reads what :func:`write_chrome_trace` wrote.
+
+    Args:
+        path: The JSON file.
+    """
+    with open(path, encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    spans = tuple(
+        Span(
+            event["pid"],
+            SpanKind(event["cat"]),
+            Action.parse(event["name"]),
+            event["ts"] / 1e6,
+            (event["ts"] + event["dur"]) / 1e6,
+        )
+        for event in events
+        if event["ph"] == "X"
+    )
+    return Timeline(sum(event["ph"] == "M" for event in events), spans)

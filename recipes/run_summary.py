@@ -56,6 +56,8 @@ class RunSummary(L.Callback):
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         table = Table(title="Run summary", show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
         for name, value in (
             *self._quality(trainer),
             *self._speed(trainer),
@@ -116,17 +118,19 @@ def _files(trainer: L.Trainer) -> list[tuple[str, str]]:
     strategy = trainer.strategy
     if isinstance(strategy, lightning_dist.PipelineStrategy) and strategy.timeline.spans:
         picture, trace = directory / "timeline.png", directory / "trace.json"
-        plot_timeline(_newest_part(strategy.steady_timeline), picture, title="Measured")
-        write_chrome_trace(strategy.timeline, trace)
+        plot_timeline(newest_part(strategy.steady_timeline), picture, title="Measured")
+        write_chrome_trace(strategy.steady_timeline, trace)
         rows += [("timeline", str(picture)), ("trace", str(trace))]
     return [(name, _short(path)) for name, path in rows]
 
 
-def _newest_part(timeline: Timeline) -> Timeline:
+def newest_part(timeline: Timeline) -> Timeline:
     """Cuts out as much as can be read on one picture."""
     forwards = sum(s.action.kind is ActionKind.FORWARD and s.rank == 0 for s in timeline.spans)
     seconds = timeline.makespan_seconds * min(1.0, _DRAWN_FORWARDS / max(1, forwards))
-    return timeline.between(timeline.end_seconds - seconds, timeline.end_seconds)
+    # Not the very end, where the pipeline runs empty.
+    end = timeline.end_seconds - 0.05 * timeline.makespan_seconds
+    return timeline.between(end - seconds, end)
 
 
 def _short(path: str) -> str:

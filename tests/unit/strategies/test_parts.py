@@ -1,0 +1,178 @@
+"""The strategy's parts that need no other process, and the private names that they lean on."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+
+import lightning_dist
+from lightning_dist.rng import seeded
+from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.failure_ring import Failure, RankFailedError
+from lightning_dist.strategies.hyperparameters import HyperparameterHistory
+from lightning_dist.strategies.step_log import StepLog
+
+
+def test_the_strategies_have_names() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    names = ["pipeline", "pipeline_gpipe", "pipeline_1f1b", "pipeline_pipedream"]
+    assert set(names) <= set(StrategyRegistry.available_strategies())
+    assert StrategyRegistry.get("pipeline_pipedream").asynchronous
+    assert lightning_dist.__all__ == ["PipelineStrategy"]
+
+
+def test_an_update_gets_the_learning_rate_of_its_batch() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.5)
+    group = optimizer.param_groups[0]
+    history = HyperparameterHistory(delay=2)
+    for batch in range(3):
+        group["lr"] = 1.0 / (batch + 1)
+        history.remember(batch, optimizer)
+    with history.of_batch(0, optimizer):
+        assert group["lr"] == 1.0
+        group["momentum"] = 0.9  # the optimizer's own change
+    assert (group["lr"], group["momentum"]) == (1 / 3, 0.9)
+
+
+def test_random_numbers_depend_on_their_name_alone() -> None:
+    device = torch.device("cpu")
+    torch.manual_seed(0)
+    undisturbed = torch.rand(3)
+    torch.manual_seed(0)
+    with seeded(1, 2, device=device):
+        first = torch.rand(3)
+    assert torch.equal(torch.rand(3), undisturbed)
+    with seeded(1, 2, device=device):
+        assert torch.equal(torch.rand(3), first)
+    with seeded(1, 3, device=device):
+        assert not torch.equal(torch.rand(3), first)
+
+
+class Logging(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+
+def test_logged_values_are_combined_over_microbatches() -> None:
+    module = Logging()
+    log = StepLog(module, has_one_replica=True)
+    for value, size in ((1.0, 3), (5.0, 1)):
+        with log.recording(size):
+            module.log("mean", torch.tensor(value), prog_bar=True)
+            module.log("sum", value, reduce_fx="sum")
+            module.log("max", value, reduce_fx=torch.max)
+            module.log("own size", value, batch_size=1)
+    taken = log.take(4)
+    assert [call.name for call in taken.calls] == ["mean", "sum", "max", "own size"]
+    assert taken.values.tolist() == [2.0, 6.0, 5.0, 3.0]
+    assert taken.calls[3].batch_size == 2
+    assert "log" not in vars(module)
+    assert log.take(4).calls == ()
+
+
+def test_a_tensor_of_several_elements_is_refused() -> None:
+    module = Logging()
+    log = StepLog(module, has_one_replica=True)
+    with log.recording(1), pytest.raises(ValueError, match=r"shape \(2,\)"):
+        module.log("x", torch.ones(2))
+    with log.recording(1), pytest.raises(ValueError, match="not an attribute"):
+        module.log("x", MeanMetric())
+    with log.recording(1), pytest.raises(ValueError, match="sync_dist_group"):
+        module.log("x", 1.0, sync_dist_group=object())
+
+
+def test_a_failure_becomes_the_same_error_elsewhere() -> None:
+    try:
+        raise ValueError("bad value\nsecond line")
+    except ValueError as error:
+        failure = Failure.from_exception(2, error)
+    assert str(failure) == "Rank 2 failed first: ValueError: bad value"
+    assert isinstance(failure.to_exception(), ValueError)
+    error = Failure(1, "KeyError: 'k'", "Traceback ...\n").to_exception()
+    assert isinstance(error, RankFailedError)
+    assert "Traceback ..." in str(error.__cause__)
+
+
+# --- private names: each is used here on the real object, so that a rename fails -----------------
+
+
+def quiet_trainer() -> L.Trainer:
+    return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+
+
+def test_the_sigterm_protocol_is_replaced_where_lightning_looks() -> None:
+    import signal
+
+    trainer = quiet_trainer()
+    seen: list[str] = []
+    lightning_private.replace_sigterm_protocol(
+        trainer, lambda: seen.append("signal"), lambda: seen.append("batch")
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    trainer._signal_connector.register_signal_handlers()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        trainer._signal_connector.teardown()
+        signal.signal(signal.SIGTERM, before)
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert seen == ["signal", "batch"]
+    assert not trainer.received_sigterm
+    lightning_private.set_received_sigterm(trainer)
+    assert trainer.received_sigterm
+
+
+def test_a_late_first_step_is_no_reason_for_a_warning() -> None:
+    def step_scheduler(prepare: bool) -> None:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        if prepare:
+            lightning_private.mark_optimizer_called(optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scheduler.step()
+
+    step_scheduler(prepare=True)
+    with pytest.raises(UserWarning, match="lr_scheduler.step"):
+        step_scheduler(prepare=False)
+
+
+def test_a_metrics_step_value_is_where_lightning_reads_it() -> None:
+    metric = MeanMetric()
+    metric(torch.tensor(3.0))
+    assert float(lightning_private.step_value(metric)) == 3.0
+    lightning_private.set_step_value(metric, torch.tensor(4.0))
+    from lightning.pytorch.trainer.connectors.logger_connector.result import (
+        _Metadata,
+        _ResultMetric,
+        _Sync,
+    )
+
+    meta = _Metadata("training_step", "x", on_step=True)
+    meta.sync = _Sync()
+    result = _ResultMetric(meta, is_tensor=False)
+    result.forward(metric, 1)
+    assert float(result._forward_cache) == 4.0
+
+
+def test_callbacks_and_rank_are_where_lightning_looks() -> None:
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    trainer = quiet_trainer()
+    extra = L.Callback()
+    lightning_private.set_callbacks(trainer, [*lightning_private.callbacks_of(trainer), extra])
+    assert trainer.callbacks[-1] is extra
+    before: Any = rank_zero_only.rank
+    try:
+        lightning_private.set_rank_of_rank_zero_functions(3)
+        assert rank_zero_only.rank == 3
+    finally:
+        rank_zero_only.rank = before

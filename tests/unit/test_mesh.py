@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dist.mesh import MeshShape
+
+sizes = st.integers(1, 3)
+
+
+@given(sizes, sizes, sizes, sizes)
+def test_each_rank_has_a_place_and_each_place_a_rank(pp: int, r: int, s: int, tp: int) -> None:
+    mesh = MeshShape(pp, r, s, tp)
+    places = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
+    assert [mesh.rank(place) for place in places] == list(range(mesh.world_size))
+    for axes in (("pp",), ("dp_replicate", "dp_shard"), tuple(mesh.sizes)):
+        groups = mesh.groups(*axes)
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+    assert {mesh.data_index(rank) for rank in range(mesh.world_size)} == set(range(mesh.data_size))
+
+
+def test_tp_is_innermost_and_pp_outermost() -> None:
+    mesh = MeshShape(pp=2, dp_replicate=2, tp=2)
+    assert mesh.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert mesh.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="`tp`.*0"):
+        MeshShape(tp=0)
