@@ -1,4 +1,4 @@
-"""The pipeline without Lightning: a plain PyTorch loop, over real processes and over plain queues."""
+"""The pipeline without Lightning, in plain loops: over real processes and over plain queues."""
 
 from __future__ import annotations
 

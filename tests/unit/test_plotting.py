@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_dist.chrome_trace import read_chrome_trace, write_chrome_trace
+from lightning_dist.pipeline.actions import Action
+from lightning_dist.pipeline.recorder import Recorder
+from lightning_dist.pipeline.schedules import build_schedule
+from lightning_dist.pipeline.simulator import StageCosts, simulate
+from lightning_dist.pipeline.timeline import Span, SpanKind, Timeline
+from lightning_dist.plotting import plot_timeline, plot_timelines
+from lightning_dist.strategies.measured import MeasuredTimelines
+
+
+def simulated(name: str = "1f1b") -> Timeline:
+    schedule = build_schedule(name, num_stages=3, num_microbatches=4)
+    return simulate(schedule, StageCosts.uniform(3))
+
+
+def test_a_picture_has_a_row_per_rank_and_the_bubble(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.png"
+    figure = plot_timeline(simulated(), path, title="1f1b")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
+    assert axes.get_title(loc="left") == "1f1b (bubble 33.3%)"
+    assert "ms" in axes.get_xlabel()
+    numbers = [text.get_text() for text in axes.texts]
+    assert sorted(set(numbers)) == ["0", "1", "2", "3"]
+    assert len(plot_timelines({"a": simulated("gpipe"), "b": simulated()}).axes) == 2
+
+
+def test_an_empty_timeline_can_be_drawn(tmp_path: Path) -> None:
+    plot_timeline(Timeline(2, ()), tmp_path / "empty.png")
+
+
+def test_a_trace_reads_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    timeline = simulated()
+    write_chrome_trace(timeline, path)
+    again = read_chrome_trace(path)
+    assert again.num_ranks == 3
+    assert again.bubble_fraction == pytest.approx(timeline.bubble_fraction)
+    assert [s.action for s in again.spans] == [s.action for s in timeline.spans]
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+
+
+def span(rank: int, start: float, end: float, kind: SpanKind = SpanKind.COMPUTE) -> Span:
+    return Span(rank, kind, Action.parse("0F0"), start, end)
+
+
+def test_timeline_arithmetic() -> None:
+    timeline = Timeline(2, (span(0, 1, 3), span(1, 3, 5), span(1, 1, 2, SpanKind.WAIT)))
+    assert (timeline.makespan_seconds, timeline.busy_seconds(), timeline.busy_seconds(1)) == (
+        4,
+        4,
+        2,
+    )
+    assert timeline.bubble_fraction == 0.5
+    assert timeline.shifted_to_zero().start_seconds == 0
+    window = timeline.between(2, 4)
+    assert [(s.start_seconds, s.end_seconds) for s in window.spans] == [(2, 3), (3, 4)]
+    assert (Timeline(2, ()).bubble_fraction, Timeline(2, ()).makespan_seconds) == (0.0, 0.0)
+
+
+def test_the_steady_part_is_the_longest_undisturbed_one() -> None:
+    ranks = [
+        {0: (span(0, 0, 1),), 2: (span(0, 10, 11), span(0, 11, 14))},
+        {0: (span(1, 0, 1),), 2: (span(1, 11, 12), span(1, 12, 15))},
+    ]
+    steady = MeasuredTimelines(ranks).steady
+    assert steady.makespan_seconds == 3
+    assert MeasuredTimelines(ranks).whole.makespan_seconds == 15
+    assert MeasuredTimelines([]).whole.spans == ()
+
+
+def test_the_recorder_forgets_what_is_old() -> None:
+    recorder = Recorder(1, torch.device("cpu"), capacity=3)
+    for index in range(5):
+        if index == 4:
+            recorder.interrupt()
+        with recorder.span(SpanKind.COMPUTE, Action.parse(f"0F{index}")):
+            pass
+    stretches = recorder.stretches()
+    assert {k: [str(s.action) for s in v] for k, v in stretches.items()} == {
+        0: ["0F2", "0F3"],
+        1: ["0F4"],
+    }
+    assert all(s.rank == 1 and s.duration_seconds >= 0 for v in stretches.values() for s in v)
