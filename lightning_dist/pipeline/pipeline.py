@@ -34,16 +34,10 @@ from lightning_dist.pipeline.microbatch import batch_size_of, split
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.runtime import Links, Runtime, Work, explain_with
 from lightning_dist.pipeline.schedules import build_schedule
-from lightning_dist.pipeline.stage import (
-    Current,
-    Stage,
-    Stashed,
-    Step,
-    Unstashed,
-    WeightPolicy,
-)
+from lightning_dist.pipeline.stage import Stage, Step
 from lightning_dist.pipeline.stream import Stream
 from lightning_dist.pipeline.timeline import SpanKind
+from lightning_dist.pipeline.weight_policy import Current, Stashed, Unstashed, WeightPolicy
 from lightning_dist.pipeline.weights import WeightStore
 
 WeightVersions = Literal["stash", "none"]

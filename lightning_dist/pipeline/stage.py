@@ -6,15 +6,8 @@ that argument and takes what the stage before has sent. All but the last then le
 exception that :meth:`Stage.forward` catches; on the last the module returns, and the user's code
 goes on to its loss.
 
-Which weights a forward and its backward see is the business of a :class:`WeightPolicy`:
-
-==================  ==========================  ============================
-policy              forward of b                backward of b
-==================  ==========================  ============================
-:class:`Current`    the parameters themselves   the same (nothing moved)
-:class:`Stashed`    the newest version          the version of its forward
-:class:`Unstashed`  the newest version          the newest version then
-==================  ==========================  ============================
+Which weights a forward and its backward see is the business of a
+:class:`~lightning_dist.pipeline.weight_policy.WeightPolicy`.
 """
 
 from __future__ import annotations
@@ -22,14 +15,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dist.pipeline.cut import ForeignLayer
 from lightning_dist.pipeline.microbatch import Microbatch
-from lightning_dist.pipeline.weights import WeightStore, WeightVersion
+from lightning_dist.pipeline.weight_policy import WeightPolicy
+from lightning_dist.pipeline.weights import WeightVersion
 from lightning_dist.rng import seeded
 from lightning_dist.tree import flatten, map_tensors
 
@@ -61,82 +55,6 @@ class InFlight:
     layer_input: Any
     weights: WeightVersion | None
     seed: tuple[int, ...]
-
-
-class WeightPolicy(Protocol):
-    """Decides which weights a micro-batch sees."""
-
-    recomputes: bool
-
-    def acquire(self) -> WeightVersion | None:
-        """Gives the weights for a forward; None stands for the parameters themselves."""
-
-    def release(self, version: WeightVersion | None) -> None:
-        """Takes them back after the backward."""
-
-    def before_step(self) -> None:
-        """Prepares for the optimizer's writes."""
-
-    @property
-    def peak_stash_bytes(self) -> int:
-        """The most bytes held beyond the parameters."""
-
-
-class Current:
-    """Synchronous schedules: nothing is written while a micro-batch is in flight."""
-
-    recomputes = False
-    peak_stash_bytes = 0
-
-    def acquire(self) -> None:
-        """Gives the parameters themselves."""
-
-    def release(self, version: WeightVersion | None) -> None:
-        """Does nothing."""
-
-    def before_step(self) -> None:
-        """Does nothing."""
-
-
-class Unstashed(Current):
-    """Asynchronous without stashing: the backward sees weights that its forward did not.
-
-    The backward runs the layers again on the stashed input with the weights of that moment, and
-    differentiates that. Only to study what stashing buys (PipeDream, section 3.3).
-    """
-
-    recomputes = True
-
-
-class Stashed:
-    """PipeDream's weight stashing: the backward sees the version of its forward.
-
-    Args:
-        store: The versions.
-    """
-
-    recomputes = False
-
-    def __init__(self, store: WeightStore) -> None:
-        self.store = store
-
-    def acquire(self) -> WeightVersion:
-        """Gives the newest version."""
-        return self.store.acquire()
-
-    def release(self, version: WeightVersion | None) -> None:
-        """Takes a version back."""
-        assert version is not None
-        self.store.release(version)
-
-    def before_step(self) -> None:
-        """Moves the parameters to fresh memory where a micro-batch still uses the present one."""
-        self.store.before_step()
-
-    @property
-    def peak_stash_bytes(self) -> int:
-        """The most bytes held beyond the parameters."""
-        return self.store.peak_stash_bytes
 
 
 class Stage:

@@ -10,14 +10,10 @@ says how large its mesh is (:meth:`DistributedStrategy.mesh_shape`) and spreads 
 from __future__ import annotations
 
 import os
-import sys
-import threading
 from abc import abstractmethod
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -26,18 +22,14 @@ from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.strategies import lightning_private
-from lightning_dist.strategies.failure_ring import Failure, FailureRing
-from lightning_dist.strategies.last_resort import exit_after_grace
-from lightning_dist.strategies.stop_agreement import StopAgreement
+from lightning_dist.strategies.run_guard import RunGuard
 
 _NEVER = timedelta(days=365)
-_NEWS_SECONDS = 2.0
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -90,10 +82,8 @@ class DistributedStrategy(ParallelStrategy):
         self._save_full = save_full
         self._mesh: MeshShape | None = None
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        self._ring: FailureRing | None = None
         self._ring_group: dist.ProcessGroup | None = None
-        self._stop: StopAgreement | None = None
-        self._failed = threading.Event()
+        self._guard: RunGuard | None = None
         self._seed = 0
 
     # --- the mesh ----------------------------------------------------------------------------
@@ -170,14 +160,11 @@ class DistributedStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._init_process_group()
-        self._failed.clear()
         if self._ring_group is None:
             self._ring_group = dist.new_group(backend="gloo", timeout=_NEVER)
-        if self.world_size > 1:
-            self._ring = FailureRing(
-                self._ring_group, self.global_rank, self.world_size, self._on_peer_failure
-            )
-        self._stop = StopAgreement(self.group(*self.mesh.sizes), self.stop_lag)
+        self._guard = RunGuard(
+            self._ring_group, self.group(*self.mesh.sizes), self.stop_lag, self.interrupt
+        )
         self._agree_on_seed()
 
     def _init_process_group(self) -> None:
@@ -288,7 +275,7 @@ class DistributedStrategy(ParallelStrategy):
     @property
     def is_running(self) -> bool:
         """Whether other ranks can be expected to take part in a collective."""
-        return dist.is_initialized() and not self._failed.is_set()
+        return dist.is_initialized() and (self._guard is None or self._guard.is_sound)
 
     # --- how a run ends ----------------------------------------------------------------------
 
@@ -297,52 +284,11 @@ class DistributedStrategy(ParallelStrategy):
         """By how many batches one rank can be ahead of another."""
         return 1
 
-    def agree_to_stop(self) -> bool:
-        """Combines the ranks' wishes to stop; call it once per batch on each rank."""
-        assert self._stop is not None
-        return self._stop.at_boundary()
-
-    def connect_signals(self, trainer: pl.Trainer) -> None:
-        """Puts the agreement on SIGTERM in place of Lightning's.
-
-        Args:
-            trainer: Whose signal handlers are registered next.
-        """
-        assert self._stop is not None
-
-        def before_training_batch() -> None:
-            if self.agree_to_stop():
-                lightning_private.set_received_sigterm(trainer)
-                raise SIGTERMException
-
-        lightning_private.replace_sigterm_protocol(
-            trainer, self._stop.request, before_training_batch
-        )
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks, unless all of them agreed to stop.
-
-        Args:
-            exception: What ends this rank's run.
-        """
-        if isinstance(exception, SIGTERMException) or self._failed.is_set():
-            return
-        if isinstance(exception, RuntimeError) and self._ring is not None:
-            # A broken collective raises one too; the news of who broke it is on its way.
-            self._ring.wait_for_news(_NEWS_SECONDS)
-        self._failed.set()
-        if self._ring is not None:
-            self._ring.announce(Failure.from_exception(self.global_rank, exception))
-
-    def _on_peer_failure(self, failure: Failure) -> None:
-        was_known = self._failed.is_set()
-        self._failed.set()
-        if not was_known:
-            # At once: a launcher that notices too may kill this process before it can raise.
-            print(f"[rank {self.global_rank}] {failure}", file=sys.stderr, flush=True)
-            self.interrupt(failure.to_exception())
-            exit_after_grace(failure, self._left_run)
+    @property
+    def guard(self) -> RunGuard:
+        """Makes all ranks end together; exists from ``setup_environment`` to ``teardown``."""
+        assert self._guard is not None
+        return self._guard
 
     def interrupt(self, error: BaseException) -> None:
         """Wakes this rank's main thread where it waits for another rank.
@@ -351,16 +297,14 @@ class DistributedStrategy(ParallelStrategy):
             error: What to raise there.
         """
 
-    @property
-    def _left_run(self) -> Callable[[], bool]:
-        return lambda: self._ring is None
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._guard is not None:
+            self._guard.report(exception)
 
     @override
     def teardown(self) -> None:
-        ring, self._ring = self._ring, None
-        stop, self._stop = self._stop, None
-        if stop is not None:
-            stop.abandon() if self._failed.is_set() else stop.close()
-        if ring is not None:
-            ring.close()
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.close()
         super().teardown()

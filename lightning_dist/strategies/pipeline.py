@@ -51,10 +51,7 @@ from lightning_dist.strategies.pipelined_module import (
     refuse_tied_layers,
 )
 from lightning_dist.strategies.replicas import broadcast_state
-from lightning_dist.strategies.session import Session, drain_before_validation
-from lightning_dist.strategies.stage_metrics import StageMetrics
-from lightning_dist.strategies.step_runner import StepRunner
-from lightning_dist.strategies.updates import Updates
+from lightning_dist.strategies.session import Session, drain_before_validation, open_session
 
 _MICROBATCHES_PER_STAGE = 4
 _PROGRESS_KEY = "lightning_dist"
@@ -203,7 +200,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         broadcast_state(module, self.data_group)
         self.setup_precision_plugin()
         self._session = self._open_session(trainer, layers_per_stage)
-        self.connect_signals(trainer)
+        self.guard.connect_signals(trainer)
 
     def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
         """Lets the user group the whole model's parameters, as on a single device."""
@@ -214,41 +211,38 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             lightning_private.mark_optimizer_called(optimizer)
 
     def _open_session(self, trainer: pl.Trainer, layers_per_stage: tuple[int, ...]) -> Session:
-        module, group = self.module, self.group("pp")
+        shape = PipelineShape(
+            self._schedule,
+            self._microbatches_of_a_batch,
+            layers_per_stage,
+            self.stage_index,
+            may_use_fewer=self._num_microbatches == "auto",
+            replica_index=self.mesh.data_index(self.global_rank),
+        )
         channels = connect(self.mesh.groups("pp"), self.root_device, self._timeout_seconds)
         pipeline = Pipeline(
             self._sequence,
-            PipelineShape(
-                self._schedule,
-                self._microbatches_of_a_batch,
-                layers_per_stage,
-                self.stage_index,
-                may_use_fewer=self._num_microbatches == "auto",
-                replica_index=self.mesh.data_index(self.global_rank),
-            ),
+            shape,
             channels.links,
             weight_versions=self._weight_versions,
             seed=self._seed,
             device=self.root_device,
             rank=self.global_rank,
         )
-        last_rank = self.mesh.peers(self.global_rank, "pp")[-1]
-        metrics = StageMetrics(
-            module, group, self.data_group, last_rank, self.global_rank == last_rank
-        )
         undo = [
-            drain_before_validation(module, self.drain),
+            drain_before_validation(self.module, self.drain),
             bracket_callbacks(trainer, self._whole_model, self._end_training, self.on_exception),
         ]
         if not self.asynchronous:
-            undo.append(clip_by_global_norm(self.precision_plugin, group))
-        return Session(
+            undo.append(clip_by_global_norm(self.precision_plugin, self.group("pp")))
+        return open_session(
+            self.module,
+            self.precision_plugin,
             pipeline,
             channels,
-            metrics,
-            StepRunner(module, pipeline, channels, metrics, self.mesh.data_size == 1),
-            Updates(module, pipeline, self.precision_plugin, self.data_group),
-            tuple(undo),
+            stages=self.group("pp"),
+            replicas=self.data_group,
+            undo=undo,
         )
 
     @property
@@ -357,7 +351,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.agree_to_stop():
+        if self.guard.agree_to_stop():
             lightning_private.set_received_sigterm(self.module.trainer)
         context = {
             "validation_step": self.precision_plugin.val_step_context,

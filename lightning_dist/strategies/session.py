@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
 
 from lightning_dist.pipeline.connect import Channels
 from lightning_dist.pipeline.pipeline import Pipeline
@@ -47,6 +49,40 @@ class Session:
         self.metrics.detach()
         self.pipeline.stage.detach()
         self.channels.close()
+
+
+def open_session(
+    module: pl.LightningModule,
+    precision_plugin: Precision,
+    pipeline: Pipeline,
+    channels: Channels,
+    *,
+    stages: dist.ProcessGroup,
+    replicas: dist.ProcessGroup,
+    undo: Sequence[Callable[[], None]],
+) -> Session:
+    """Puts the parts together.
+
+    Args:
+        module: The user's module.
+        precision_plugin: Runs hooks, clipping and the optimizer's step.
+        pipeline: This rank's stage.
+        channels: To the other stages.
+        stages: The gloo group of this replica's stages.
+        replicas: The gloo group of the ranks that hold this stage.
+        undo: Gives the module, the trainer and its plugins back as they were.
+    """
+    last_rank = dist.get_process_group_ranks(stages)[-1]
+    metrics = StageMetrics(module, stages, replicas, last_rank, pipeline.stage.is_last)
+    has_one_replica = dist.get_world_size(replicas) == 1
+    return Session(
+        pipeline,
+        channels,
+        metrics,
+        StepRunner(module, pipeline, channels, metrics, has_one_replica),
+        Updates(module, pipeline, precision_plugin, replicas),
+        tuple(undo),
+    )
 
 
 def drain_before_validation(

@@ -55,7 +55,8 @@ def on_rank(contestant: Callable[..., float], count: int, arguments: tuple[Any, 
 
 
 def throughput(workers: WorkerPool, rounds: int, count: int, only: str) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in CONTESTANTS if only in name}
+    wanted = only.split("|")
+    times: dict[str, list[float]] = {n: [] for n in CONTESTANTS if any(w in n for w in wanted)}
     turns = [name for _ in range(rounds) for name in times]
     for name in track(turns, description="throughput"):
         contestant, arguments = CONTESTANTS[name]
@@ -168,8 +169,10 @@ def print_bubbles(workers: WorkerPool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant")
-    parser.add_argument("--batches", type=int, default=100, help="timed batches of each run")
-    parser.add_argument("--only", default="", help="contestants whose name contains this")
+    parser.add_argument("--batches", type=int, default=40, help="timed batches of each run")
+    parser.add_argument(
+        "--only", default="", help="contestants whose name contains one of these, parted by |"
+    )
     parser.add_argument("--skip-bubbles", action="store_true")
     options = parser.parse_args()
     workers = WorkerPool()

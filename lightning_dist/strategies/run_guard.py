@@ -1,0 +1,104 @@
+"""All ranks of a run end together: when one fails, and when one is asked to stop."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.failure_ring import Failure, FailureRing
+from lightning_dist.strategies.last_resort import exit_after_grace
+from lightning_dist.strategies.stop_agreement import StopAgreement
+
+_NEWS_SECONDS = 2.0
+
+
+class RunGuard:
+    """Watches over one run, from the start of its processes to its teardown.
+
+    Args:
+        ring_group: A gloo group of all ranks whose timeout never comes.
+        stop_group: Another gloo group of all ranks.
+        stop_lag: By how many batches one rank can be ahead of another.
+        interrupt: Wakes this rank's main thread where it waits for another rank, with an error.
+    """
+
+    def __init__(
+        self,
+        ring_group: dist.ProcessGroup,
+        stop_group: dist.ProcessGroup,
+        stop_lag: int,
+        interrupt: Callable[[BaseException], None],
+    ) -> None:
+        self._rank = dist.get_rank()
+        self._interrupt = interrupt
+        self._failed = threading.Event()
+        self._closed = threading.Event()
+        self._stop = StopAgreement(stop_group, stop_lag)
+        self._ring: FailureRing | None = None
+        if dist.get_world_size() > 1:
+            self._ring = FailureRing(
+                ring_group, self._rank, dist.get_world_size(), self._on_peer_failure
+            )
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no rank is known to have failed."""
+        return not self._failed.is_set()
+
+    def agree_to_stop(self) -> bool:
+        """Combines the ranks' wishes to stop; call it once per batch on each rank."""
+        return self._stop.at_boundary()
+
+    def connect_signals(self, trainer: pl.Trainer) -> None:
+        """Puts the agreement on SIGTERM in place of Lightning's.
+
+        Args:
+            trainer: Whose signal handlers are registered next.
+        """
+
+        def before_training_batch() -> None:
+            if self.agree_to_stop():
+                lightning_private.set_received_sigterm(trainer)
+                raise SIGTERMException
+
+        lightning_private.replace_sigterm_protocol(
+            trainer, self._stop.request, before_training_batch
+        )
+
+    def report(self, exception: BaseException) -> None:
+        """Tells the other ranks, unless all of them agreed to stop or know already.
+
+        Args:
+            exception: What ends this rank's run.
+        """
+        if isinstance(exception, SIGTERMException) or self._failed.is_set():
+            return
+        if isinstance(exception, RuntimeError) and self._ring is not None:
+            # A broken collective raises one too; the news of who broke it is on its way.
+            self._ring.wait_for_news(_NEWS_SECONDS)
+        self._failed.set()
+        if self._ring is not None:
+            self._ring.announce(Failure.from_exception(self._rank, exception))
+
+    def close(self) -> None:
+        """Ends the watch; each rank must call it."""
+        self._closed.set()
+        if self.is_sound:
+            self._stop.close()
+        if self._ring is not None:
+            self._ring.close()
+
+    def _on_peer_failure(self, failure: Failure) -> None:
+        was_known = self._failed.is_set()
+        self._failed.set()
+        if not was_known:
+            # At once: a launcher that notices too may kill this process before it can raise.
+            print(f"[rank {self._rank}] {failure}", file=sys.stderr, flush=True)
+            self._interrupt(failure.to_exception())
+            exit_after_grace(failure, self._closed.is_set)
