@@ -6,12 +6,15 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.pipeline.partition import uniform_partition
 from tests.helpers.models import (
+    make_data,
     make_loader,
     make_module,
     make_optimizer,
@@ -40,7 +43,12 @@ def fit(num_stages: int, versions: str, optimizer: str, drains: bool, scheduled:
 
 
 def oracle(
-    num_stages: int, versions: str, optimizer: str, drains: bool, scheduled: bool
+    num_stages: int,
+    versions: str,
+    optimizer: str,
+    drains: bool,
+    scheduled: bool,
+    num_samples: int = 46,
 ) -> tuple[dict[str, Tensor], list[float]]:
     model = make_module().model
     layers = list(copy.deepcopy(model))
@@ -55,7 +63,7 @@ def oracle(
         for opt in optimizers:
             opt.param_groups[0]["lr"] = base * LR_DECAY**b if scheduled else base
 
-    batches = [batch for _ in range(EPOCHS) for batch in make_loader()]
+    batches = [batch for _ in range(EPOCHS) for batch in make_loader(num_samples)]
     epoch = len(batches) // EPOCHS
     losses = train_sequentially(
         stages,
@@ -111,3 +119,24 @@ def test_the_oracle_tells_stash_from_no_stash(num_stages: int) -> None:
     stash, _ = oracle(num_stages, "stash", "sgd", True, False)
     none, _ = oracle(num_stages, "none", "sgd", True, False)
     assert max(float((stash[n] - none[n]).abs().max()) for n in stash) > 1e-6
+
+
+def fit_replicas() -> Any:
+    module = make_module()
+    strategy = PipelineStrategy(schedule="pipedream", num_stages=2, partition="uniform")
+    trainer = make_trainer(
+        devices=4, strategy=strategy, max_epochs=EPOCHS, limit_val_batches=1, num_sanity_val_steps=0
+    )
+    data = make_data(48)
+    sampler = DistributedSampler(data, shuffle=False, **strategy.distributed_sampler_kwargs)
+    trainer.fit(module, DataLoader(data, batch_size=4, sampler=sampler), make_loader(8))
+    return state_of(module), 0.0
+
+
+def test_two_replicas_of_two_stages_equal_the_oracle(workers: WorkerPool) -> None:
+    actual = workers.run(4, fit_replicas)
+    expected, _ = oracle(2, "stash", "sgd", True, False, num_samples=48)
+    assert largest_difference(actual, expected) < 1e-12
+    for first, second in ((0, 1), (2, 3)):
+        left, right = actual[first][0], actual[second][0]
+        assert all(torch.equal(left[name], right[name]) for name in left)
