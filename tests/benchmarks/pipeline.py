@@ -141,17 +141,17 @@ def sleeping(num_stages: int, schedule: str, count: int, seconds: float) -> Any:
 
 
 def print_bubbles(workers: WorkerPool) -> None:
-    table = Table(title="Bubble fraction with stages that sleep 10 ms forward, 20 ms backward")
+    table = Table(title="Bubble fraction with stages that sleep 40 ms forward, 80 ms backward")
     for heading in ("schedule", "stages", "micro-batches", "measured", "closed form", "simulated"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
     cases = [(n, s) for n in (2, 4, 8) for s in ("gpipe", "1f1b", "pipedream")]
     for num_stages, schedule in track(cases, description="bubbles"):
         count = 4 * num_stages
-        stretches = workers.run(num_stages, sleeping, num_stages, schedule, count, 0.01, timeout=90)
+        stretches = workers.run(num_stages, sleeping, num_stages, schedule, count, 0.04, timeout=90)
         measured = MeasuredTimelines(stretches).whole.bubble_fraction
         simulated = simulate(
             build_schedule(schedule, num_stages=num_stages, num_microbatches=count),
-            StageCosts.uniform(num_stages, 0.01, 0.02),
+            StageCosts.uniform(num_stages, 0.04, 0.08),
         ).bubble_fraction
         # Fill and drain of n - 1 slots around count slots, for all three.
         closed = (num_stages - 1) / (count + num_stages - 1)
@@ -177,7 +177,9 @@ def main() -> None:
     options = parser.parse_args()
     workers = WorkerPool()
     try:
-        print_throughput(throughput(workers, options.rounds, options.batches, options.only))
+        medians = throughput(workers, options.rounds, options.batches, options.only)
+        if medians:
+            print_throughput(medians)
         if not options.skip_bubbles:
             print_bubbles(workers)
     finally:
