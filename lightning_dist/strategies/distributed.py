@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.last_resort import never_destroy
 from lightning_dist.strategies.run_guard import RunGuard
 
 _NEVER = timedelta(days=365)
@@ -302,9 +303,16 @@ class DistributedStrategy(ParallelStrategy):
         if self._guard is not None:
             self._guard.report(exception)
 
+    def close_session(self) -> None:
+        """Ends what ``setup`` opened; all ranks that are sound call it at the same time."""
+
     @override
     def teardown(self) -> None:
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            guard.close()
+        if self._guard is not None:
+            self.barrier("teardown")  # else a fast rank takes a slow one for a lost one
+            self.close_session()
+            self._guard.close()
+            if not self._guard.is_sound:
+                never_destroy([*self._groups.values(), dist.group.WORLD])
+            self._guard = None
         super().teardown()

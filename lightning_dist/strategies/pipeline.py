@@ -284,11 +284,10 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         self.module.to(self.root_device)
 
     @override
-    def teardown(self) -> None:
+    def close_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             session.close(failed=not self.is_running)
-        super().teardown()
 
     @override
     def interrupt(self, error: BaseException) -> None:
