@@ -141,6 +141,20 @@ def build_gpt(
     return nn.Sequential(Embedding(vocab_size, width), *blocks, Head(width, vocab_size))
 
 
+def warmup_and_decay(step: int, warmup_steps: int, total_steps: float) -> float:
+    """Gives the share of the peak learning rate: linearly up, then linearly down to zero.
+
+    Args:
+        step: Steps taken.
+        warmup_steps: Steps until the peak.
+        total_steps: Steps of the whole run; infinity, for a run without an end, never decays.
+    """
+    up = (step + 1) / max(1, warmup_steps)
+    if math.isinf(total_steps):
+        return min(up, 1.0)
+    return min(up, 1.0, max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps)))
+
+
 class GPT(L.LightningModule):
     """Trains a byte-level GPT with AdamW, linear warm-up and linear decay.
 
@@ -150,7 +164,7 @@ class GPT(L.LightningModule):
         num_heads: Attention heads per block.
         dropout: Probability.
         learning_rate: Peak learning rate.
-        warmup_steps: Steps until the peak.
+        warmup_steps: Steps until the peak; 0 starts at the peak.
         weight_decay: Of matrices; norms have none.
     """
 
@@ -213,12 +227,9 @@ class GPT(L.LightningModule):
             weight_decay=self.weight_decay,
         )
         total = self.trainer.estimated_stepping_batches
-        warmup = self.warmup_steps
-
-        def factor(step: int) -> float:
-            return min((step + 1) / warmup, max(0.0, (total - step) / max(1, total - warmup)))
-
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: warmup_and_decay(step, self.warmup_steps, total)
+        )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},

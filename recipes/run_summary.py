@@ -31,13 +31,20 @@ class RunSummary(L.Callback):
     def __init__(self) -> None:
         self._training_seconds = 0.0
         self._tokens = 0
-        self._batch_start = 0.0
+        self._clock_start: float | None = None
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._training_seconds, self._tokens, self._clock_start = 0.0, 0, None
 
     @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._batch_start = time.perf_counter()
+        # Runs on until the next validation, so that what happens between batches counts: fetching
+        # data, and a pipeline's draining.
+        if self._clock_start is None:
+            self._clock_start = time.perf_counter()
 
     @override
     def on_train_batch_end(
@@ -48,8 +55,20 @@ class RunSummary(L.Callback):
         batch: tuple[Tensor, Tensor],
         batch_idx: int,
     ) -> None:
-        self._training_seconds += time.perf_counter() - self._batch_start
         self._tokens += batch[0].numel()
+
+    @override
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stop_clock()
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stop_clock()
+
+    def _stop_clock(self) -> None:
+        if self._clock_start is not None:
+            self._training_seconds += time.perf_counter() - self._clock_start
+            self._clock_start = None
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -76,9 +95,14 @@ class RunSummary(L.Callback):
             return []
         unigram = unigram_bits_per_byte(data.train_text, data.val_text)
         bigram = bigram_bits_per_byte(data.train_text, data.val_text)
-        verdict = "beats both baselines" if loss < min(unigram, bigram) else "not beaten"
+        beats = {
+            (True, True): "beats both baselines",
+            (True, False): "beats the unigram only",
+            (False, True): "beats the bigram only",
+            (False, False): "beats no baseline",
+        }[bool(loss < unigram), bool(loss < bigram)]
         return [
-            ("validation", f"{loss:.3f} bits per byte ({verdict})"),
+            ("validation", f"{loss:.3f} bits per byte ({beats})"),
             ("unigram baseline", f"{unigram:.3f} bits per byte"),
             ("bigram baseline", f"{bigram:.3f} bits per byte"),
         ]
@@ -99,8 +123,9 @@ def _pipeline_rows(trainer: L.Trainer) -> list[tuple[str, str]]:
         f"{size / 2**20:.2f} MiB on stage {stage}"
         for stage, size in enumerate(strategy.peak_stash_bytes)
     )
+    bubble = strategy.steady_timeline.bubble_fraction
     return [
-        ("bubble fraction", f"{strategy.steady_timeline.bubble_fraction:.3f} (measured)"),
+        ("bubble fraction", f"{bubble:.3f} (measured between drains)"),
         ("stashed weights", stash),
     ]
 
@@ -109,19 +134,26 @@ def _files(trainer: L.Trainer) -> list[tuple[str, str]]:
     rows = []
     checkpoint = trainer.checkpoint_callback
     if isinstance(checkpoint, ModelCheckpoint) and checkpoint.best_model_path:
-        rows.append(("checkpoint", checkpoint.best_model_path))
-    logger = trainer.logger
-    if not isinstance(logger, CSVLogger):
-        return [(name, _short(path)) for name, path in rows]
-    directory = Path(logger.log_dir)
-    rows.append(("metrics", str(directory / "metrics.csv")))
+        rows.append(("checkpoint", _short(checkpoint.best_model_path)))
+    if not isinstance(trainer.logger, CSVLogger):
+        return rows
+    directory = Path(trainer.logger.log_dir)
+    rows.append(("metrics", _short(directory / "metrics.csv")))
     strategy = trainer.strategy
     if isinstance(strategy, lightning_dist.PipelineStrategy) and strategy.timeline.spans:
-        picture, trace = directory / "timeline.png", directory / "trace.json"
-        plot_timeline(newest_part(strategy.steady_timeline), picture, title="Measured")
-        write_chrome_trace(strategy.steady_timeline, trace)
-        rows += [("timeline", str(picture)), ("trace", str(trace))]
-    return [(name, _short(path)) for name, path in rows]
+        timeline, trace = strategy.steady_timeline, directory / "trace.json"
+        rows.append(("timeline", _draw(timeline, directory / "timeline.png")))
+        write_chrome_trace(timeline, trace)
+        rows.append(("trace", _short(trace)))
+    return rows
+
+
+def _draw(timeline: Timeline, picture: Path) -> str:
+    try:
+        plot_timeline(newest_part(timeline), picture, title="Measured")
+    except ImportError as error:  # matplotlib is optional: a finished run keeps its table
+        return f"not drawn. {error}"
+    return _short(picture)
 
 
 def newest_part(timeline: Timeline) -> Timeline:
@@ -133,7 +165,7 @@ def newest_part(timeline: Timeline) -> Timeline:
     return timeline.between(end - seconds, end)
 
 
-def _short(path: str) -> str:
+def _short(path: str | Path) -> str:
     """Gives a path relative to here where that is shorter."""
     absolute = Path(path).resolve()
     here = Path.cwd()

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
@@ -49,10 +50,12 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         stride: Bytes from one window's start to the next one's.
 
     Raises:
-        ValueError: The text is shorter than a window.
+        ValueError: A window is empty, or longer than the text.
     """
 
     def __init__(self, text: Tensor, sequence_length: int, stride: int) -> None:
+        if sequence_length < 1:
+            raise ValueError(f"sequence_length={sequence_length} must be at least 1 byte.")
         if len(text) <= sequence_length:
             raise ValueError(
                 f"sequence_length={sequence_length} needs a text of more bytes than {len(text)}."
@@ -114,6 +117,12 @@ class TextDataModule(L.LightningDataModule):
         train_samples: Windows per training epoch, at random places.
         seed: Of the training order.
         num_workers: Processes that load data; the text is in memory, so none are needed.
+
+    Attributes:
+        text_sha256: Hash of the text, among the hyperparameters and in checkpoints too.
+
+    Raises:
+        ValueError: A size is not positive, or a window is longer than the validation text.
     """
 
     def __init__(
@@ -125,6 +134,9 @@ class TextDataModule(L.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
+        for name, size in (("batch_size", batch_size), ("train_samples", train_samples)):
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1.")
         text = load_text()
         self.text_sha256 = hashlib.sha256(text).hexdigest()
         self.save_hyperparameters()
@@ -156,6 +168,19 @@ class TextDataModule(L.LightningDataModule):
     @override
     def predict_dataloader(self) -> DataLoader[Any]:
         return self._evaluation_loader()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"text_sha256": self.text_sha256}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["text_sha256"] != self.text_sha256:
+            rank_zero_warn(
+                f"The checkpoint was trained on the text {state_dict['text_sha256'][:12]}, this"
+                f" Python ships {self.text_sha256[:12]}: training goes on, but bits per byte before"
+                " and after do not compare. Use the same patch version of Python."
+            )
 
     def _evaluation_loader(self) -> DataLoader[Any]:
         return DataLoader(self._val, batch_size=self._batch_size, num_workers=self._num_workers)
