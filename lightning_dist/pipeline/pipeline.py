@@ -30,6 +30,7 @@ from torch import nn
 
 from lightning_dist.pipeline.actions import Action, ActionKind
 from lightning_dist.pipeline.cut import cut
+from lightning_dist.pipeline.fingerprint import fingerprint
 from lightning_dist.pipeline.microbatch import batch_size_of, split
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.runtime import Links, Runtime, Work, explain_with
@@ -160,7 +161,7 @@ class Pipeline:
         """Runs one batch's round of the schedule.
 
         Args:
-            batch: Any tree of tensors with the samples in dim 0.
+            batch: Any tree of tensors with the samples in dim 0, the same on all stages.
             step: Called with each micro-batch; must call the pipelined module once and return the
                 loss, a mean over the micro-batch's samples.
             gradient_scale: Multiplies the gradients.
@@ -168,14 +169,19 @@ class Pipeline:
 
         Returns:
             What the step returned for each micro-batch on the last stage; empty on the others.
+
+        Raises:
+            ValueError: The stage before read another batch, or the batch cannot be cut.
         """
         first = self._batches_since_drain if self.asynchronous else 0
         microbatches = split(batch, self._num_pieces(batch))
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
         numbered = {first + microbatch.index: microbatch for microbatch in microbatches}
-        work = Work(numbered, step, gradient_scale, self._num_batches if seed is None else seed)
+        seed = self._num_batches if seed is None else seed
+        # The pipeline has to fill then, so that nobody waits because of a look at a device.
+        mark = fingerprint(batch, read_devices=self._batches_since_drain == 0)
         actions = self._round(len(microbatches))
-        results = self._run(actions, work)
+        results = self._run(actions, Work(numbered, step, gradient_scale, seed, mark))
         self._batches_since_drain += 1
         self._num_batches += 1
         return [results[index] for index in sorted(results)]
@@ -209,7 +215,8 @@ class Pipeline:
         count = max(1, min(num_microbatches, batch_size_of(batch) or 1))
         microbatches = split(batch, count)
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
-        work = Work({m.index: m for m in microbatches}, step, 1.0, self._num_batches)
+        mark = fingerprint(batch, read_devices=True)
+        work = Work({m.index: m for m in microbatches}, step, 1.0, self._num_batches, mark)
         results = self._runtime.run(self._other_round("forward", count), work)
         return [results[index] for index in sorted(results)]
 

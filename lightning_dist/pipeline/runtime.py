@@ -24,7 +24,7 @@ from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.schedule import Schedule
 from lightning_dist.pipeline.stage import Stage, Step
 from lightning_dist.pipeline.timeline import SpanKind
-from lightning_dist.pipeline.transport import Receiver, Sender
+from lightning_dist.pipeline.transport import Receiver, Sender, StampError
 from lightning_dist.tree import flatten
 
 
@@ -73,12 +73,14 @@ class Work:
         step: The user's step.
         gradient_scale: Multiplies all gradients of the batch, beside each micro-batch's weight.
         seed: Names the batch for the random numbers.
+        fingerprint: Of the batch; the same on all stages.
     """
 
     microbatches: Mapping[int, Microbatch]
     step: Step
     gradient_scale: float
     seed: int
+    fingerprint: int
 
 
 class Runtime:
@@ -146,9 +148,18 @@ class Runtime:
             store.clear()
         self._stage.clear()
 
-    def _receive_activation(self, index: int, _: Work | None) -> None:
+    def _receive_activation(self, index: int, work: Work | None) -> None:
         assert self._links.activations_in is not None
-        self._received[index] = self._links.activations_in.receive()
+        assert work is not None
+        try:
+            self._received[index] = self._links.activations_in.receive(work.fingerprint)
+        except StampError:
+            raise ValueError(
+                "This stage and the one before read different batches. All stages of a pipeline"
+                " must draw the same samples and augment them alike: call"
+                " `L.seed_everything(seed, workers=True)` first, and let samplers, augmentations"
+                " and collate functions use no random numbers that depend on the rank."
+            ) from None
 
     def _forward(self, index: int, work: Work | None) -> None:
         assert work is not None
@@ -164,9 +175,10 @@ class Runtime:
             self._stage.set_loss(index, loss)
             self._gradients_in[index] = [torch.full_like(loss, scale)] if loss.requires_grad else []
 
-    def _send_activation(self, index: int, _: Work | None) -> None:
+    def _send_activation(self, index: int, work: Work | None) -> None:
         assert self._links.activations_out is not None
-        self._links.activations_out.send(self._results.pop(index))
+        assert work is not None
+        self._links.activations_out.send(self._results.pop(index), work.fingerprint)
 
     def _receive_gradient(self, index: int, _: Work | None) -> None:
         assert self._links.gradients_in is not None

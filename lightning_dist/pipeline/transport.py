@@ -46,10 +46,14 @@ class ChannelClosedError(PeerLostError):
     """The process at the other end of a channel has closed it."""
 
 
+class StampError(RuntimeError):
+    """A message is not about what its receiver takes it to be about."""
+
+
 class Sender(Protocol):
     """The near end of a channel out of this process."""
 
-    def send(self, tree: Any) -> None:
+    def send(self, tree: Any, stamp: int = 0) -> None:
         """Hands a tree over; returns at once."""
 
     def close(self) -> None:
@@ -59,8 +63,8 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The near end of a channel into this process."""
 
-    def receive(self) -> Any:
-        """Waits for the next tree."""
+    def receive(self, stamp: int = 0) -> Any:
+        """Waits for the next tree, which must have been sent with an equal stamp."""
 
     def interrupt(self, error: BaseException) -> None:
         """Makes this and each later :meth:`receive` raise."""
@@ -74,6 +78,17 @@ class _TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    tree: Any
+    stamp: int
+
+    def opened(self, stamp: int) -> Any:
+        if stamp != self.stamp:
+            raise StampError(f"Sent with the stamp {self.stamp}, expected with {stamp}.")
+        return self.tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +128,12 @@ class DistributedSender:
         self._thread = threading.Thread(target=self._reap, name=f"send-to-{peer}", daemon=True)
         self._thread.start()
 
-    def send(self, tree: Any) -> None:
+    def send(self, tree: Any, stamp: int = 0) -> None:
         """Hands a tree over; returns at once.
 
         Args:
             tree: Any tree. Its tensors must not be written to afterwards.
+            stamp: Any integer of 63 bits, for the receiver to compare.
 
         Raises:
             PeerLostError: The receiver is gone.
@@ -127,16 +143,16 @@ class DistributedSender:
         header = pickle.dumps((skeleton, infos))
         parts = [_stage_to_host(t.detach()) for t in tensors]
         if header == self._header:
-            self._transmit([torch.tensor([_SAME_HEADER]), *parts])
+            self._transmit([torch.tensor([_SAME_HEADER, stamp]), *parts])
             return
         announced = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self._transmit([torch.tensor([len(header)]), *self._fillers(), announced, *parts])
+        self._transmit([torch.tensor([len(header), stamp]), *self._fillers(), announced, *parts])
         self._header, self._infos = header, infos
 
     def close(self) -> None:
         """Waits until everything has been handed over, and ends the channel."""
         with contextlib.suppress(PeerLostError):
-            self._transmit([torch.tensor([_CLOSE]), *self._fillers()])
+            self._transmit([torch.tensor([_CLOSE, 0]), *self._fillers()])
         self._pending.put(_Closed())
         self._thread.join(_CLOSE_SECONDS)
 
@@ -189,19 +205,23 @@ class DistributedReceiver:
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._pool = BufferPool()
-        self._inbox: queue.SimpleQueue[tuple[Any] | _Closed | _Failed] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Message | _Closed | _Failed] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
         self._thread.start()
 
-    def receive(self) -> Any:
+    def receive(self, stamp: int = 0) -> Any:
         """Waits for the next tree.
+
+        Args:
+            stamp: What the tree must have been sent with.
 
         Returns:
             The tree, on this receiver's device; its tensors require grad as the sent ones did.
 
         Raises:
             PeerLostError: The sender is gone.
+            StampError: The tree was sent with another stamp.
             TimeoutError: Nothing came in time.
         """
         if self._failure is not None:
@@ -213,8 +233,8 @@ class DistributedReceiver:
                 f"Nothing came from rank {self._peer} for timeout_s={self._timeout_seconds:g}"
                 " seconds. Raise `timeout_s` if a step may take longer than that."
             ) from None
-        if isinstance(message, tuple):
-            return message[0]
+        if isinstance(message, _Message):
+            return message.opened(stamp)
         self._failure = self._cause_of(message)
         raise self._failure
 
@@ -247,15 +267,16 @@ class DistributedReceiver:
             while True:
                 # All receives of a message like the last one are posted before it comes, so that
                 # its data need not wait for this thread; see `DistributedSender._fillers`.
-                length, hosts = torch.zeros(1, dtype=torch.int64), self._take(infos)
-                self._wait(self._post(length), self._post(*hosts))
-                if int(length) == _CLOSE:
+                lead, hosts = torch.zeros(2, dtype=torch.int64), self._take(infos)
+                self._wait(self._post(lead), self._post(*hosts))
+                length, stamp = lead.tolist()
+                if length == _CLOSE:
                     break
-                if int(length) != _SAME_HEADER:
-                    skeleton, infos = self._receive_header(int(length))
+                if length != _SAME_HEADER:
+                    skeleton, infos = self._receive_header(length)
                     hosts = self._take(infos)
                     self._wait(self._post(*hosts))
-                self._inbox.put((self._assemble(skeleton, infos, hosts),))
+                self._inbox.put(_Message(self._assemble(skeleton, infos, hosts), stamp))
                 del hosts  # else the last activation stays alive until the next one
             self._inbox.put(_Closed())
         except RuntimeError as error:
@@ -301,20 +322,20 @@ class MemoryChannel:
     """Both ends of a channel inside one process, for tests and for one-process pipelines."""
 
     def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[_Message | _Failed] = queue.SimpleQueue()
 
-    def send(self, tree: Any) -> None:
+    def send(self, tree: Any, stamp: int = 0) -> None:
         """Hands a tree over, its tensors cut from their graph."""
         tensors, skeleton = flatten(tree)
         cut = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        self._messages.put(unflatten(cut, skeleton))
+        self._messages.put(_Message(unflatten(cut, skeleton), stamp))
 
-    def receive(self) -> Any:
-        """Waits for the next tree."""
+    def receive(self, stamp: int = 0) -> Any:
+        """Waits for the next tree, which must have been sent with an equal stamp."""
         message = self._messages.get()
         if isinstance(message, _Failed):
             raise message.error
-        return message
+        return message.opened(stamp)
 
     def interrupt(self, error: BaseException) -> None:
         """Makes the next :meth:`receive` raise."""

@@ -22,6 +22,7 @@ class FirstCallback(pl.Callback):
 
     Args:
         show_whole_model: Makes the module look whole while entered.
+        on_train_epoch_end: Called when an epoch has ended, early or not.
         on_train_end: Called when training has ended.
         on_exception: Called with what ended the run.
     """
@@ -29,10 +30,12 @@ class FirstCallback(pl.Callback):
     def __init__(
         self,
         show_whole_model: Callable[[], AbstractContextManager[None]],
+        on_train_epoch_end: Callable[[], None],
         on_train_end: Callable[[], None],
         on_exception: Callable[[BaseException], None],
     ) -> None:
         self._show_whole_model = show_whole_model
+        self._on_train_epoch_end = on_train_epoch_end
         self._on_train_end = on_train_end
         self._on_exception = on_exception
         self._shown = ExitStack()
@@ -44,6 +47,10 @@ class FirstCallback(pl.Callback):
     def hide(self) -> None:
         """Makes the module look as it is again."""
         self._shown.close()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._on_train_epoch_end()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -74,7 +81,9 @@ class LastCallback(pl.Callback):
 
 def bracket_callbacks(
     trainer: pl.Trainer,
+    *,
     show_whole_model: Callable[[], AbstractContextManager[None]],
+    on_train_epoch_end: Callable[[], None],
     on_train_end: Callable[[], None],
     on_exception: Callable[[BaseException], None],
 ) -> Callable[[], None]:
@@ -83,13 +92,14 @@ def bracket_callbacks(
     Args:
         trainer: Changed until the returned function is called.
         show_whole_model: As for :class:`FirstCallback`.
+        on_train_epoch_end: As for :class:`FirstCallback`.
         on_train_end: As for :class:`FirstCallback`.
         on_exception: As for :class:`FirstCallback`.
 
     Returns:
         Undoes the change.
     """
-    first = FirstCallback(show_whole_model, on_train_end, on_exception)
+    first = FirstCallback(show_whole_model, on_train_epoch_end, on_train_end, on_exception)
     bracket = (first, LastCallback(first))
     set_callbacks(trainer, [bracket[0], *callbacks_of(trainer), bracket[1]])
 

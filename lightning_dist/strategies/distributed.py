@@ -12,17 +12,19 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
@@ -138,6 +140,18 @@ class DistributedStrategy(ParallelStrategy):
             "num_replicas": self.mesh.data_size,
             "rank": self.mesh.data_index(self.global_rank),
         }
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Makes the workers of ranks that read the same data augment it alike.
+
+        Lightning would seed them by rank where the user has asked for seeded workers.
+        """
+        wants_seeds = os.environ.get("PL_SEED_WORKERS", "0") != "0"
+        if wants_seeds and isinstance(dataloader, DataLoader) and not dataloader.worker_init_fn:
+            data_index = self.mesh.data_index(self.global_rank)
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=data_index)
+        return dataloader
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment the ranks, and checks the mesh; called by Lightning."""

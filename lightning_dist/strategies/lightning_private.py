@@ -6,12 +6,14 @@ objects, so that a renamed attribute fails there and not in somebody's run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
@@ -48,6 +50,34 @@ def replace_sigterm_protocol(
 def set_received_sigterm(trainer: pl.Trainer) -> None:
     """Makes Lightning's loops end at their next boundary; the public property is read-only."""
     trainer._signal_connector.received_sigterm = True
+
+
+@contextmanager
+def as_of_training_step(module: pl.LightningModule) -> Iterator[None]:
+    """Lets ``self.log`` add to what ``training_step`` has logged in this epoch.
+
+    The values of the last batches before a validation, or of an epoch that was stopped, come when
+    its steps are over. Then the trainer's stage may be validation already, ``_current_fx_name``
+    names another hook than the one that results are kept under, and without ``_first_loop_iter``
+    Lightning takes the next value for that of a new epoch.
+
+    Args:
+        module: Whose hook is running.
+
+    Yields:
+        Nothing.
+    """
+    trainer = module.trainer
+    connector, stage = trainer._logger_connector, trainer.state.stage
+    hook, iteration = module._current_fx_name, connector._first_loop_iter
+    trainer.state.stage = RunningStage.TRAINING
+    module._current_fx_name, connector._first_loop_iter = "training_step", False
+    try:
+        yield
+        _ = trainer.callback_metrics  # reads the results anew, for callbacks that monitor a metric
+    finally:
+        trainer.state.stage = stage
+        module._current_fx_name, connector._first_loop_iter = hook, iteration
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -24,10 +24,12 @@ class Outcome:
     Attributes:
         log: The user's ``self.log`` calls.
         result: What the step returned, merged over the micro-batches.
+        should_stop: Whether the step asked to end the training.
     """
 
     log: BatchLog
     result: Any
+    should_stop: bool = False
 
 
 class Outcomes:

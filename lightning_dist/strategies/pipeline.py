@@ -230,8 +230,14 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             rank=self.global_rank,
         )
         undo = [
-            drain_before_validation(self.module, self.drain),
-            bracket_callbacks(trainer, self._whole_model, self._end_training, self.on_exception),
+            drain_before_validation(self.module, self._before_validation),
+            bracket_callbacks(
+                trainer,
+                show_whole_model=self._whole_model,
+                on_train_epoch_end=self._catch_up,
+                on_train_end=self._end_training,
+                on_exception=self.on_exception,
+            ),
         ]
         if not self.asynchronous:
             undo.append(clip_by_global_norm(self.precision_plugin, self.group("pp")))
@@ -350,8 +356,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.guard.agree_to_stop():
-            lightning_private.set_received_sigterm(self.module.trainer)
+        self.guard.stop_if_agreed(self.module.trainer)
         context = {
             "validation_step": self.precision_plugin.val_step_context,
             "test_step": self.precision_plugin.test_step_context,
@@ -362,6 +367,13 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         if self.asynchronous:
             count = _MICROBATCHES_PER_STAGE * self.mesh.pp
         return self.session.runner.evaluate(getattr(self.module, name), arguments, context, count)
+
+    def _catch_up(self) -> None:
+        self.session.runner.catch_up()
+
+    def _before_validation(self) -> None:
+        self.drain()
+        self._catch_up()
 
     def _end_training(self) -> None:
         self.drain()

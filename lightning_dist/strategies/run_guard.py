@@ -51,9 +51,18 @@ class RunGuard:
         """Whether no rank is known to have failed."""
         return not self._failed.is_set()
 
-    def agree_to_stop(self) -> bool:
-        """Combines the ranks' wishes to stop; call it once per batch on each rank."""
-        return self._stop.at_boundary()
+    def stop_if_agreed(self, trainer: pl.Trainer) -> None:
+        """Combines the ranks' wishes to stop; each rank calls it once before each batch.
+
+        Args:
+            trainer: Whose run ends.
+
+        Raises:
+            SIGTERMException: All ranks stop here.
+        """
+        if self._stop.at_boundary():
+            lightning_private.set_received_sigterm(trainer)
+            raise SIGTERMException
 
     def connect_signals(self, trainer: pl.Trainer) -> None:
         """Puts the agreement on SIGTERM in place of Lightning's.
@@ -61,14 +70,8 @@ class RunGuard:
         Args:
             trainer: Whose signal handlers are registered next.
         """
-
-        def before_training_batch() -> None:
-            if self.agree_to_stop():
-                lightning_private.set_received_sigterm(trainer)
-                raise SIGTERMException
-
         lightning_private.replace_sigterm_protocol(
-            trainer, self._stop.request, before_training_batch
+            trainer, self._stop.request, lambda: self.stop_if_agreed(trainer)
         )
 
     def report(self, exception: BaseException) -> None:

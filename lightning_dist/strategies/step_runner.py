@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_dist.pipeline.connect import Channels
 from lightning_dist.pipeline.microbatch import Microbatch, batch_size_of, merge
 from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.strategies.lightning_private import as_of_training_step
 from lightning_dist.strategies.outcomes import Outcome, Outcomes
 from lightning_dist.strategies.stage_metrics import StageMetrics
 from lightning_dist.strategies.step_log import StepLog
@@ -64,12 +65,22 @@ class StepRunner:
         scale = 1.0 / trainer.accumulate_grad_batches
         # Counted over epochs and resumed runs alike, so a resumed run draws the same numbers.
         seed = trainer.fit_loop.epoch_loop.total_batch_idx
+        # Only the last stage runs the whole step; what it asks for must reach all at one batch.
+        stopped_before, trainer.should_stop = trainer.should_stop, False
         results = self._pipeline.train_batch(batch, step, gradient_scale=scale, seed=seed)
-        self._publish([_scalars_of(r) for r in results], self._pipeline.microbatch_sizes, batch)
-        for outcome in self._outcomes.deliver(self._num_held_back()):
-            self._log.replay(outcome.log)
-            self._last_result = outcome.result
+        asks_to_stop, trainer.should_stop = trainer.should_stop, stopped_before
+        self._publish([_scalars_of(r) for r in results], batch, asks_to_stop)
+        self._deliver(self._num_held_back())
         return self._last_result
+
+    def catch_up(self) -> None:
+        """Makes the newest training batches known that :meth:`train` has held back.
+
+        There are some before a validation within an epoch, and at the end of an epoch that somebody
+        has stopped; a whole epoch's last batch holds nothing back.
+        """
+        with as_of_training_step(self._module):
+            self._deliver(num_held_back=0)
 
     def evaluate(
         self,
@@ -92,8 +103,8 @@ class StepRunner:
         batch, *rest = arguments
         step = self._step(method, context, rest)
         results = self._pipeline.evaluate_batch(batch, step, num_microbatches)
-        self._publish(results, self._pipeline.microbatch_sizes, batch)
-        (outcome,) = self._outcomes.deliver(num_held_back=0)[-1:]
+        self._publish(results, batch)
+        (outcome,) = self._outcomes.deliver(num_held_back=0)
         self._log.replay(outcome.log)
         return outcome.result
 
@@ -107,13 +118,21 @@ class StepRunner:
 
         return step
 
-    def _publish(self, results: list[Any], sizes: Sequence[int], batch: Any) -> None:
+    def _publish(self, results: list[Any], batch: Any, should_stop: bool = False) -> None:
         if not self._pipeline.stage.is_last:
             self._outcomes.publish(None)
             return
         log = self._log.take(batch_size_of(batch) or 1)
+        sizes = self._pipeline.microbatch_sizes
         result = merge([_cut_from_graph(r) for r in results], sizes)
-        self._outcomes.publish(Outcome(log, result))
+        self._outcomes.publish(Outcome(log, result, should_stop))
+
+    def _deliver(self, num_held_back: int) -> None:
+        trainer = self._module.trainer
+        for outcome in self._outcomes.deliver(num_held_back):
+            self._log.replay(outcome.log)
+            self._last_result = outcome.result
+            trainer.should_stop = trainer.should_stop or outcome.should_stop
 
     def _num_held_back(self) -> int:
         """Batches whose outcome the first stage need not wait for."""

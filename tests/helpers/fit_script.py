@@ -42,19 +42,24 @@ class Trouble(nn.Module):
 
 
 class Report(L.Callback):
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if self.path is not None:
-            with open(f"{self.path}.{trainer.global_rank}", "a") as file:
-                file.write(f"{trainer.fit_loop.epoch_loop.total_batch_idx} {time.time()}\n")
-        time.sleep(self.pause)
-
     def __init__(self, path: str | None, pause: float) -> None:
         self.path = path
         self.pause = pause
+        self.num_batches = 0
+
+    def _write(self, trainer: L.Trainer, *_: Any) -> None:
+        self.num_batches += 1
+        if self.path is not None and not trainer.sanity_checking:
+            with open(f"{self.path}.{trainer.global_rank}", "a") as file:
+                file.write(f"{self.num_batches} {time.time()}\n")
+        time.sleep(self.pause)
+
+    on_train_batch_end = on_validation_batch_end = on_predict_batch_end = _write
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--task", default="fit", choices=("fit", "validate", "predict"))
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--stage", type=int, default=0, help="where the trouble is")
     parser.add_argument("--trouble", default="none")
@@ -85,7 +90,10 @@ def main() -> None:
         max_epochs=options.epochs,
         default_root_dir=options.root,
     )
-    trainer.fit(module, make_loader(), make_loader(16))
+    if options.task == "fit":
+        trainer.fit(module, make_loader(), make_loader(16))
+    else:
+        getattr(trainer, options.task)(module, make_loader(4000))
     print(f"rank {trainer.global_rank} done after {trainer.global_step} steps", file=sys.stderr)
 
 

@@ -7,6 +7,7 @@ hangs costs the pool its processes; the next case gets new ones.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import socket
@@ -37,6 +38,7 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self._workers: list[tuple[SpawnProcess, Connection]] = []
+        atexit.register(self.close)  # daemons would need none, but may not have DataLoader workers
 
     def run(
         self, world_size: int, case: Callable[..., Any], *args: Any, timeout: float = 60.0
@@ -70,7 +72,7 @@ class WorkerPool:
     def _grow(self, world_size: int) -> None:
         while len(self._workers) < world_size:
             near, far = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_work, args=(far,), daemon=True)
+            process = CONTEXT.Process(target=_work, args=(far,))
             process.start()
             far.close()
             self._workers.append((process, near))

@@ -133,6 +133,24 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
     assert "Error" not in run.output, run.output
 
 
+@pytest.mark.parametrize("task", ["validate", "predict"])
+def test_sigterm_ends_an_evaluation_at_one_batch_boundary(tmp_path: Path, task: str) -> None:
+    with training_script(tmp_path, "--task", task, "--pause", "0.02") as run:
+        time.sleep(0.3)
+        os.kill(child_of(run.process.pid), signal.SIGTERM)
+        assert run.wait(15) == 0, run.output
+    reports = [(tmp_path / f"report.{rank}").read_text().splitlines() for rank in (0, 1)]
+    assert len(reports[0]) == len(reports[1]) < 500
+    assert "Error" not in run.output, run.output
+
+
+def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:
+    with training_script(tmp_path, "--pause", "0.02") as run:
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.wait(15) == 1, run.output
+    assert "Traceback" not in run.output, run.output
+
+
 def child_of(pid: int) -> int:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(children[0])
