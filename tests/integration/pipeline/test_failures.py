@@ -56,6 +56,8 @@ def script(*arguments: str) -> Iterator[Run]:
             text=True,
             start_new_session=True,
             env=environment,
+            # A shell that runs the tests in the background has its children ignore ctrl+c.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
     )
     try:
