@@ -14,13 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lightning_dist.pipeline.channel import Receiver, Sender
 from lightning_dist.pipeline.runtime import Links
-from lightning_dist.pipeline.transport import (
-    DistributedReceiver,
-    DistributedSender,
-    Receiver,
-    Sender,
-)
+from lightning_dist.pipeline.transport import DistributedReceiver, DistributedSender
 
 # A receive is posted all the time, also while nothing is sent for hours. Who waits for a message
 # has a time limit of their own.

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -35,6 +34,7 @@ from lightning_dist.pipeline.microbatch import batch_size_of, split
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.runtime import Links, Runtime, Work, explain_with
 from lightning_dist.pipeline.schedules import build_schedule
+from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.stage import Stage, Step
 from lightning_dist.pipeline.stream import Stream
 from lightning_dist.pipeline.timeline import SpanKind
@@ -42,33 +42,6 @@ from lightning_dist.pipeline.weight_policy import Current, Stashed, Unstashed, W
 from lightning_dist.pipeline.weights import WeightStore
 
 WeightVersions = Literal["stash", "none"]
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineShape:
-    """Which part of which pipeline this rank is.
-
-    Attributes:
-        schedule: Name of the schedule.
-        num_microbatches: Micro-batches per batch; 1 for asynchronous schedules.
-        may_use_fewer: Whether a batch of fewer samples is cut into as many micro-batches as it has
-            samples; else it is an error.
-        layers_per_stage: The partition.
-        stage_index: This rank's stage.
-        replica_index: This rank's data replica; only for the random numbers.
-    """
-
-    schedule: str
-    num_microbatches: int
-    layers_per_stage: tuple[int, ...]
-    stage_index: int
-    may_use_fewer: bool = False
-    replica_index: int = 0
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the pipeline."""
-        return len(self.layers_per_stage)
 
 
 class Pipeline:

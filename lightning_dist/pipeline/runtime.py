@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from lightning_dist.pipeline.actions import Action, ActionKind
+from lightning_dist.pipeline.channel import Receiver, Sender, StampError
 from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.schedule import Schedule
 from lightning_dist.pipeline.stage import Stage, Step
 from lightning_dist.pipeline.timeline import SpanKind
-from lightning_dist.pipeline.transport import Receiver, Sender, StampError
 from lightning_dist.tree import flatten
 
 

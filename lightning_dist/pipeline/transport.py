@@ -25,70 +25,23 @@ import pickle
 import queue
 import threading
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.pipeline.buffers import BufferPool
+from lightning_dist.pipeline.channel import (
+    ChannelClosedError,
+    Failed,
+    Message,
+    PeerLostError,
+)
 from lightning_dist.tree import flatten, unflatten
 
 # A thread that outlives this has a peer that died without closing its connection.
 _CLOSE_SECONDS = 10.0
-
-
-class PeerLostError(RuntimeError):
-    """The process at the other end of a channel is gone."""
-
-
-class ChannelClosedError(PeerLostError):
-    """The process at the other end of a channel has closed it."""
-
-
-class StampError(RuntimeError):
-    """A message is not about what its receiver takes it to be about."""
-
-
-class Sender(Protocol):
-    """The near end of a channel out of this process."""
-
-    def send(self, tree: Any, stamp: int = 0) -> None:
-        """Hands a tree over; returns at once."""
-
-    def close(self) -> None:
-        """Waits until everything has been handed over, and ends the channel."""
-
-
-class Receiver(Protocol):
-    """The near end of a channel into this process."""
-
-    def receive(self, stamp: int = 0) -> Any:
-        """Waits for the next tree, which must have been sent with an equal stamp."""
-
-    def interrupt(self, error: BaseException) -> None:
-        """Makes this and each later :meth:`receive` raise."""
-
-    def close(self) -> None:
-        """Waits until the far end has closed the channel."""
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorInfo:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    tree: Any
-    stamp: int
-
-    def opened(self, stamp: int) -> Any:
-        if stamp != self.stamp:
-            raise StampError(f"Sent with the stamp {self.stamp}, expected with {stamp}.")
-        return self.tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +50,10 @@ class _Closed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failed:
-    """Tells the reader of a queue why nothing more will come."""
-
-    error: BaseException
+class _TensorInfo:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
 
 
 _SAME_HEADER, _CLOSE = 0, -1
@@ -205,7 +158,7 @@ class DistributedReceiver:
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._pool = BufferPool()
-        self._inbox: queue.SimpleQueue[_Message | _Closed | _Failed] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | _Closed | Failed] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
         self._thread.start()
@@ -233,18 +186,18 @@ class DistributedReceiver:
                 f"Nothing came from rank {self._peer} for timeout_s={self._timeout_seconds:g}"
                 " seconds. Raise `timeout_s` if a step may take longer than that."
             ) from None
-        if isinstance(message, _Message):
+        if isinstance(message, Message):
             return message.opened(stamp)
         self._failure = self._cause_of(message)
         raise self._failure
 
-    def _cause_of(self, message: _Closed | _Failed) -> BaseException:
+    def _cause_of(self, message: _Closed | Failed) -> BaseException:
         """Prefers the reason that :meth:`interrupt` brings to the silence that it caused."""
-        error = message.error if isinstance(message, _Failed) else None
+        error = message.error if isinstance(message, Failed) else None
         if error is None or isinstance(error, PeerLostError):
             with contextlib.suppress(queue.Empty):
                 later = self._inbox.get(timeout=self._cause_seconds)
-                if isinstance(later, _Failed):
+                if isinstance(later, Failed):
                     return later.error
         return error or ChannelClosedError(f"Rank {self._peer} has closed the channel.")
 
@@ -254,7 +207,7 @@ class DistributedReceiver:
         Args:
             error: What to raise.
         """
-        self._inbox.put(_Failed(error))
+        self._inbox.put(Failed(error))
 
     def close(self) -> None:
         """Waits until the far end has closed the channel."""
@@ -276,12 +229,12 @@ class DistributedReceiver:
                     skeleton, infos = self._receive_header(length)
                     hosts = self._take(infos)
                     self._wait(self._post(*hosts))
-                self._inbox.put(_Message(self._assemble(skeleton, infos, hosts), stamp))
+                self._inbox.put(Message(self._assemble(skeleton, infos, hosts), stamp))
                 del hosts  # else the last activation stays alive until the next one
             self._inbox.put(_Closed())
         except RuntimeError as error:
             lost = PeerLostError(f"The connection to rank {self._peer} broke: {error}")
-            self._inbox.put(_Failed(lost))
+            self._inbox.put(Failed(lost))
 
     def _take(self, infos: list[_TensorInfo]) -> list[Tensor]:
         return [self._pool.take(info.shape, info.dtype) for info in infos]
@@ -316,30 +269,3 @@ def _stage_to_host(tensor: Tensor) -> Tensor:
         return tensor.contiguous()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor)
-
-
-class MemoryChannel:
-    """Both ends of a channel inside one process, for tests and for one-process pipelines."""
-
-    def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[_Message | _Failed] = queue.SimpleQueue()
-
-    def send(self, tree: Any, stamp: int = 0) -> None:
-        """Hands a tree over, its tensors cut from their graph."""
-        tensors, skeleton = flatten(tree)
-        cut = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        self._messages.put(_Message(unflatten(cut, skeleton), stamp))
-
-    def receive(self, stamp: int = 0) -> Any:
-        """Waits for the next tree, which must have been sent with an equal stamp."""
-        message = self._messages.get()
-        if isinstance(message, _Failed):
-            raise message.error
-        return message.opened(stamp)
-
-    def interrupt(self, error: BaseException) -> None:
-        """Makes the next :meth:`receive` raise."""
-        self._messages.put(_Failed(error))
-
-    def close(self) -> None:
-        """Does nothing: there is no thread to end."""

@@ -30,6 +30,7 @@ from typing_extensions import override
 from lightning_dist.mesh import MeshShape
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.last_resort import never_destroy
+from lightning_dist.strategies.reduction import reduce_tensor
 from lightning_dist.strategies.run_guard import RunGuard
 
 _NEVER = timedelta(days=365)
@@ -244,19 +245,7 @@ class DistributedStrategy(ParallelStrategy):
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        group = group or self.data_group
-        if dist.get_world_size(group) == 1:
-            return tensor
-        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-        is_mean = name in ("mean", "avg", ReduceOp.AVG)
-        value = tensor.detach().to("cpu", copy=True)
-        if is_mean and not value.is_floating_point():
-            value = value.double()  # a mean of whole numbers need not be whole
-        op = getattr(ReduceOp, name.upper()) if isinstance(name, str) and not is_mean else name
-        dist.all_reduce(value, op=ReduceOp.SUM if is_mean else op, group=group)
-        if is_mean:
-            value /= dist.get_world_size(group)
-        return value.to(tensor.device)
+        return reduce_tensor(tensor, group or self.data_group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -19,12 +19,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lightning_dist.pipeline.transport import (
-    ChannelClosedError,
-    DistributedReceiver,
-    DistributedSender,
-    PeerLostError,
-)
+from lightning_dist.pipeline.channel import ChannelClosedError, PeerLostError
+from lightning_dist.pipeline.transport import DistributedReceiver, DistributedSender
 
 _CLOSE_SECONDS = 2.0
 

@@ -1,9 +1,15 @@
-"""The ranks' recorded spans, joined."""
+"""What the ranks measured, joined."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
+
+from lightning_dist.mesh import MeshShape
+from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.timeline import Span, Timeline
 
 
@@ -37,3 +43,35 @@ class MeasuredTimelines:
         end = min(part[-1].end_seconds for part in parts)
         spans = tuple(span for part in parts for span in part)
         return Timeline(len(parts), spans).between(begin, end).shifted_to_zero()
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What is known of a training when it has ended.
+
+    Attributes:
+        timelines: Of all ranks.
+        peak_stash_bytes: The most bytes of stashed weights, by stage.
+    """
+
+    timelines: MeasuredTimelines = MeasuredTimelines([])
+    peak_stash_bytes: tuple[int, ...] = ()
+
+
+def gather_measurements(
+    pipeline: Pipeline, group: dist.ProcessGroup, mesh: MeshShape
+) -> Measurements:
+    """Joins what the ranks measured; each must call it.
+
+    Args:
+        pipeline: This rank's stage.
+        group: A gloo group of all ranks.
+        mesh: The sizes of the mesh.
+    """
+    own = (pipeline.recorder.stretches(), pipeline.stage.policy.peak_stash_bytes)
+    everyone: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(everyone, own, group=group)
+    first_replica = [stash for rank, (_, stash) in enumerate(everyone) if not mesh.data_index(rank)]
+    return Measurements(
+        MeasuredTimelines([stretches for stretches, _ in everyone]), tuple(first_replica)
+    )

@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -37,14 +36,16 @@ from lightning_dist.mesh import MeshShape
 from lightning_dist.named_optimizer import keep_own_parameters
 from lightning_dist.pipeline.connect import connect
 from lightning_dist.pipeline.cut import cut, foreign_state_names, whole
-from lightning_dist.pipeline.pipeline import Pipeline, PipelineShape
+from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.strategies import lightning_private, pipeline_checks
 from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.clipping import clip_by_global_norm
 from lightning_dist.strategies.distributed import StartMethod
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
-from lightning_dist.strategies.measured import MeasuredTimelines
+from lightning_dist.strategies.measured import Measurements, gather_measurements
+from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipelined_module import (
     choose_partition,
     find_sequence,
@@ -53,7 +54,6 @@ from lightning_dist.strategies.pipelined_module import (
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.session import Session, drain_before_validation, open_session
 
-_MICROBATCHES_PER_STAGE = 4
 _PROGRESS_KEY = "lightning_dist"
 
 
@@ -117,35 +117,19 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             start_method=start_method,
             save_full=save_full,
         )
-        pipeline_checks.check_arguments(
-            num_stages, schedule, num_microbatches, partition, weight_versions
+        self._config = PipelineConfig(
+            num_stages, schedule, num_microbatches, layers, partition, weight_versions
         )
-        self._num_stages = num_stages
-        self._schedule = schedule
-        self._num_microbatches = num_microbatches
-        self._layers = layers
-        self._partition = partition
-        self._weight_versions = weight_versions
         self._sequence_path = ""
         self._session: Session | None = None
         self._accumulating = False
-        self._measured = MeasuredTimelines([])
-        self._peak_stash_bytes: tuple[int, ...] = ()
+        self._measurements = Measurements()
 
     # --- where this rank is ------------------------------------------------------------------
 
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:
-        num_stages = world_size if self._num_stages == "auto" else self._num_stages
-        if world_size % num_stages:
-            below = num_stages * max(1, world_size // num_stages)
-            raise ValueError(
-                f"The world size ({world_size}) must be a multiple of num_stages={num_stages}: each"
-                f" data replica takes {num_stages} ranks. Use {below} or"
-                f" {num_stages * (world_size // num_stages + 1)} devices in all, or another"
-                " `num_stages`."
-            )
-        return MeshShape(pp=num_stages, dp_replicate=world_size // num_stages)
+        return self._config.mesh_shape(world_size)
 
     @property
     def stage_index(self) -> int:
@@ -155,7 +139,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     @property
     def asynchronous(self) -> bool:
         """Whether batches overlap, so that weights are stale."""
-        return self._schedule == "pipedream"
+        return self._config.asynchronous
 
     @property
     @override
@@ -165,17 +149,17 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     @property
     def timeline(self) -> Timeline:
         """What the ranks did when, gathered at the end of training; empty before."""
-        return self._measured.whole
+        return self._measurements.timelines.whole
 
     @property
     def steady_timeline(self) -> Timeline:
         """The longest part of :attr:`timeline` without fill, drain or validation."""
-        return self._measured.steady
+        return self._measurements.timelines.steady
 
     @property
     def peak_stash_bytes(self) -> tuple[int, ...]:
         """The most bytes of stashed weights on each stage, gathered at the end of training."""
-        return self._peak_stash_bytes
+        return self._measurements.peak_stash_bytes
 
     # --- setup and teardown ------------------------------------------------------------------
 
@@ -187,8 +171,8 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             pipeline_checks.check_trainer(trainer, module, self.asynchronous)
-        self._sequence_path, sequence = find_sequence(module, self._layers)
-        layers_per_stage = choose_partition(sequence, self._partition, self.mesh.pp)
+        self._sequence_path, sequence = find_sequence(module, self._config.layers)
+        layers_per_stage = choose_partition(sequence, self._config.partition, self.mesh.pp)
         refuse_tied_layers(sequence, layers_per_stage)
         self.model = self.precision_plugin.convert_module(module)
         if is_fitting:
@@ -212,11 +196,11 @@ class PipelineStrategy(LayoutFreeCheckpoints):
 
     def _open_session(self, trainer: pl.Trainer, layers_per_stage: tuple[int, ...]) -> Session:
         shape = PipelineShape(
-            self._schedule,
-            self._microbatches_of_a_batch,
+            self._config.schedule,
+            self._config.training_microbatches(self.mesh.pp),
             layers_per_stage,
             self.stage_index,
-            may_use_fewer=self._num_microbatches == "auto",
+            may_use_fewer=self._config.may_use_fewer_microbatches,
             replica_index=self.mesh.data_index(self.global_rank),
         )
         channels = connect(self.mesh.groups("pp"), self.root_device, self._timeout_seconds)
@@ -224,7 +208,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             self._sequence,
             shape,
             channels.links,
-            weight_versions=self._weight_versions,
+            weight_versions=self._config.weight_versions,
             seed=self._seed,
             device=self.root_device,
             rank=self.global_rank,
@@ -250,12 +234,6 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             replicas=self.data_group,
             undo=undo,
         )
-
-    @property
-    def _microbatches_of_a_batch(self) -> int:
-        if self._num_microbatches != "auto":
-            return self._num_microbatches
-        return 1 if self.asynchronous else _MICROBATCHES_PER_STAGE * self.mesh.pp
 
     @property
     def module(self) -> pl.LightningModule:
@@ -363,9 +341,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             "predict_step": self.precision_plugin.predict_step_context,
         }[name]
         arguments = pipeline_checks.arguments_of_step(args, kwargs)
-        count = self._microbatches_of_a_batch
-        if self.asynchronous:
-            count = _MICROBATCHES_PER_STAGE * self.mesh.pp
+        count = self._config.evaluation_microbatches(self.mesh.pp)
         return self.session.runner.evaluate(getattr(self.module, name), arguments, context, count)
 
     def _catch_up(self) -> None:
@@ -377,12 +353,9 @@ class PipelineStrategy(LayoutFreeCheckpoints):
 
     def _end_training(self) -> None:
         self.drain()
-        pipeline = self.session.pipeline
-        own = (pipeline.recorder.stretches(), pipeline.stage.policy.peak_stash_bytes)
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, own, group=self.group(*self.mesh.sizes))
-        self._measured = MeasuredTimelines([stretches for stretches, _ in everyone])
-        self._peak_stash_bytes = tuple(stash for _, stash in everyone[:: self.mesh.data_size])
+        self._measurements = gather_measurements(
+            self.session.pipeline, self.group(*self.mesh.sizes), self.mesh
+        )
 
     # --- checkpoints -------------------------------------------------------------------------
 

@@ -1,12 +1,13 @@
 """Refuse what a pipeline cannot do, before any rank waits for another.
 
-Each check reads the arguments, the trainer and the module, which are the same on all ranks, so all
-ranks raise the same ``ValueError``.
+Each check reads the trainer and the module, which are the same on all ranks, so all ranks raise the
+same ``ValueError``. The strategy's own arguments check themselves, in
+:mod:`lightning_dist.strategies.pipeline_config`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,51 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_dist.pipeline.schedules import SCHEDULE_NAMES
 from lightning_dist.strategies.lightning_private import callbacks_of
-
-
-def check_arguments(
-    num_stages: int | str,
-    schedule: str,
-    num_microbatches: int | str,
-    partition: str | Sequence[int],
-    weight_versions: str,
-) -> None:
-    """Checks the strategy's arguments on their own.
-
-    Args:
-        num_stages: As given to the strategy.
-        schedule: As given to the strategy.
-        num_microbatches: As given to the strategy.
-        partition: As given to the strategy.
-        weight_versions: As given to the strategy.
-
-    Raises:
-        ValueError: One of them is unknown, too small, or does not go with another.
-    """
-    if schedule not in SCHEDULE_NAMES:
-        raise ValueError(f"schedule={schedule!r} is unknown; use one of {list(SCHEDULE_NAMES)}.")
-    if weight_versions not in ("stash", "none"):
-        raise ValueError(f"weight_versions={weight_versions!r} is unknown; use 'stash' or 'none'.")
-    _check_count("num_stages", num_stages)
-    _check_count("num_microbatches", num_microbatches)
-    if schedule == "pipedream" and num_microbatches not in ("auto", 1):
-        raise ValueError(
-            f"num_microbatches={num_microbatches} does not go with schedule='pipedream', which"
-            " takes each Lightning batch as one micro-batch. Leave it at 'auto' and use smaller"
-            " batches, or use schedule='1f1b'."
-        )
-    if isinstance(partition, str) and partition not in ("parameters", "uniform"):
-        raise ValueError(
-            f"partition={partition!r} is unknown; use 'parameters', 'uniform' or the layers per"
-            " stage, like [3, 3]."
-        )
-
-
-def _check_count(name: str, value: int | str) -> None:
-    if value != "auto" and (not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name}={value!r} must be 'auto' or at least 1.")
 
 
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, asynchronous: bool) -> None:

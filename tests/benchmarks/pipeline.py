@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.connect import connect
-from lightning_dist.pipeline.pipeline import Pipeline, PipelineShape
+from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.schedules import build_schedule
+from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.simulator import StageCosts, simulate
 from lightning_dist.strategies.measured import MeasuredTimelines
 from tests.benchmarks import contestants as c

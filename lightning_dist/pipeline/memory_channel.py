@@ -1,0 +1,36 @@
+"""A channel inside one process, for tests and for several stages in one process."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+from lightning_dist.pipeline.channel import Failed, Message
+from lightning_dist.tree import flatten, unflatten
+
+
+class MemoryChannel:
+    """Both ends of a channel inside one process, for tests and for one-process pipelines."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Message | Failed] = queue.SimpleQueue()
+
+    def send(self, tree: Any, stamp: int = 0) -> None:
+        """Hands a tree over, its tensors cut from their graph."""
+        tensors, skeleton = flatten(tree)
+        cut = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        self._messages.put(Message(unflatten(cut, skeleton), stamp))
+
+    def receive(self, stamp: int = 0) -> Any:
+        """Waits for the next tree, which must have been sent with an equal stamp."""
+        message = self._messages.get()
+        if isinstance(message, Failed):
+            raise message.error
+        return message.opened(stamp)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Makes the next :meth:`receive` raise."""
+        self._messages.put(Failed(error))
+
+    def close(self) -> None:
+        """Does nothing: there is no thread to end."""
