@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint unit integration bench bench-network clean
+.PHONY: help install demo notebooks test lint unit integration bench bench-network clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -20,6 +20,9 @@ install: $(STAMP)  ## Make .venv with everything
 
 demo: install  ## Train a byte-level GPT on two pipeline stages with stashed weights
 	$(BIN)/python -m recipes.train fit --config recipes/configs/gpt_pipedream.yaml
+
+notebooks: install  ## Run the lessons and store their outputs
+	$(BIN)/python -m tests.helpers.notebooks
 
 test: lint unit integration  ## Run the whole test suite
 

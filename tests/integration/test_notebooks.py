@@ -1,0 +1,61 @@
+"""The lessons run from top to bottom, and what is stored of them is whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+
+from tests.helpers.notebooks import FOLDER, SOURCES, execute, read_source
+
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def outputs(notebook: NotebookNode) -> list[NotebookNode]:
+    return [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
+
+
+def test_each_notebook_has_a_source() -> None:
+    assert NOTEBOOKS
+    assert [path.stem for path in NOTEBOOKS] == [path.stem for path in SOURCES]
+
+
+@pytest.mark.timeout(240)
+@each_notebook
+def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    folder = tmp_path / FOLDER.name
+    shutil.copytree(FOLDER, folder)
+    notebook = nbformat.read(folder / path.name, as_version=4)
+    execute(notebook, folder)
+    assert not [o for o in outputs(notebook) if o.output_type == "error"]
+
+
+@each_notebook
+def test_a_notebook_is_in_step_with_its_source(path: Path) -> None:
+    def content(notebook: NotebookNode) -> list[tuple[str, str]]:
+        return [(cell.cell_type, cell.source) for cell in notebook.cells]
+
+    stored = nbformat.read(path, as_version=4)
+    assert content(stored) == content(read_source(path.with_suffix(".py"))), "make notebooks"
+
+
+@each_notebook
+def test_a_notebook_holds_its_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    stored = outputs(notebook)
+    assert any("image/png" in o.get("data", {}) for o in stored)
+    assert not [o for o in stored if o.output_type == "error" or o.get("name") == "stderr"]
+    texts = [o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in stored]
+    assert not [t for t in texts if any(f"/{root}/" in t for root in ("home", "root", "tmp"))]
