@@ -77,7 +77,8 @@ def plot_timelines(
     for panel, (title, timeline) in zip(axes, timelines.items(), strict=True):
         _draw(panel, timeline.shifted_to_zero(), title, span_ms)
     axes[-1].set_xlabel("time (ms)")
-    _add_legend(figure)
+    kinds = {span.kind for timeline in timelines.values() for span in timeline.spans}
+    _add_legend(figure, has_updates=SpanKind.UPDATE in kinds)
     if path is not None:
         figure.savefig(path, dpi=130)
     return figure
@@ -95,7 +96,7 @@ def _draw(axes: Axes, timeline: Timeline, title: str, span_ms: float) -> None:
         )
         for span in spans:
             _label(axes, span, span_ms)
-    axes.set_facecolor(_WAIT)
+    axes.axvspan(0, timeline.makespan_seconds * 1e3, color=_WAIT, linewidth=0, zorder=0)
     axes.set_title(f"{title} (bubble {timeline.bubble_fraction:.1%})", loc="left", fontsize=11)
     axes.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)])
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
@@ -132,13 +133,13 @@ def _colour(span: Span) -> str | None:
     return _FORWARD if span.action.kind is ActionKind.FORWARD else _BACKWARD
 
 
-def _add_legend(figure: Figure) -> None:
+def _add_legend(figure: Figure, *, has_updates: bool) -> None:
     from matplotlib.patches import Patch
 
     entries = {
         "forward": _FORWARD,
         "backward": _BACKWARD,
-        "update": _UPDATE,
+        **({"update": _UPDATE} if has_updates else {}),
         "waiting (numbers: micro-batches)": _WAIT,
     }
     handles = [Patch(facecolor=c, edgecolor="#999999", label=n) for n, c in entries.items()]

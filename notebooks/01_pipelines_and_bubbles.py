@@ -370,28 +370,16 @@ simulated = {
 }
 
 # %% [markdown]
-# One function draws both, the simulated and the measured. Below, a white end of a row means that
-# this run was done earlier.
-
+# One function draws both, the simulated and the measured. A white end of a row means that this run
+# was done earlier.
 
 # %%
-def draw(timelines: dict[str, Timeline]) -> None:
-    """Draws timelines on one scale, and nothing behind the end of a shorter one."""
-    figure = plot_timelines(timelines)
-    for axes, timeline in zip(figure.axes, timelines.values(), strict=True):
-        end, right = timeline.makespan_seconds * 1e3, axes.get_xlim()[1]
-        if end < right:
-            axes.axvspan(end, right, color="white")
-    display(figure)
-
-
 for name, num_batches in (("1f1b", 1), ("pipedream", 3)):
-    draw(
-        {
-            f"{name}, simulated with the measured costs": simulated[name],
-            f"{name}, measured": typical(measured[name], num_batches),
-        }
-    )
+    pair = {
+        f"{name}, simulated with the measured costs": simulated[name],
+        f"{name}, measured": typical(measured[name], num_batches),
+    }
+    display(plot_timelines(pair))
 
 # %% [markdown]
 # The order of the boxes is the same in each pair: the ranks execute the very schedule that is

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +37,22 @@ def test_a_picture_has_a_row_per_rank_and_the_bubble(tmp_path: Path) -> None:
 
 def test_an_empty_timeline_can_be_drawn(tmp_path: Path) -> None:
     plot_timeline(Timeline(2, ()), tmp_path / "empty.png")
+
+
+def test_grey_ends_where_a_timeline_ends() -> None:
+    short = Timeline(1, (span(0, 0, 1), span(0, 2, 4)))
+    figure = plot_timelines({"short": short, "long": Timeline(1, (span(0, 0, 10),))})
+    figure.canvas.draw()
+    pixels = np.asarray(figure.canvas.buffer_rgba())
+
+    def colour_at(seconds: float) -> tuple[int, ...]:
+        x, y = figure.axes[0].transData.transform((seconds * 1e3, 0.0))
+        return tuple(pixels[len(pixels) - round(y), round(x)][:3])
+
+    assert colour_at(1.5) == (0xE8, 0xE8, 0xE8)
+    assert colour_at(6.0) == (255, 255, 255)
+    legend = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert "update" not in legend
 
 
 def test_a_trace_reads_back_as_written(tmp_path: Path) -> None:
