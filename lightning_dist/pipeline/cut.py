@@ -46,9 +46,9 @@ class ForeignLayer(nn.Module):
         """
         raise RuntimeError(
             f"Layer {self.name!r} lives on stage {self.stage_index}, not on this rank. Call the"
-            " pipelined module inside training_step, validation_step, test_step or predict_step"
-            " only; for the whole model in one process load a checkpoint with"
-            " `lightning_dist.checkpoint.load_full`."
+            " whole `nn.Sequential`, not its layers one by one, and only inside training_step,"
+            " validation_step, test_step or predict_step; for the whole model in one process load a"
+            " checkpoint with `lightning_dist.checkpoint.load_full`."
         )
 
 

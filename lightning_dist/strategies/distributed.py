@@ -30,6 +30,7 @@ from typing_extensions import override
 from lightning_dist.mesh import MeshShape
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.last_resort import never_destroy
+from lightning_dist.strategies.random_state import share_random_state
 from lightning_dist.strategies.reduction import reduce_tensor
 from lightning_dist.strategies.run_guard import RunGuard
 
@@ -125,8 +126,11 @@ class DistributedStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Tells Lightning to put in distributed samplers."""
-        return True
+        """Whether ranks read different data, so that Lightning puts in distributed samplers.
+
+        With one data replica there is nothing to share out, and the user's own order stays.
+        """
+        return self.mesh.data_size > 1
 
     @property
     @override
@@ -181,7 +185,8 @@ class DistributedStrategy(ParallelStrategy):
         self._guard = RunGuard(
             self._ring_group, self.group(*self.mesh.sizes), self.stop_lag, self.interrupt
         )
-        self._agree_on_seed()
+        share_random_state(self.group("pp", "tp"))
+        self._seed = self.broadcast(torch.initial_seed())
 
     def _init_process_group(self) -> None:
         assert self.cluster_environment is not None
@@ -220,12 +225,6 @@ class DistributedStrategy(ParallelStrategy):
     def data_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same part of the model and read other data."""
         return self.group("dp_replicate", "dp_shard")
-
-    def _agree_on_seed(self) -> None:
-        """Makes ranks that nobody seeded shuffle alike: peers must read the same batches."""
-        self._seed = self.broadcast(torch.initial_seed())
-        if self._seed != torch.initial_seed():
-            torch.manual_seed(self._seed)
 
     # --- collectives -------------------------------------------------------------------------
 

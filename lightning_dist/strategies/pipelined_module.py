@@ -38,8 +38,8 @@ def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
         if parameter.requires_grad and id(parameter) not in inside:
             raise ValueError(
                 f"The trainable parameter {name!r} is outside of the pipelined module {path!r}, so"
-                " it would belong to no stage. Move it into a layer of that module, or freeze it"
-                " with `requires_grad_(False)`."
+                " it would belong to no stage. Make it part of that sequence, like"
+                " `nn.Sequential(*layers, head)`, or freeze it with `requires_grad_(False)`."
             )
     return path, sequence
 
@@ -74,8 +74,9 @@ def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
     if not holders:
         raise ValueError(
             "No `nn.Sequential` with trainable parameters was found in the module, so there are no"
-            " layers to put on stages. Build the model as an `nn.Sequential` of layers and assign"
-            " it to an attribute; `training_step` stays as it is."
+            f" layers to put on stages{_module_lists(module)}. Build the model as an"
+            " `nn.Sequential` of layers and assign it to an attribute; `training_step` stays as it"
+            " is."
         )
     outermost = [
         (n, m) for n, m in holders if not any(n.startswith(o + ".") for o, _ in holders if o != n)
@@ -83,7 +84,8 @@ def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
     if len(outermost) > 1:
         raise ValueError(
             f"Several `nn.Sequential`s hold trainable parameters: {[n for n, _ in outermost]}. Name"
-            " the one to cut with `layers=`, and put the others' parameters into it or freeze them."
+            " the one to cut with `layers=`, and freeze the others; or make them one, like"
+            " `nn.Sequential(*encoder, *head)`."
         )
     return _descend(*outermost[0])
 
@@ -94,6 +96,11 @@ def _descend(name: str, sequence: nn.Sequential) -> tuple[str, nn.Sequential]:
     if len(children) == 1 and isinstance(children[0][1], nn.Sequential):
         return _descend(f"{name}.{children[0][0]}", children[0][1])
     return name, sequence
+
+
+def _module_lists(module: nn.Module) -> str:
+    lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
+    return f" ({lists} hold layers, but do not say in which order they run)" if lists else ""
 
 
 def _sequences(module: nn.Module) -> list[str]:

@@ -74,12 +74,11 @@ def open_session(
     """
     last_rank = dist.get_process_group_ranks(stages)[-1]
     metrics = StageMetrics(module, stages, replicas, last_rank, pipeline.stage.is_last)
-    has_one_replica = dist.get_world_size(replicas) == 1
     return Session(
         pipeline,
         channels,
         metrics,
-        StepRunner(module, pipeline, channels, metrics, has_one_replica),
+        StepRunner(module, pipeline, channels, metrics),
         Updates(module, pipeline, precision_plugin, replicas),
         tuple(undo),
     )

@@ -4,7 +4,8 @@ Only the last stage reaches the ``self.log`` calls of a step, once per micro-bat
 recorded there instead of made; at the end of the batch they are combined over the micro-batches,
 sent to the other stages, and made on each rank. So the progress bar, the loggers and callbacks that
 monitor a metric see the same numbers everywhere, and the ones that an undivided batch would give
-(for means, sums, minima and maxima, by the call's own ``reduce_fx``).
+(for means, sums, minima and maxima, by the call's own ``reduce_fx``). Data replicas agree too: each
+call is made with ``sync_dist=True``, which costs nothing where there is one replica.
 """
 
 from __future__ import annotations
@@ -92,13 +93,10 @@ class StepLog:
 
     Args:
         module: The user's module.
-        has_one_replica: Whether there are no replicas to reduce over. Then all calls are made with
-            ``sync_dist=True``, which costs nothing and spares the user Lightning's advice to do so.
     """
 
-    def __init__(self, module: pl.LightningModule, has_one_replica: bool) -> None:
+    def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._has_one_replica = has_one_replica
         self._metric_names = {
             id(m): name for name, m in module.named_modules() if isinstance(m, Metric)
         }
@@ -150,7 +148,7 @@ class StepLog:
                 logged = self._metric(call.metric)
                 set_step_value(logged, tensor)
             options = {"batch_size": call.batch_size or log.num_samples, **call.options}
-            if self._has_one_replica:
+            if not options.get("rank_zero_only"):
                 options["sync_dist"] = True
             self._module.log(call.name, logged, **options)
 

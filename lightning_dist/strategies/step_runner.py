@@ -30,7 +30,6 @@ class StepRunner:
         pipeline: This rank's stage at work.
         channels: This rank's.
         metrics: The module's torchmetrics objects.
-        has_one_replica: Whether this is the only data replica.
     """
 
     def __init__(
@@ -39,12 +38,11 @@ class StepRunner:
         pipeline: Pipeline,
         channels: Channels,
         metrics: StageMetrics,
-        has_one_replica: bool,
     ) -> None:
         self._module = module
         self._pipeline = pipeline
         self._metrics = metrics
-        self._log = StepLog(module, has_one_replica)
+        self._log = StepLog(module)
         self._outcomes = Outcomes(channels)
         self._last_result: Any = torch.tensor(float("nan"), device=module.device)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from typing import Any
 
 import pytest
@@ -99,16 +101,18 @@ def fit_replicas(devices: int, num_stages: int | None) -> Any:
     if num_stages:
         strategy = PipelineStrategy(num_stages=num_stages, num_microbatches=2)
     trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
-    data = make_data(48)
-    if num_stages:
-        rank = trainer.strategy.distributed_sampler_kwargs
-        assert rank["num_replicas"] == replicas
-        sampler = DistributedSampler(data, shuffle=False, **rank)
-        loader = torch.utils.data.DataLoader(data, batch_size=8 // replicas, sampler=sampler)
-    else:
-        loader = torch.utils.data.DataLoader(data, batch_size=8)
-    trainer.fit(module, loader, make_loader(8))
-    return state_of(module), {}
+
+    def loader(size: int) -> Any:
+        data, sampler = make_data(size), None
+        if num_stages:
+            place = trainer.strategy.distributed_sampler_kwargs
+            assert place["num_replicas"] == replicas
+            sampler = DistributedSampler(data, shuffle=False, **place)
+        return torch.utils.data.DataLoader(data, batch_size=8 // replicas, sampler=sampler)
+
+    trainer.fit(module, loader(48), loader(24))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return state_of(module), metrics
 
 
 def test_two_replicas_of_two_stages_equal_a_single_device(workers: WorkerPool) -> None:
@@ -119,6 +123,43 @@ def test_two_replicas_of_two_stages_equal_a_single_device(workers: WorkerPool) -
     assert_equal_to_single(ranks, single)
     for name in ranks[0][0]:
         assert torch.equal(ranks[0][0][name], ranks[1][0][name])
+
+
+def fit_as_a_user_would(devices: int, strategy: dict[str, Any] | None, seeded: bool) -> Any:
+    module = make_module()
+    torch.manual_seed(5 if seeded else int(os.environ["RANK"]))
+    random.seed(int(os.environ.get("RANK", "0")))
+    drawn: list[float] = []
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        drawn.append(random.random())
+        return Classifier.training_step(module, batch, batch_idx)
+
+    module.training_step = step
+    trainer = make_trainer(
+        devices=devices,
+        strategy="auto" if strategy is None else PipelineStrategy(**strategy),
+        use_distributed_sampler=True,
+        max_epochs=2,
+    )
+    trainer.fit(module, make_loader(shuffle=True), make_loader(30))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return (state_of(module), metrics), drawn
+
+
+def test_the_default_trainer_reads_in_the_order_of_a_single_device(workers: WorkerPool) -> None:
+    ranks = workers.run(2, fit_as_a_user_would, 2, {"schedule": "1f1b"}, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WORLD_SIZE", raising=False)
+        single = fit_as_a_user_would(1, None, True)
+    assert_equal_to_single([rank for rank, _ in ranks], single[0])
+
+
+def test_processes_that_nobody_seeded_draw_alike(workers: WorkerPool) -> None:
+    ranks = workers.run(2, fit_as_a_user_would, 2, {"schedule": "pipedream"}, False)
+    assert ranks[0][1] == ranks[1][1]
+    assert len(ranks[0][1]) == 12
+    assert ranks[0][0][1] == ranks[1][0][1]
 
 
 def predict(devices: int, schedule: str | None) -> Any:
