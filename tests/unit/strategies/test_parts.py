@@ -63,7 +63,7 @@ class Logging(L.LightningModule):
 
 def test_logged_values_are_combined_over_microbatches() -> None:
     module = Logging()
-    log = StepLog(module, has_one_replica=True)
+    log = StepLog(module)
     for value, size in ((1.0, 3), (5.0, 1)):
         with log.recording(size):
             module.log("mean", torch.tensor(value), prog_bar=True)
@@ -80,7 +80,7 @@ def test_logged_values_are_combined_over_microbatches() -> None:
 
 def test_a_tensor_of_several_elements_is_refused() -> None:
     module = Logging()
-    log = StepLog(module, has_one_replica=True)
+    log = StepLog(module)
     with log.recording(1), pytest.raises(ValueError, match=r"shape \(2,\)"):
         module.log("x", torch.ones(2))
     with log.recording(1), pytest.raises(ValueError, match="not an attribute"):
