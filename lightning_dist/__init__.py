@@ -5,8 +5,9 @@ Importing this package registers its strategies' names, so that
 """
 
 from lightning_dist.registration import register_strategies
+from lightning_dist.strategies.ddp import DDPStrategy
 from lightning_dist.strategies.pipeline import PipelineStrategy
 
-__all__ = ["PipelineStrategy"]
+__all__ = ["DDPStrategy", "PipelineStrategy"]
 
 register_strategies()

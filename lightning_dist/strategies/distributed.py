@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -103,6 +104,12 @@ class DistributedStrategy(ParallelStrategy):
         Raises:
             ValueError: The strategy's sizes do not fit.
         """
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The user's module."""
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     @property
     def mesh(self) -> MeshShape:

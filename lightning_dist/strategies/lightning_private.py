@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -45,6 +46,25 @@ def replace_sigterm_protocol(
     assert hasattr(loop, "_broadcast_sigterm_tensor")
     setattr(connector, "_sigterm_notifier_fn", lambda *_: on_signal())  # noqa: B010
     setattr(loop, "_broadcast_sigterm_tensor", before_batch)  # noqa: B010
+
+
+def apply_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
+    """Makes BatchNorm layers see all ranks where ``sync_batchnorm=True``.
+
+    The Trainer leaves the plugin that does so in ``_layer_sync``.
+
+    Args:
+        strategy: The trainer's.
+        module: The user's module; changed.
+    """
+    if strategy._layer_sync is not None:
+        strategy._layer_sync.apply(module)
+
+
+def revert_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
+    """Undoes :func:`apply_layer_sync`."""
+    if strategy._layer_sync is not None:
+        strategy._layer_sync.revert(module)
 
 
 def set_received_sigterm(trainer: pl.Trainer) -> None:

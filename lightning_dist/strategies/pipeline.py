@@ -236,12 +236,6 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         )
 
     @property
-    def module(self) -> pl.LightningModule:
-        """The user's module."""
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
     def session(self) -> Session:
         """What is at work from ``setup`` to ``teardown``."""
         assert self._session is not None, "the pipeline exists from setup to teardown"

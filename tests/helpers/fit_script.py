@@ -13,24 +13,26 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_dist import PipelineStrategy
+from lightning_dist import DDPStrategy, PipelineStrategy
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
 
 
 class Trouble(nn.Module):
-    """A layer that does something at its n-th training forward."""
+    """A layer that does something at its n-th training forward on one rank."""
 
-    def __init__(self, what: str, at: int) -> None:
+    def __init__(self, what: str, at: int, rank: int) -> None:
         super().__init__()
         self.what = what
         self.at = at
+        self.rank = rank
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += self.training
-        if not self.training:
+        if not self.training or int(os.environ.get("LOCAL_RANK", "0")) != self.rank:
             return x
         if self.calls == self.at and self.what == "raise":
             raise KeyError("the user's own mistake")
@@ -61,10 +63,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--task", default="fit", choices=("fit", "validate", "predict"))
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--stage", type=int, default=0, help="where the trouble is")
+    parser.add_argument("--stage", type=int, default=0, help="the rank with the trouble")
     parser.add_argument("--trouble", default="none")
     parser.add_argument("--at", type=int, default=5)
-    parser.add_argument("--schedule", default="pipedream")
+    parser.add_argument("--schedule", default="pipedream", help="or ddp, for no pipeline")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--root", default=None)
     parser.add_argument("--report", default=None)
@@ -75,16 +77,25 @@ def main() -> None:
     counts = [2] * (options.devices - 1)
     counts.append(len(module.model) - sum(counts))
     place = sum(counts[: options.stage])
-    module.model[place] = nn.Sequential(module.model[place], Trouble(options.trouble, options.at))
+    module.model[place] = nn.Sequential(
+        module.model[place], Trouble(options.trouble, options.at, options.stage)
+    )
     callbacks: list[L.Callback] = [Report(options.report, options.pause)]
     if options.root:
         directory = Path(options.root)
         callbacks.append(
             ModelCheckpoint(directory, every_n_train_steps=3, save_top_k=-1, save_on_exception=True)
         )
+    strategy: Strategy = PipelineStrategy(
+        schedule=options.schedule if options.schedule != "ddp" else "1f1b",
+        partition=counts,
+        timeout_s=120,
+    )
+    if options.schedule == "ddp":
+        strategy = DDPStrategy(timeout_s=120)
     trainer = make_trainer(
         devices=options.devices,
-        strategy=PipelineStrategy(schedule=options.schedule, partition=counts, timeout_s=120),
+        strategy=strategy,
         callbacks=callbacks,
         enable_checkpointing=bool(options.root),
         max_epochs=options.epochs,

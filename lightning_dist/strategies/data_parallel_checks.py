@@ -1,0 +1,111 @@
+"""Refuse what data parallelism cannot do, on all ranks alike, before any waits for another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
+
+
+def check_arguments(
+    compression: str, powersgd_rank: int, powersgd_start_step: int, bucket_megabytes: float
+) -> None:
+    """Checks the strategy's arguments on their own.
+
+    Args:
+        compression: As given to the strategy.
+        powersgd_rank: As given to the strategy.
+        powersgd_start_step: As given to the strategy.
+        bucket_megabytes: As given to the strategy.
+
+    Raises:
+        ValueError: One of them is unknown or too small.
+    """
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"compression={compression!r} is unknown; use one of {COMPRESSIONS}.")
+    if powersgd_rank < 1:
+        raise ValueError(f"powersgd_rank={powersgd_rank} must be at least 1.")
+    if powersgd_start_step < 2:
+        raise ValueError(
+            f"powersgd_start_step={powersgd_start_step} must be at least 2: PowerSGD needs two"
+            " steps with whole gradients, in which the buckets are formed."
+        )
+    if bucket_megabytes <= 0:
+        raise ValueError(f"bucket_megabytes={bucket_megabytes} must be positive.")
+
+
+def check_module(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Checks that each rank has built the same model, and that nobody has wrapped it.
+
+    Args:
+        module: The user's module.
+        group: A gloo group of all ranks.
+
+    Raises:
+        ValueError: Parameters differ between ranks, or a part is wrapped already.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel | FullyShardedDataParallel):
+            raise ValueError(
+                f"{name!r} is wrapped in {type(part).__name__} already. Give the strategy the plain"
+                " module; it wraps it itself."
+            )
+    own = {name: (tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()}
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    for rank, other in enumerate(everyone):
+        for name in {**everyone[0], **other}:
+            first, here = everyone[0].get(name), other.get(name)
+            if first != here:
+                raise ValueError(
+                    f"The parameter {name!r} is {_shown(first)} on rank 0 and {_shown(here)} on"
+                    f" rank {rank}. Build the same model on each rank."
+                )
+
+
+def _shown(parameter: tuple[tuple[int, ...], str] | None) -> str:
+    return "missing" if parameter is None else f"{parameter[0]} {parameter[1]}"
+
+
+def check_lengths(trainer: pl.Trainer, group: dist.ProcessGroup) -> None:
+    """Checks that each rank has as many training batches.
+
+    Args:
+        trainer: With its loaders set up.
+        group: A gloo group of all ranks.
+
+    Raises:
+        ValueError: They differ.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, trainer.num_training_batches, group=group)
+    if len(set(everyone)) > 1:
+        raise ValueError(
+            f"The ranks have {everyone} training batches, and the ones with more would wait for the"
+            " others' gradients for ever. Use a sampler that shares the samples out evenly, like"
+            " Lightning's own, or `limit_train_batches`."
+        )
+
+
+def check_gradients(module: nn.Module) -> None:
+    """Checks that the backward has reached each trainable parameter.
+
+    Args:
+        module: After a synchronised backward.
+
+    Raises:
+        ValueError: It has not.
+    """
+    without = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    if without:
+        raise ValueError(
+            f"The loss does not depend on {without[:8]}{' and more' if len(without) > 8 else ''}."
+            " Freeze what is not trained with `requires_grad_(False)`, or, if other steps use it,"
+            " pass find_unused_parameters=True."
+        )

@@ -1,0 +1,196 @@
+"""Data parallelism: each rank has the whole model and its own share of each batch.
+
+torch's DistributedDataParallel averages the gradients, in buckets, while the backward runs. What
+this strategy adds to it and to Lightning's own: one base with the other strategies here, so that
+checkpoints, failures and stopping are theirs too; compressed gradients over gloo as over NCCL;
+static graphs together with accumulation; errors that name the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_dist.mesh import MeshShape
+from lightning_dist.strategies import data_parallel_checks as checks
+from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.compression import Compression, compress_gradients
+from lightning_dist.strategies.distributed import StartMethod
+from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
+from lightning_dist.strategies.replicas import broadcast_state
+from lightning_dist.strategies.step_module import StepModule
+
+
+class DDPStrategy(LayoutFreeCheckpoints):
+    """Trains replicas of a model on shares of each batch.
+
+    Args:
+        compression: What gradients travel as: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"powersgd"``.
+        powersgd_rank: Columns of PowerSGD's factors; more are truer and larger.
+        powersgd_start_step: Steps with whole gradients before PowerSGD begins.
+        bucket_megabytes: Gradients are sent in buckets of this size.
+        static_graph: Promises that each step uses the same parameters in the same order.
+        find_unused_parameters: Looks in each step for parameters that it has not used.
+        timeout_s: Seconds that a rank waits for another before it gives up.
+        save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
+        accelerator: As for any Lightning strategy.
+        parallel_devices: As for any Lightning strategy.
+        cluster_environment: As for any Lightning strategy.
+        checkpoint_io: As for any Lightning strategy.
+        precision_plugin: As for any Lightning strategy.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
+        start_method: Only ``"popen"``, which runs the script once per device.
+
+    Raises:
+        ValueError: An argument is unknown or too small.
+    """
+
+    def __init__(
+        self,
+        compression: Compression = "none",
+        powersgd_rank: int = 2,
+        powersgd_start_step: int = 1000,
+        bucket_megabytes: float = 25.0,
+        static_graph: bool = False,
+        find_unused_parameters: bool = False,
+        timeout_s: float = 1800.0,
+        save_full: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout_s=timeout_s,
+            start_method=start_method,
+            save_full=save_full,
+        )
+        checks.check_arguments(compression, powersgd_rank, powersgd_start_step, bucket_megabytes)
+        self._compression: Compression = compression
+        self._powersgd_rank = powersgd_rank
+        self._powersgd_start_step = powersgd_start_step
+        self._bucket_megabytes = bucket_megabytes
+        self._static_graph = static_graph
+        self._find_unused_parameters = find_unused_parameters
+        self._ddp: DistributedDataParallel | None = None
+        self._has_synced = False
+
+    @override
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        return MeshShape(dp_replicate=world_size)
+
+    # --- setup and teardown ------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        checks.check_module(self.module, self.group(*self.mesh.sizes))
+        self.model = self.precision_plugin.convert_module(self.module)
+        if is_fitting:
+            lightning_private.apply_layer_sync(self, self.module)
+        self.model_to_device()
+        broadcast_state(self.module, self.data_group)
+        if is_fitting:
+            self._ddp = self._wrap()
+            self.setup_optimizers(trainer)
+            self.name_optimizer_groups()
+        self.setup_precision_plugin()
+        self.guard.connect_signals(trainer)
+
+    def _wrap(self) -> DistributedDataParallel:
+        ddp = DistributedDataParallel(
+            StepModule(self.module),
+            bucket_cap_mb=self._bucket_megabytes,
+            find_unused_parameters=self._find_unused_parameters,
+            static_graph=self._static_graph,
+            gradient_as_bucket_view=False,
+            init_sync=False,  # `broadcast_state` has done so
+        )
+        compress_gradients(
+            ddp,
+            self._compression,
+            powersgd_rank=self._powersgd_rank,
+            powersgd_start_step=self._powersgd_start_step,
+        )
+        return ddp
+
+    @override
+    def model_to_device(self) -> None:
+        self.module.to(self.root_device)
+
+    @override
+    def on_train_start(self) -> None:
+        checks.check_lengths(self.module.trainer, self.group(*self.mesh.sizes))
+
+    @override
+    def close_session(self) -> None:
+        if self._ddp is not None:
+            lightning_private.revert_layer_sync(self, self.module)
+        self._ddp = None
+        self._has_synced = False
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._ddp is not None
+        with self.precision_plugin.train_step_context():
+            if self.module.automatic_optimization:
+                return self._ddp("training_step", *args, **kwargs)
+            # The step calls backward itself; when it has returned there is nothing to prepare.
+            self._ddp.require_backward_grad_sync = False
+            try:
+                return self._ddp("training_step", *args, **kwargs)
+            finally:
+                self._ddp.require_backward_grad_sync = True
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._ddp is not None and not self.module.automatic_optimization:
+            self._ddp.require_backward_grad_sync = True
+            prepare_for_backward(self._ddp, closure_loss)
+            self._ddp.require_backward_grad_sync = False
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        ddp = self._ddp
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return
+        self._has_synced = True
+        if not self._find_unused_parameters:
+            checks.check_gradients(self.module)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self._ddp is not None
+        if self._static_graph and not self._has_synced:
+            # The reducer learns a static graph in its first backward, which must be a synchronised
+            # one. An average of averages is the average: the result is the same.
+            yield
+            return
+        with self._ddp.no_sync():
+            yield

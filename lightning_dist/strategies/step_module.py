@@ -1,0 +1,34 @@
+"""Let a wrapper that hooks into ``forward`` see a LightningModule's steps.
+
+DistributedDataParallel prepares itself in its forward. A Lightning step is another method of the
+module, so the wrapper gets a module whose forward is whatever step is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+
+
+class StepModule(nn.Module):
+    """Runs a step of a LightningModule as its forward.
+
+    Args:
+        module: The user's module; its parameters are this one's.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: str, *arguments: Any, **keywords: Any) -> Any:
+        """Runs a step.
+
+        Args:
+            step: Name of the method.
+            arguments: Of the step.
+            keywords: Of the step.
+        """
+        return getattr(self.module, step)(*arguments, **keywords)

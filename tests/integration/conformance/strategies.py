@@ -1,0 +1,31 @@
+"""The strategies of the package that must give what a single device gives: one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from lightning.pytorch.strategies import Strategy
+
+from lightning_dist import DDPStrategy, PipelineStrategy
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A strategy on some processes."""
+
+    devices: int
+    replicas: int
+    make: Callable[[], Strategy]
+
+
+ENTRIES: dict[str, Entry] = {
+    "pipeline-gpipe-2": Entry(2, 1, partial(PipelineStrategy, schedule="gpipe")),
+    "pipeline-1f1b-4": Entry(4, 1, partial(PipelineStrategy, schedule="1f1b", partition="uniform")),
+    "pipeline-2x2": Entry(4, 2, partial(PipelineStrategy, num_stages=2)),
+    "ddp-2": Entry(2, 2, DDPStrategy),
+    "ddp-4": Entry(4, 4, DDPStrategy),
+    "ddp-2-static": Entry(2, 2, partial(DDPStrategy, static_graph=True)),
+    "ddp-2-buckets": Entry(2, 2, partial(DDPStrategy, bucket_megabytes=0.001)),
+}

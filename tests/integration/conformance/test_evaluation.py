@@ -1,0 +1,37 @@
+"""Validate, test and predict without training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.models import make_module
+from tests.helpers.workers import WorkerPool
+from tests.integration.conformance.common import TOLERANCE, Synced, share, trainer_of
+from tests.integration.conformance.strategies import ENTRIES
+
+
+def evaluate(name: str | None) -> Any:
+    module = make_module(Synced)
+    trainer, entry = trainer_of(name)
+    (validated,) = trainer.validate(module, share(trainer, entry, 44), verbose=False)
+    (tested,) = trainer.test(module, share(trainer, entry, 44), verbose=False)
+    predicted = trainer.predict(module, share(trainer, entry, 44))
+    assert predicted is not None
+    return {**validated, **tested}, torch.cat(list(predicted))
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_equals_a_single_device(
+    workers: WorkerPool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    entry = ENTRIES[name]
+    metrics, predictions = evaluate(None)
+    ranks = workers.run(entry.devices, evaluate, name)
+    for rank, (found, predicted) in enumerate(ranks):
+        assert found == pytest.approx(metrics, abs=TOLERANCE)
+        own = predictions[rank % entry.replicas :: entry.replicas]
+        assert float((predicted - own).abs().max()) < TOLERANCE

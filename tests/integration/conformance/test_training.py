@@ -1,0 +1,72 @@
+"""Ten steps under each strategy equal ten steps on one device, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.helpers.models import make_module, state_of
+from tests.helpers.workers import WorkerPool
+from tests.integration.conformance.common import (
+    TOLERANCE,
+    Synced,
+    assert_close,
+    joined,
+    share,
+    trainer_of,
+)
+from tests.integration.conformance.strategies import ENTRIES
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"accumulate_grad_batches": 2},
+    "clip norm": {"gradient_clip_val": 0.05},
+    "clip value": {"gradient_clip_val": 0.005, "gradient_clip_algorithm": "value"},
+    "accumulate and clip": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
+}
+
+
+def fit(name: str | None, optimizer: str, options: dict[str, Any]) -> Any:
+    module = make_module(Synced, optimizer=optimizer, schedule_lr=True)
+    gradients: list[dict[str, Tensor]] = []
+    trainer, entry = trainer_of(name, max_epochs=2, **options)
+
+    def keep_gradients(*_: Any) -> None:
+        named = module.named_parameters()
+        gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+
+    module.on_before_optimizer_step = keep_gradients
+    trainer.fit(module, share(trainer, entry, 44), share(trainer, entry, 24))
+    metrics = {n: float(v) for n, v in trainer.callback_metrics.items()}
+    return state_of(module), gradients, metrics, trainer.global_step
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_equals_a_single_device(
+    workers: WorkerPool,
+    name: str,
+    options: str,
+    optimizer: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    state, gradients, metrics, steps = fit(None, optimizer, OPTIONS[options])
+    ranks = workers.run(ENTRIES[name].devices, fit, name, optimizer, OPTIONS[options])
+    assert {rank[3] for rank in ranks} == {steps}
+    for rank in ranks:
+        assert rank[2] == ranks[0][2], "each rank must know the same numbers"
+    assert ranks[0][2] == pytest.approx(metrics, abs=TOLERANCE)
+    assert_close(joined([rank[0] for rank in ranks]), state)
+    for step, expected in enumerate(gradients):
+        assert_close(joined([rank[1][step] for rank in ranks]), expected)
+
+
+def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    one, other = (fit(None, "sgd", OPTIONS[name])[0] for name in ("plain", "clip norm"))
+    with pytest.raises(AssertionError):
+        assert_close(one, other)

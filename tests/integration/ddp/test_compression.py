@@ -1,0 +1,133 @@
+"""Compressed gradients follow their own recursion exactly, not approximately."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset
+
+from lightning_dist import DDPStrategy
+from lightning_dist.strategies import compression as compression_module
+from tests.helpers.models import (
+    make_data,
+    make_loader,
+    make_module,
+    make_optimizer,
+    make_trainer,
+    state_of,
+)
+from tests.helpers.workers import WorkerPool
+
+POWERSGD = {"powersgd_rank": 1, "powersgd_start_step": 2}
+
+
+def share(rank: int) -> DataLoader[Any]:
+    return DataLoader(Subset(make_data(48), range(rank, 48, 2)), batch_size=4)
+
+
+def fit(compression: Any, accumulate: int, **options: Any) -> dict[str, Tensor]:
+    module = make_module()
+    trainer = make_trainer(
+        devices=2,
+        strategy=DDPStrategy(compression=compression, **options),
+        accumulate_grad_batches=accumulate,
+    )
+    trainer.fit(module, share(int(os.environ["RANK"])), make_loader(8))
+    return state_of(module)
+
+
+def reference(dtype: torch.dtype, accumulate: int) -> dict[str, Tensor]:
+    """Two replicas in one process, which exchange gradients of another type."""
+    module = make_module()
+    optimizer = make_optimizer("sgd", module.parameters())
+    shares = [list(share(rank)) for rank in range(2)]
+    for start in range(0, len(shares[0]), accumulate):
+        gradients = []
+        for batches in shares:
+            module.zero_grad()
+            for x, y in batches[start : start + accumulate]:
+                (F.cross_entropy(module.model(x), y) / accumulate).backward()
+            gradients.append([p.grad.clone() for p in module.parameters()])
+        for parameter, *both in zip(module.parameters(), *gradients, strict=True):
+            first, second = (g.to(dtype) / 2 for g in both)
+            parameter.grad = (first + second).double()
+        optimizer.step()
+    return state_of(module)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("compression", "dtype"), [("fp16", torch.half), ("bf16", torch.bfloat16)])
+def test_half_precision_rounds_once_per_rank(
+    workers: WorkerPool, compression: str, dtype: torch.dtype, accumulate: int
+) -> None:
+    expected = reference(dtype, accumulate)
+    exact = reference(torch.float64, accumulate)
+    for state in workers.run(2, fit, compression, accumulate):
+        for name, value in state.items():
+            assert float((value - expected[name]).abs().max()) < 1e-12, name
+    assert any(not torch.allclose(expected[n], exact[n], atol=1e-6) for n in exact)
+
+
+def powersgd_loop() -> dict[str, Tensor]:
+    dist.init_process_group("gloo")
+    module = make_module()
+    ddp = DistributedDataParallel(module.model)
+    ddp.register_comm_hook(
+        powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook
+    )
+    optimizer = make_optimizer("sgd", ddp.parameters())
+    for x, y in share(dist.get_rank()):
+        optimizer.zero_grad()
+        F.cross_entropy(ddp(x), y).backward()
+        optimizer.step()
+    return state_of(module)
+
+
+def test_powersgd_equals_a_plain_loop(workers: WorkerPool) -> None:
+    expected = workers.run(2, powersgd_loop)[0]
+    exact = reference(torch.float64, 1)
+    for state in workers.run(2, fit_powersgd):
+        for name, value in state.items():
+            assert float((value - expected[name]).abs().max()) < 1e-12, name
+    assert any(not torch.allclose(expected[n], exact[n], atol=1e-6) for n in exact)
+
+
+def fit_powersgd() -> dict[str, Tensor]:
+    return fit("powersgd", 1, **POWERSGD)
+
+
+def count_buckets(accumulate: int, static_graph: bool) -> int:
+    """Counts the buckets that a rank hands over for six batches."""
+    hooks, count = compression_module.default_hooks, 0
+    original = hooks.fp16_compress_hook
+
+    def counting(group, bucket):  # type: ignore[no-untyped-def]  # torch would not like strings
+        nonlocal count
+        count += 1
+        return original(group, bucket)
+
+    hooks.fp16_compress_hook = counting
+    try:
+        fit("fp16", accumulate, static_graph=static_graph)
+    finally:
+        hooks.fp16_compress_hook = original
+    return count
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "static_graph", "expected"),
+    [(1, False, 6), (3, False, 2), (3, True, 3)],
+    ids=["each batch", "accumulated", "accumulated, with the static graph's first"],
+)
+def test_no_gradient_travels_while_they_accumulate(
+    workers: WorkerPool, accumulate: int, static_graph: bool, expected: int
+) -> None:
+    assert workers.run(2, count_buckets, accumulate, static_graph) == [expected] * 2
