@@ -15,6 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.strategies.last_resort import never_destroy
+
 Compression = Literal["none", "fp16", "bf16", "powersgd"]
 CommHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
@@ -52,3 +54,6 @@ def compress_gradients(
             start_powerSGD_iter=powersgd_start_step,
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        # The hook's callbacks hold the group, and gloo's own thread may be the last to let go of
+        # one. A group that is destroyed there would wait for that thread: std::terminate.
+        never_destroy([group])

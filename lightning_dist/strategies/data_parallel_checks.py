@@ -40,6 +40,29 @@ def check_arguments(
         raise ValueError(f"bucket_megabytes={bucket_megabytes} must be positive.")
 
 
+def check_local_sgd(sync_every: int, sync_warmup_steps: int, compression: str) -> None:
+    """Checks the arguments of local SGD.
+
+    Args:
+        sync_every: As given to the strategy.
+        sync_warmup_steps: As given to the strategy.
+        compression: As given to the strategy.
+
+    Raises:
+        ValueError: One is too small, or they do not go together.
+    """
+    if sync_every < 1 or sync_warmup_steps < 0:
+        raise ValueError(
+            f"sync_every={sync_every} must be at least 1, and"
+            f" sync_warmup_steps={sync_warmup_steps} at least 0."
+        )
+    if sync_every > 1 and sync_warmup_steps == 0 and compression != "none":
+        raise ValueError(
+            f"compression={compression!r} has nothing to compress with sync_every={sync_every} and"
+            " sync_warmup_steps=0: no gradients travel. Leave one of them out."
+        )
+
+
 def check_module(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Checks that each rank has built the same model, and that nobody has wrapped it.
 

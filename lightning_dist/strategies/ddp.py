@@ -8,8 +8,8 @@ static graphs together with accumulation; errors that name the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,17 +19,21 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.compression import Compression, compress_gradients
 from lightning_dist.strategies.distributed import StartMethod
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
+from lightning_dist.strategies.local_sgd import LocalSGD
 from lightning_dist.strategies.replicas import broadcast_state
+from lightning_dist.strategies.session import drain_before_validation
 from lightning_dist.strategies.step_module import StepModule
 
 
@@ -40,6 +44,9 @@ class DDPStrategy(LayoutFreeCheckpoints):
         compression: What gradients travel as: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"powersgd"``.
         powersgd_rank: Columns of PowerSGD's factors; more are truer and larger.
         powersgd_start_step: Steps with whole gradients before PowerSGD begins.
+        sync_every: Above 1 replicas step on their own gradients and average their weights every so
+            many optimizer steps, before validation, in checkpoints and at the end (local SGD).
+        sync_warmup_steps: Optimizer steps with averaged gradients before that begins.
         bucket_megabytes: Gradients are sent in buckets of this size.
         static_graph: Promises that each step uses the same parameters in the same order.
         find_unused_parameters: Looks in each step for parameters that it has not used.
@@ -62,6 +69,8 @@ class DDPStrategy(LayoutFreeCheckpoints):
         compression: Compression = "none",
         powersgd_rank: int = 2,
         powersgd_start_step: int = 1000,
+        sync_every: int = 1,
+        sync_warmup_steps: int = 0,
         bucket_megabytes: float = 25.0,
         static_graph: bool = False,
         find_unused_parameters: bool = False,
@@ -87,12 +96,17 @@ class DDPStrategy(LayoutFreeCheckpoints):
             save_full=save_full,
         )
         checks.check_arguments(compression, powersgd_rank, powersgd_start_step, bucket_megabytes)
+        checks.check_local_sgd(sync_every, sync_warmup_steps, compression)
         self._compression: Compression = compression
         self._powersgd_rank = powersgd_rank
         self._powersgd_start_step = powersgd_start_step
         self._bucket_megabytes = bucket_megabytes
         self._static_graph = static_graph
         self._find_unused_parameters = find_unused_parameters
+        self._sync_every = sync_every
+        self._sync_warmup_steps = sync_warmup_steps
+        self._local: LocalSGD | None = None
+        self._undo: list[Callable[[], None]] = []
         self._ddp: DistributedDataParallel | None = None
         self._has_synced = False
 
@@ -115,6 +129,7 @@ class DDPStrategy(LayoutFreeCheckpoints):
         broadcast_state(self.module, self.data_group)
         if is_fitting:
             self._ddp = self._wrap()
+            self._begin_local_sgd(trainer)
             self.setup_optimizers(trainer)
             self.name_optimizer_groups()
         self.setup_precision_plugin()
@@ -137,6 +152,33 @@ class DDPStrategy(LayoutFreeCheckpoints):
         )
         return ddp
 
+    def _begin_local_sgd(self, trainer: pl.Trainer) -> None:
+        local = LocalSGD(self.module, self.data_group, self._sync_every, self._sync_warmup_steps)
+        self._local = local
+        self._undo = [
+            drain_before_validation(self.module, self.drain),
+            bracket_callbacks(
+                trainer,
+                show_whole_model=nullcontext,
+                on_train_epoch_end=lambda: None,
+                on_train_end=self.drain,
+                on_exception=self.on_exception,
+            ),
+        ]
+
+    def drain(self) -> None:
+        """Averages the weights of replicas that have stepped on their own; all ranks must call it.
+
+        Validation, checkpoints and the end of training do so by themselves.
+        """
+        if self._local is not None and self.is_running:
+            self._local.average()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.drain()
+        return super().lightning_module_state_dict()
+
     @override
     def model_to_device(self) -> None:
         self.module.to(self.root_device)
@@ -149,7 +191,11 @@ class DDPStrategy(LayoutFreeCheckpoints):
     def close_session(self) -> None:
         if self._ddp is not None:
             lightning_private.revert_layer_sync(self, self.module)
+        for undo in self._undo:
+            undo()
+        self._undo = []
         self._ddp = None
+        self._local = None
         self._has_synced = False
 
     # --- steps -------------------------------------------------------------------------------
@@ -182,6 +228,23 @@ class DDPStrategy(LayoutFreeCheckpoints):
         self._has_synced = True
         if not self._find_unused_parameters:
             checks.check_gradients(self.module)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert self._ddp is not None
+        assert self._local is not None
+        if not self._local.is_local(self.module.trainer.global_step):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._ddp.no_sync():
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._local.count_step()
+        return result
 
     @override
     @contextmanager

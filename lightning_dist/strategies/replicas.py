@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import torch
@@ -36,29 +36,40 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
         parameters: The same on each rank of the group; those without a gradient are left alone.
         group: The replicas; takes CPU tensors.
     """
+    average([p.grad for p in parameters if p.grad is not None], group)
+
+
+@torch.no_grad()
+def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Averages tensors over the replicas in place, in buckets of some megabytes.
+
+    Args:
+        tensors: Of the same shapes on each rank of the group.
+        group: The replicas; takes CPU tensors.
+    """
     size = dist.get_world_size(group)
     pending = []
-    for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).cpu()
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).cpu()
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
         pending.append((work, flat, bucket))
     for work, flat, bucket in pending:
         work.wait()
-        pieces = (flat / size).split([gradient.numel() for gradient in bucket])
-        for gradient, piece in zip(bucket, pieces, strict=True):
-            gradient.copy_(piece.view_as(gradient))
+        pieces = (flat / size).split([tensor.numel() for tensor in bucket])
+        for tensor, piece in zip(bucket, pieces, strict=True):
+            tensor.copy_(piece.view_as(tensor))
 
 
-def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     buckets: list[list[Tensor]] = []
-    for _, run in groupby(gradients, key=lambda g: g.dtype):
+    for _, run in groupby(tensors, key=lambda t: t.dtype):
         filled = _BUCKET_BYTES
-        for gradient in run:
-            num_bytes = gradient.numel() * gradient.element_size()
+        for tensor in run:
+            num_bytes = tensor.numel() * tensor.element_size()
             if filled + num_bytes > _BUCKET_BYTES:
                 buckets.append([])
                 filled = 0
-            buckets[-1].append(gradient)
+            buckets[-1].append(tensor)
             filled += num_bytes
     return buckets

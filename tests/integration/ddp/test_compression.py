@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_dist import DDPStrategy
 from lightning_dist.strategies import compression as compression_module
+from lightning_dist.strategies.last_resort import never_destroy
 from tests.helpers.models import (
     make_data,
     make_loader,
@@ -78,6 +79,7 @@ def test_half_precision_rounds_once_per_rank(
 
 def powersgd_loop() -> dict[str, Tensor]:
     dist.init_process_group("gloo")
+    never_destroy([dist.group.WORLD])  # as the strategy does, and for the same reason
     module = make_module()
     ddp = DistributedDataParallel(module.model)
     ddp.register_comm_hook(

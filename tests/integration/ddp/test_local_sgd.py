@@ -1,0 +1,107 @@
+"""Local SGD equals its recursion over replicas in one process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from lightning_dist import DDPStrategy
+from tests.helpers.models import (
+    make_data,
+    make_loader,
+    make_module,
+    make_optimizer,
+    make_trainer,
+    state_of,
+)
+from tests.helpers.workers import WorkerPool
+
+
+def share(rank: int) -> DataLoader[Any]:
+    return DataLoader(Subset(make_data(96), range(rank, 96, 2)), batch_size=4)
+
+
+def fit(sync_every: int, warmup: int, validate_every: int | None) -> Any:
+    module = make_module()
+    validated: list[dict[str, Tensor]] = []
+    module.on_validation_start = lambda: validated.append(state_of(module))
+    trainer = make_trainer(
+        devices=2,
+        strategy=DDPStrategy(sync_every=sync_every, sync_warmup_steps=warmup),
+        val_check_interval=validate_every,
+        limit_val_batches=1 if validate_every else 0,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, share(int(os.environ["RANK"])), make_loader(8))
+    return state_of(module), validated
+
+
+@torch.no_grad()
+def average(modules: list[Any]) -> None:
+    for same in zip(*(m.parameters() for m in modules), strict=True):
+        mean = sum(same) / len(same)
+        for parameter in same:
+            parameter.copy_(mean)
+
+
+def recursion(sync_every: int, warmup: int, validate_every: int | None) -> dict[str, Tensor]:
+    modules = [make_module() for _ in range(2)]
+    optimizers = [make_optimizer("sgd", m.parameters()) for m in modules]
+    local = 0
+    for step, batches in enumerate(zip(share(0), share(1), strict=True)):
+        for module, (x, y) in zip(modules, batches, strict=True):
+            module.zero_grad()
+            F.cross_entropy(module.model(x), y).backward()
+        if step < warmup:
+            for same in zip(*(m.parameters() for m in modules), strict=True):
+                mean = sum(p.grad for p in same) / 2
+                for parameter in same:
+                    parameter.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        local += step >= warmup
+        if local == sync_every or (validate_every and (step + 1) % validate_every == 0):
+            average(modules)
+            local = 0
+    average(modules)
+    return state_of(modules[0])
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "warmup", "validate_every"),
+    [(2, 0, None), (5, 0, None), (5, 3, None), (5, 3, 4), (100, 4, None)],
+)
+def test_equals_the_recursion(
+    workers: WorkerPool, sync_every: int, warmup: int, validate_every: int | None
+) -> None:
+    expected = recursion(sync_every, warmup, validate_every)
+    (first, seen), (second, also_seen) = workers.run(2, fit, sync_every, warmup, validate_every)
+    for name, value in expected.items():
+        assert float((first[name] - value).abs().max()) < 1e-12, name
+        assert torch.equal(first[name], second[name])
+    for one, other in zip(seen, also_seen, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_recursion_tells_how_often() -> None:
+    often, seldom = recursion(2, 0, None), recursion(5, 0, None)
+    assert any(float((often[n] - seldom[n]).abs().max()) > 1e-6 for n in often)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sync_every": 0}, "sync_every=0"),
+        ({"sync_warmup_steps": -1}, "sync_warmup_steps=-1"),
+        ({"sync_every": 4, "compression": "fp16"}, "nothing to compress"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DDPStrategy(**arguments)
