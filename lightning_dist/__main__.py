@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 from collections.abc import Sequence
 
 from lightning_dist.checkpoint import load_full, save_full
@@ -19,11 +20,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     merge = commands.add_parser("merge", help="make one Lightning checkpoint file of a sharded one")
     merge.add_argument("source", metavar="IN", help="a checkpoint of either form")
     merge.add_argument("target", metavar="OUT.ckpt", help="the file to write")
+    merge.add_argument(
+        "--unpickle", action="store_true", help="trust IN, and load any object that it holds"
+    )
     options = parser.parse_args(arguments)
     try:
-        checkpoint = load_full(options.source)
+        checkpoint = load_full(options.source, weights_only=not options.unpickle)
     except FileNotFoundError as error:
         parser.error(str(error))
+    except pickle.UnpicklingError as error:
+        parser.error(
+            f"{options.source} holds other objects than weights (in its hyperparameters, say):"
+            f" {str(error).splitlines()[0]} If you trust it, add --unpickle."
+        )
     save_full(checkpoint, options.target)
     print(f"Wrote {options.target}: {len(checkpoint['state_dict'])} tensors of weights.")
 

@@ -91,7 +91,8 @@ def load_sharded(
         resolved / _METADATA_FILE, map_location="cpu", weights_only=weights_only
     )
     tensors = _read_tensors(resolved, is_wanted)
-    checkpoint["state_dict"] = tensors.pop("model", {}) | checkpoint["state_dict"]
+    extra = {n: value for n, value in checkpoint["state_dict"].items() if is_wanted(n)}
+    checkpoint["state_dict"] = tensors.pop("model", {}) | extra
     for index, state in enumerate(checkpoint.get("optimizer_states", [])):
         by_parameter = state["state"]
         for key, tensor in tensors.get(f"optimizer.{index}", {}).items():
@@ -119,7 +120,7 @@ def save_sharded(
     if group is not None:
         dist.barrier(group)
     tensors, rest = _split(checkpoint)
-    states = _gather_optimizer_rest(rest, group)
+    states = _gather_rest(rest, group)
     dcp.save(tensors, checkpoint_id=temporary, process_group=group, no_dist=group is None)
     if rank == 0:
         torch.save({**rest, **states}, temporary / _METADATA_FILE)
@@ -195,20 +196,22 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     return tensors, rest
 
 
-def _gather_optimizer_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Collects the few optimizer entries that are not tensors from all ranks."""
-    if group is None or "optimizer_states" not in rest:
+def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Collects the few entries that are not tensors, of modules and optimizers, from all ranks."""
+    if group is None:
         return {}
-    own = [state["state"] for state in rest["optimizer_states"]]
-    everyone: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size(group))]
+    own = [rest["state_dict"], *(state["state"] for state in rest.get("optimizer_states", []))]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
-    states = []
-    for index, state in enumerate(rest["optimizer_states"]):
-        entries: dict[str, Any] = {}
-        for rank_states in everyone:
-            entries.update(rank_states[index])
-        states.append({**state, "state": entries})
-    return {"optimizer_states": states}
+    extra, *entries = (
+        {name: value for part in parts for name, value in part.items()}
+        for parts in zip(*everyone, strict=True)
+    )
+    gathered: dict[str, Any] = {"state_dict": extra}
+    if "optimizer_states" in rest:
+        pairs = zip(rest["optimizer_states"], entries, strict=True)
+        gathered["optimizer_states"] = [{**state, "state": found} for state, found in pairs]
+    return gathered
 
 
 def _read_tensors(path: Path, is_wanted: Callable[[str], bool]) -> dict[str, dict[str, Tensor]]:

@@ -12,9 +12,11 @@ shuffle alike on all ranks.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 
@@ -29,8 +31,7 @@ def seeded(*identity: int, device: torch.device) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little", signed=True)
+    seed = _seed_of(identity)
     generators = _generators(device)
     states = [generator.get_state() for generator in generators]
     for generator in generators:
@@ -40,6 +41,32 @@ def seeded(*identity: int, device: torch.device) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def seeded_python(*identity: int) -> Iterator[None]:
+    """Seeds Python's and numpy's generators from integers, and puts their state back at the end.
+
+    Args:
+        identity: As for :func:`seeded`.
+
+    Yields:
+        Nothing.
+    """
+    seed = _seed_of(identity)
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _seed_of(identity: tuple[int, ...]) -> int:
+    digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

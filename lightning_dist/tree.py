@@ -29,28 +29,39 @@ class Slot:
     index: int
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+def _never(_: Any) -> bool:
+    return False
+
+
+def map_leaves(
+    function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = _never
+) -> Any:
     """Rebuilds a tree with a function applied to each leaf.
 
     Args:
         function: Called with each leaf, in a fixed order: as stored for sequences, insertion order
             for mappings, field order for dataclasses.
         tree: Nested mappings, lists, tuples, named tuples and dataclass instances.
+        is_leaf: Whether a container is not to be gone into.
 
     Returns:
         A tree of the same containers.
     """
+
+    def inside(value: Any) -> Any:
+        return map_leaves(function, value, is_leaf)
+
+    if is_leaf(tree):
+        return function(tree)
     if isinstance(tree, Mapping):
-        items = [(key, map_leaves(function, value)) for key, value in tree.items()]
-        return _rebuild_mapping(tree, dict(items))
+        return _rebuild_mapping(tree, {key: inside(value) for key, value in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(function, value) for value in tree))
+        return type(tree)(*(inside(value) for value in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(map_leaves(function, value) for value in tree)
+        return type(tree)(inside(value) for value in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Slot):
         fields = [field.name for field in dataclasses.fields(tree) if field.init]
-        changes = {name: map_leaves(function, getattr(tree, name)) for name in fields}
-        return dataclasses.replace(tree, **changes)
+        return dataclasses.replace(tree, **{name: inside(getattr(tree, name)) for name in fields})
     return function(tree)
 
 

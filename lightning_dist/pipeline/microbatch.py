@@ -7,14 +7,16 @@ the undivided batch's gradient exactly (for losses that are means over samples),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_dist.tree import flatten, map_leaves, unflatten
+from lightning_dist.tree import flatten, map_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
     """Cuts a batch into micro-batches of almost equal size, the larger first.
 
     Args:
-        batch: Any tree of tensors with the samples in dim 0. Zero-dim tensors and leaves that are
-            not tensors go into each micro-batch as they are.
+        batch: Any tree of tensors with the samples in dim 0, and of lists with an entry per sample
+            (names, say). Zero-dim tensors and other leaves go into each micro-batch as they are.
         num_microbatches: How many.
 
     Returns:
@@ -81,23 +83,44 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
             " samples: lower `num_microbatches`, raise the batch size, or drop the last, smaller"
             " batch with `DataLoader(drop_last=True)`."
         )
-    tensors, skeleton = flatten(batch)
-    pieces = [
-        t.tensor_split(num_microbatches) if t.ndim > 0 else (t,) * num_microbatches for t in tensors
-    ]
     sizes = [
         num_samples // num_microbatches + (index < num_samples % num_microbatches)
         for index in range(num_microbatches)
     ]
+    is_leaf = partial(_is_per_sample, num_samples=num_samples)
+    columns = [_cut(leaf, sizes) for leaf in _leaves(batch, is_leaf)]
+
+    def piece(index: int) -> Any:
+        own = iter([column[index] for column in columns])
+        return map_leaves(lambda _: next(own), batch, is_leaf)
+
     return [
-        Microbatch(
-            index,
-            unflatten([piece[index] for piece in pieces], skeleton),
-            sizes[index],
-            sizes[index] / num_samples,
-        )
-        for index in range(num_microbatches)
+        Microbatch(index, piece(index), size, size / num_samples)
+        for index, size in enumerate(sizes)
     ]
+
+
+def _cut(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    if isinstance(leaf, Tensor) and leaf.ndim > 0:
+        return torch.split(leaf, list(sizes))
+    if isinstance(leaf, list | tuple):
+        ends = list(accumulate(sizes))
+        return [leaf[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return [leaf] * len(sizes)
+
+
+def _is_per_sample(tree: Any, num_samples: int) -> bool:
+    """Whether a list or tuple has one entry per sample: names or numbers, or dicts of their own."""
+    if not isinstance(tree, list | tuple) or hasattr(tree, "_fields"):
+        return False
+    return len(tree) == num_samples and all(_is_of_one_sample(e, num_samples) for e in tree)
+
+
+def _is_of_one_sample(entry: Any, num_samples: int) -> bool:
+    if isinstance(entry, Mapping):
+        tensors = flatten(entry)[0]
+        return any(t.ndim == 0 or len(t) != num_samples for t in tensors) or not tensors
+    return not isinstance(entry, Tensor | list | tuple) and not is_dataclass(entry)
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -108,33 +131,36 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         sizes: Samples per micro-batch.
 
     Returns:
-        One tree. Tensors with the samples in dim 0 are concatenated, floating zero-dim tensors and
-        floats are averaged with the samples as weights, integers are summed, and of anything else
-        the first is taken.
+        One tree. Tensors with the samples in dim 0 and lists with an entry per sample are
+        concatenated, floating zero-dim tensors and floats are averaged with the samples as weights,
+        integers are summed, and of anything else the first is taken.
 
     Raises:
         ValueError: The outputs have different numbers of leaves.
     """
     if len(outputs) == 1:
         return outputs[0]
-    columns = [_leaves(output) for output in outputs]
+    per_sample = [partial(_is_per_sample, num_samples=size) for size in sizes]
+    columns = [_leaves(*pair) for pair in zip(outputs, per_sample, strict=True)]
     if len({len(column) for column in columns}) != 1:
         raise ValueError(
             "A step must return the same structure for each micro-batch, but the numbers of leaves"
             f" were {[len(column) for column in columns]}."
         )
     merged = iter([_merge_leaf(list(leaves), sizes) for leaves in zip(*columns, strict=True)])
-    return map_leaves(lambda _: next(merged), outputs[0])
+    return map_leaves(lambda _: next(merged), outputs[0], per_sample[0])
 
 
-def _leaves(tree: Any) -> list[Any]:
+def _leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
     leaves: list[Any] = []
-    map_leaves(leaves.append, tree)
+    map_leaves(leaves.append, tree, is_leaf)
     return leaves
 
 
 def _merge_leaf(leaves: list[Any], sizes: Sequence[int]) -> Any:
     first = leaves[0]
+    if isinstance(first, list | tuple):
+        return type(first)(chain.from_iterable(leaves))
     if isinstance(first, Tensor) and first.ndim > 0:
         return torch.cat(leaves)
     if isinstance(first, Tensor) and not first.is_floating_point():

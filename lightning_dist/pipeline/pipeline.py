@@ -85,6 +85,7 @@ class Pipeline:
         self._runtime = Runtime(self.stage, links, self.recorder, self._explain())
         self._batches_since_drain = 0
         self._num_batches = 0
+        self._num_evaluated = 0
         self._microbatch_sizes: tuple[int, ...] = ()
         self._update: Action | None = None
         self._update_start: Any = None
@@ -150,13 +151,14 @@ class Pipeline:
         microbatches = split(batch, self._num_pieces(batch))
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
         numbered = {first + microbatch.index: microbatch for microbatch in microbatches}
-        seed = self._num_batches if seed is None else seed
+        name = (self._num_batches if seed is None else seed,)
         # The pipeline has to fill then, so that nobody waits because of a look at a device.
         mark = fingerprint(batch, read_devices=self._batches_since_drain == 0)
         actions = self._round(len(microbatches))
-        results = self._run(actions, Work(numbered, step, gradient_scale, seed, mark))
+        results = self._run(actions, Work(numbered, step, gradient_scale, name, mark))
         self._batches_since_drain += 1
         self._num_batches += 1
+        self._num_evaluated = 0
         return [results[index] for index in sorted(results)]
 
     def drain(self) -> Iterator[None]:
@@ -172,13 +174,16 @@ class Pipeline:
         self.recorder.interrupt()
         self._batches_since_drain = 0
 
-    def evaluate_batch(self, batch: Any, step: Step, num_microbatches: int) -> list[Any]:
+    def evaluate_batch(
+        self, batch: Any, step: Step, num_microbatches: int, *, seed: int | None = None
+    ) -> list[Any]:
         """Runs a batch forward only.
 
         Args:
             batch: Any tree of tensors with the samples in dim 0.
             step: Called with each micro-batch.
             num_microbatches: At most how many micro-batches.
+            seed: Names the training batch before it for the random numbers; None counts them.
 
         Returns:
             What the step returned for each micro-batch on the last stage; empty on the others.
@@ -189,7 +194,9 @@ class Pipeline:
         microbatches = split(batch, count)
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
         mark = fingerprint(batch, read_devices=True)
-        work = Work({m.index: m for m in microbatches}, step, 1.0, self._num_batches, mark)
+        name = (self._num_batches if seed is None else seed, self._num_evaluated)
+        work = Work({m.index: m for m in microbatches}, step, 1.0, name, mark)
+        self._num_evaluated += 1
         results = self._runtime.run(self._other_round("forward", count), work)
         return [results[index] for index in sorted(results)]
 

@@ -72,14 +72,14 @@ class Work:
         microbatches: By the index that the actions of this batch use.
         step: The user's step.
         gradient_scale: Multiplies all gradients of the batch, beside each micro-batch's weight.
-        seed: Names the batch for the random numbers.
+        seed: Integers that name the batch for the random numbers.
         fingerprint: Of the batch; the same on all stages.
     """
 
     microbatches: Mapping[int, Microbatch]
     step: Step
     gradient_scale: float
-    seed: int
+    seed: tuple[int, ...]
     fingerprint: int
 
 
@@ -164,7 +164,7 @@ class Runtime:
     def _forward(self, index: int, work: Work | None) -> None:
         assert work is not None
         microbatch = work.microbatches[index]
-        seed = (work.seed, microbatch.index)
+        seed = (*work.seed, microbatch.index)
         received = self._received.pop(index, None)
         self._results[index] = self._stage.forward(index, microbatch, received, work.step, seed)
         if not torch.is_grad_enabled():

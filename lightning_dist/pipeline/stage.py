@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.pipeline.alias import behind_leaf
 from lightning_dist.pipeline.cut import ForeignLayer
 from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.weight_policy import WeightPolicy
 from lightning_dist.pipeline.weights import WeightVersion
-from lightning_dist.rng import seeded
+from lightning_dist.rng import seeded, seeded_python
 from lightning_dist.tree import flatten, map_tensors
 
 Step = Callable[[Microbatch], Any]
@@ -129,7 +130,7 @@ class Stage:
         """
         self._call = call = _LayerCall(received, (*self._seed, *seed))
         try:
-            with seeded(*call.seed, device=self._device):
+            with seeded(*call.seed, device=self._device), seeded_python(*call.seed):
                 result = step(microbatch)
         except _StepLeft:
             result = call.output
@@ -207,7 +208,10 @@ class Stage:
         call.layer_input = arguments[0] if self.is_first else call.received
         if torch.is_grad_enabled():
             call.weights = self.policy.acquire()
-        call.output = self._run_layers(call.layer_input, call.weights, call.seed)
+        given = call.layer_input
+        if self._recomputes:  # the layers may write into what they get
+            given = map_tensors(_copy_of, given)
+        call.output = self._run_layers(given, call.weights, call.seed)
         if self._recomputes:
             call.output = map_tensors(_cut_from_graph, call.output)
         call.done = True
@@ -222,9 +226,10 @@ class Stage:
 
     def _run_layers(self, value: Any, weights: WeightVersion | None, seed: tuple[int, ...]) -> Any:
         with seeded(*seed, self._stage_index, device=self._device):
+            given = map_tensors(behind_leaf, value)
             if weights is None:
-                return self.layers(value)
-            return torch.func.functional_call(self.layers, dict(weights.aliases), (value,))
+                return self.layers(given)
+            return torch.func.functional_call(self.layers, dict(weights.aliases), (given,))
 
     def _keep(self, index: int, call: _LayerCall, result: Any) -> None:
         inputs = [] if self.is_first else _differentiable(call.layer_input)
@@ -278,6 +283,10 @@ class _LayerCall:
 
 def _cut_from_graph(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _memory_of(tensor: Tensor) -> int:

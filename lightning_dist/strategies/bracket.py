@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LearningRateFinder
 from typing_extensions import override
 
 from lightning_dist.strategies.lightning_private import callbacks_of, set_callbacks
@@ -64,8 +65,8 @@ class FirstCallback(pl.Callback):
         self._on_exception(exception)
 
 
-class LastCallback(pl.Callback):
-    """Runs behind the user's callbacks.
+class HidingCallback(pl.Callback):
+    """Runs behind the callbacks that shall see the whole model.
 
     Args:
         first: The other one of the pair.
@@ -100,10 +101,17 @@ def bracket_callbacks(
         Undoes the change.
     """
     first = FirstCallback(show_whole_model, on_train_epoch_end, on_train_end, on_exception)
-    bracket = (first, LastCallback(first))
-    set_callbacks(trainer, [bracket[0], *callbacks_of(trainer), bracket[1]])
+    added: list[pl.Callback] = [first]
+    callbacks: list[pl.Callback] = [first]
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, LearningRateFinder):  # it trains and saves in `on_fit_start`
+            added.append(HidingCallback(first))
+            callbacks.append(added[-1])
+        callbacks.append(callback)
+    added.append(HidingCallback(first))
+    set_callbacks(trainer, [*callbacks, added[-1]])
 
     def undo() -> None:
-        set_callbacks(trainer, [c for c in callbacks_of(trainer) if c not in bracket])
+        set_callbacks(trainer, [c for c in callbacks_of(trainer) if c not in added])
 
     return undo

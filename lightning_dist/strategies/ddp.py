@@ -126,7 +126,8 @@ class DDPStrategy(LayoutFreeCheckpoints):
         if is_fitting:
             lightning_private.apply_layer_sync(self, self.module)
         self.model_to_device()
-        broadcast_state(self.module, self.data_group)
+        state = [*self.module.parameters(), *self.module.buffers()]
+        broadcast_state(state, self.data_group)
         if is_fitting:
             self._ddp = self._wrap()
             self._begin_local_sgd(trainer)

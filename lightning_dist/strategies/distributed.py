@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -197,7 +197,6 @@ class DistributedStrategy(ParallelStrategy):
 
     def _init_process_group(self) -> None:
         assert self.cluster_environment is not None
-        reset_seed()
         self.set_world_ranks()
         if dist.is_initialized():
             return

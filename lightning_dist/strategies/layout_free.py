@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -34,6 +35,20 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     @property
     @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        if io is not None and not isinstance(io, TorchCheckpointIO):
+            raise ValueError(
+                f"{type(io).__name__} would not be asked: checkpoints of this package have a format"
+                " of their own. Leave the plugin out."
+            )
+        self._checkpoint_io = io
+
+    @property
+    @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # only then is it known what this rank holds
 
@@ -45,9 +60,15 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.lightning_module is not None
         names = self._group_names[self.optimizers.index(optimizer)]
-        return state_by_name(optimizer, self.lightning_module, names)
+        if len(optimizer.param_groups) != len(names):
+            raise ValueError(
+                f"The optimizer has {len(optimizer.param_groups)} parameter groups, but"
+                f" `configure_optimizers` made {len(names)}: some were added later, by"
+                " BaseFinetuning say, and ranks do not know each other's. Make all groups in"
+                " `configure_optimizers`, or train without checkpoints."
+            )
+        return state_by_name(optimizer, self.module, names)
 
     @override
     def save_checkpoint(
@@ -56,10 +77,10 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         filepath: str | os.PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
-        if storage_options is not None:
+        if storage_options is not None or "://" in os.fspath(filepath):
             raise ValueError(
-                f"storage_options={storage_options!r} is not supported: checkpoints are written to"
-                " a directory that all ranks share."
+                f"{filepath} (storage_options={storage_options!r}): checkpoints are written to a"
+                " directory of the file system that all ranks share, and nowhere else."
             )
         if not self.is_running:
             warnings.warn(f"A rank has failed, so {filepath} was not written.", stacklevel=2)
@@ -84,11 +105,13 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             return self._with_names(
                 checkpoints.load_full(checkpoint_path, weights_only=only_weights)
             )
-        module = self.lightning_module
-        assert module is not None
-        own = {name for name, _ in module.named_parameters()} | set(module.state_dict())
+        own = {name for name, _ in self.module.named_parameters()} | set(self.module.state_dict())
+        foreign = self.foreign_names()
+        # What nobody has is loaded too, for `load_state_dict` to complain about.
         return checkpoints.load_sharded(
-            checkpoint_path, own.__contains__, weights_only=only_weights
+            checkpoint_path,
+            lambda name: name in own or name not in foreign,
+            weights_only=only_weights,
         )
 
     def _with_names(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from lightning_dist.strategies.pipelined_module import (
     choose_partition,
     find_sequence,
     refuse_tied_layers,
+    tensors_outside,
 )
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.session import Session, drain_before_validation, open_session
@@ -181,7 +182,8 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         for optimizer in self.optimizers:
             keep_own_parameters(optimizer, module)
         self.model_to_device()
-        broadcast_state(module, self.data_group)
+        broadcast_state([*module.parameters(), *module.buffers()], self.data_group)
+        broadcast_state(tensors_outside(module, sequence), self.group("pp"))
         self.setup_precision_plugin()
         self._session = self._open_session(trainer, layers_per_stage)
         self.guard.connect_signals(trainer)
@@ -190,6 +192,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         """Lets the user group the whole model's parameters, as on a single device."""
         with whole(self._sequence, torch.device("cpu")), pipeline_checks.one_optimizer():
             self.setup_optimizers(trainer)
+            pipeline_checks.check_optimizers(self.optimizers)
             self.name_optimizer_groups()
         for optimizer in self.optimizers:
             lightning_private.mark_optimizer_called(optimizer)
@@ -356,7 +359,12 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.drain()
-        return super().lightning_module_state_dict()
+        state = super().lightning_module_state_dict()
+        if self.stage_index == self.mesh.pp - 1:
+            return state
+        # Outside of the layers each stage holds a copy, and the last one alone runs whole steps.
+        prefix = f"{self._sequence_path}."
+        return {name: value for name, value in state.items() if name.startswith(prefix)}
 
     @override
     def foreign_names(self) -> set[str]:

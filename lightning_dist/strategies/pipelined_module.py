@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dist.pipeline.cut import ForeignLayer, layer_parameter_counts, stage_of_layers
 from lightning_dist.pipeline.partition import partition_layers, uniform_partition
@@ -96,6 +96,17 @@ def _descend(name: str, sequence: nn.Sequential) -> tuple[str, nn.Sequential]:
     if len(children) == 1 and isinstance(children[0][1], nn.Sequential):
         return _descend(f"{name}.{children[0][0]}", children[0][1])
     return name, sequence
+
+
+def tensors_outside(module: nn.Module, sequence: nn.Sequential) -> list[Tensor]:
+    """Lists a module's parameters and buffers that no stage has for itself.
+
+    Args:
+        module: The user's module.
+        sequence: The pipelined module.
+    """
+    inside = {id(t) for t in (*sequence.parameters(), *sequence.buffers())}
+    return [t for t in (*module.parameters(), *module.buffers()) if id(t) not in inside]
 
 
 def _module_lists(module: nn.Module) -> str:

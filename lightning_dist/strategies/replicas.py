@@ -13,16 +13,16 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 @torch.no_grad()
-def broadcast_state(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives each replica the parameters and buffers of the first.
+def broadcast_state(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Gives each rank the parameters and buffers of the first.
 
     Args:
-        module: What each rank of the group holds.
-        group: The replicas; takes CPU tensors.
+        tensors: The same on each rank of the group but for their values.
+        group: The ranks; takes CPU tensors.
     """
     if dist.get_world_size(group) == 1:
         return
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in tensors:
         host = tensor.detach().cpu().contiguous()
         dist.broadcast(host, group_src=0, group=group)
         tensor.copy_(host)

@@ -77,7 +77,7 @@ class _Recorded:
         if self.call.reduction == "sum":
             return sum(self.values)
         pairs = zip(self.values, self.sizes, strict=True)
-        return sum(value * (size / sum(self.sizes)) for value, size in pairs)
+        return sum(value * size for value, size in pairs) / sum(self.sizes)
 
 
 _EXTREMES: dict[str, Callable[[Sequence[float]], float]] = {
@@ -198,5 +198,8 @@ class StepLog:
                     f"self.log({name!r}, tensor) takes a tensor of one element, not of shape"
                     f" {tuple(value.shape)}. Log its mean, or a torchmetrics object."
                 )
-            return float(value.detach()), value.dtype, None
+            # A mean of whole numbers need not be whole; Lightning makes them floating as well.
+            is_floating = value.is_floating_point()
+            dtype = value.dtype if is_floating else torch.get_default_dtype()
+            return float(value.detach()), dtype, None
         return float(value), torch.get_default_dtype(), None

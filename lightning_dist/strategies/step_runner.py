@@ -67,7 +67,8 @@ class StepRunner:
         stopped_before, trainer.should_stop = trainer.should_stop, False
         results = self._pipeline.train_batch(batch, step, gradient_scale=scale, seed=seed)
         asks_to_stop, trainer.should_stop = trainer.should_stop, stopped_before
-        self._publish([_scalars_of(r) for r in results], batch, asks_to_stop)
+        scalars = [_without_dims(_scalars_of(r)) for r in results]
+        self._publish(scalars, batch, asks_to_stop)
         self._deliver(self._num_held_back())
         return self._last_result
 
@@ -100,7 +101,8 @@ class StepRunner:
         """
         batch, *rest = arguments
         step = self._step(method, context, rest)
-        results = self._pipeline.evaluate_batch(batch, step, num_microbatches)
+        seed = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
+        results = self._pipeline.evaluate_batch(batch, step, num_microbatches, seed=seed)
         self._publish(results, batch)
         (outcome,) = self._outcomes.deliver(num_held_back=0)
         self._log.replay(outcome.log)
@@ -154,3 +156,8 @@ def _scalars_of(result: Any) -> Any:
         for key, value in result.items()
         if (isinstance(value, Tensor) and value.numel() == 1) or not flatten(value)[0]
     }
+
+
+def _without_dims(result: Any) -> Any:
+    """Makes a loss of shape (1,) one that is averaged over micro-batches, not concatenated."""
+    return map_tensors(lambda t: t.reshape(()), result)

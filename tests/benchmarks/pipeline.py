@@ -170,7 +170,7 @@ def print_bubbles(workers: WorkerPool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant")
-    parser.add_argument("--batches", type=int, default=40, help="timed batches of each run")
+    parser.add_argument("--batches", type=int, default=100, help="timed batches of each run")
     parser.add_argument(
         "--only", default="", help="contestants whose name contains one of these, parted by |"
     )

@@ -1,0 +1,322 @@
+"""What users write in their modules gives under a pipeline what it gives on one device."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_dist import PipelineStrategy
+from lightning_dist.checkpoint import load_full
+from tests.helpers.models import Classifier, ConvLayer, make_data, make_loader, make_module
+from tests.helpers.models import make_trainer as plain_trainer
+from tests.helpers.workers import WorkerPool
+
+
+def make_trainer(devices: int, schedule: str = "1f1b", **options: Any) -> L.Trainer:
+    strategy: Any = PipelineStrategy(schedule=schedule) if devices > 1 else "auto"
+    return plain_trainer(devices=devices, strategy=strategy, **options)
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+# --- batches and predictions that are not all tensors --------------------------------------------
+
+
+class Named(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        classes = self.model(batch["x"]).argmax(-1)
+        return {"names": batch["name"], "classes": classes.tolist(), "kind": "digits"}
+
+
+def named_loader() -> DataLoader[Any]:
+    data = [{"x": x, "name": f"f{i}"} for i, (x, _) in enumerate(make_data(11))]
+    return DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+
+
+def predict_names(devices: int, schedule: str) -> Any:
+    return make_trainer(devices, schedule).predict(make_module(Named), named_loader())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_lists_with_an_entry_per_sample_are_cut_and_joined(
+    workers: WorkerPool, schedule: str
+) -> None:
+    expected = predict_names(1, schedule)
+    assert [len(batch["names"]) for batch in expected] == [4, 4, 3]
+    for found in workers.run(2, predict_names, 2, schedule):
+        assert found == expected
+
+
+# --- random numbers ------------------------------------------------------------------------------
+
+
+class Drawing(Classifier):
+    """Draws from all generators, before the model and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def _draw(self) -> float:
+        return float(torch.rand(())) + float(np.random.rand()) + random.random()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.drawn.append(self._draw())
+        loss = super().training_step(batch, batch_idx)
+        self._draw()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.drawn.append(self._draw())
+        super().validation_step(batch, batch_idx)
+
+
+def draw(schedule: str) -> list[float]:
+    np.random.seed(int(os.environ["RANK"]))
+    module = make_module(Drawing)
+    make_trainer(2, schedule).fit(module, make_loader(16, batch_size=1), make_loader(2, 1))
+    return module.drawn
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_steps_draw_the_same_on_all_stages_and_new_numbers_for_each_batch(
+    workers: WorkerPool, schedule: str
+) -> None:
+    first, second = workers.run(2, draw, schedule)
+    assert first == second
+    assert len(set(first)) == len(first)
+
+
+# --- logging -------------------------------------------------------------------------------------
+
+
+class Counting(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("five", torch.tensor(5), on_epoch=True)
+        x, y = batch
+        return F.cross_entropy(self.model(x), y).reshape(1)
+
+
+def count(devices: int) -> dict[str, float]:
+    trainer = make_trainer(devices)
+    trainer.fit(make_module(Counting), make_loader(27, 9), make_loader(8))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.filterwarnings("ignore:You called .self.log.*integer:UserWarning")
+def test_whole_numbers_and_a_loss_with_a_dim(workers: WorkerPool) -> None:
+    for metrics in workers.run(2, count, 2):
+        assert metrics["five"] == 5.0
+
+
+# --- state outside of the layers -----------------------------------------------------------------
+
+
+class Stateful(Classifier):
+    """Has a frozen teacher, and a buffer that follows the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 6).requires_grad_(False)
+        self.register_buffer("smoothed", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.model(self.teacher(x)), y)
+        self.smoothed.mul_(0.9).add_(0.1 * loss.detach())
+        return loss
+
+
+def fit_stateful(devices: int, path: str) -> Any:
+    module = make_module(Stateful)
+    if devices > 1:  # nobody seeded
+        nn.init.normal_(
+            module.teacher.weight,
+            generator=torch.Generator().manual_seed(int(os.environ["RANK"])),
+        )
+    trainer = make_trainer(devices)
+    trainer.fit(module, make_loader(), make_loader(8))
+    trainer.save_checkpoint(path)
+    return module.teacher.weight.detach().clone(), float(module.smoothed)
+
+
+def test_state_outside_of_the_layers(workers: WorkerPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "state.ckpt")
+    (first, _), (second, smoothed) = workers.run(2, fit_stateful, 2, path)
+    assert torch.equal(first, second)
+    saved = load_full(path)["state_dict"]
+    assert torch.equal(saved["teacher.weight"], first)
+    assert float(saved["smoothed"]) == smoothed != 0.0
+
+
+class Remembering(ConvLayer):
+    """Keeps a note in the checkpoint that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = "none"
+
+    def get_extra_state(self) -> Any:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+
+
+class Noted(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            Remembering(), ConvLayer(), Remembering(), nn.Flatten(), nn.Linear(12, 3)
+        )
+
+
+def fit_noted(path: str, resume: bool) -> list[str]:
+    module = make_module(Noted)
+    mine = [m for m in module.modules() if isinstance(m, Remembering)]
+    for index, layer in enumerate(mine):
+        layer.note = f"{index}" if not resume else "none"
+    trainer = make_trainer(2, max_epochs=1 + resume)
+    trainer.fit(module, make_loader(), make_loader(8), ckpt_path=path if resume else None)
+    if not resume:
+        trainer.save_checkpoint(path)
+    return [m.note for m in module.modules() if isinstance(m, Remembering)]
+
+
+def test_extra_state_of_layers_comes_back(workers: WorkerPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "noted.ckpt")
+    assert workers.run(2, fit_noted, path, False) == [["0"], ["1"]]
+    assert workers.run(2, fit_noted, path, True) == [["0"], ["1"]]
+
+
+class Longer(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.append(nn.Linear(3, 3))
+
+
+def resume_shorter(path: str, module: Any, resume: bool) -> str:
+    trainer = make_trainer(2, max_epochs=2)
+    built = make_module(module)
+    try:
+        trainer.fit(built, make_loader(), make_loader(8), ckpt_path=path if resume else None)
+    except Exception as error:
+        return str(error)
+    trainer.save_checkpoint(path)
+    return ""
+
+
+def test_keys_that_nobody_has_are_named(workers: WorkerPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "longer.ckpt")
+    assert workers.run(2, resume_shorter, path, Longer, False) == ["", ""]
+    for text in workers.run(2, resume_shorter, path, Classifier, True):
+        assert "Unexpected key(s)" in text
+        assert "model.8.weight" in text
+
+
+# --- layers that write in place ------------------------------------------------------------------
+
+
+class InPlace(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Flatten(), nn.Linear(12, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)
+        )
+
+
+def fit_in_place(devices: int, schedule: str, versions: str) -> dict[str, Tensor]:
+    strategy: Any = PipelineStrategy(schedule=schedule, partition=[2, 2], weight_versions=versions)
+    trainer = plain_trainer(devices=devices, strategy=strategy if devices > 1 else "auto")
+    module = make_module(InPlace)
+    trainer.fit(module, make_loader(8), make_loader(8))
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "versions"), [("1f1b", "stash"), ("pipedream", "stash"), ("pipedream", "none")]
+)
+def test_a_stage_may_begin_with_a_layer_that_writes_in_place(
+    workers: WorkerPool, schedule: str, versions: str
+) -> None:
+    expected = fit_in_place(1, schedule, versions)  # of one batch, which is never stale
+    for found in workers.run(2, fit_in_place, 2, schedule, versions):
+        for name, value in found.items():
+            assert float((value - expected[name]).abs().max()) < 1e-12
+
+
+# --- tuners and callbacks ------------------------------------------------------------------------
+
+
+class WithRate(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def find_rate(devices: int, root: str) -> list[float]:
+    trainer = make_trainer(devices, default_root_dir=root, max_epochs=10)
+    module = make_module(WithRate)
+    finder = Tuner(trainer).lr_find(
+        module,
+        make_loader(),
+        make_loader(8),
+        num_training=12,
+        update_attr=False,
+        early_stop_threshold=None,
+    )
+    assert finder is not None
+    return [float(loss) for loss in finder.results["loss"]]
+
+
+def test_the_learning_rate_finder_finds_the_same(workers: WorkerPool, tmp_path: Path) -> None:
+    expected = find_rate(1, str(tmp_path))
+    for found in workers.run(2, find_rate, 2, str(tmp_path)):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Quasi(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def refused(kind: str, root: str) -> tuple[str, str]:
+    module = make_module(Quasi if kind == "LBFGS" else Classifier)
+    callbacks = [EMAWeightAveraging()] if kind == "EMA" else []
+    try:
+        trainer = make_trainer(2, callbacks=callbacks)
+        trainer.fit(module, make_loader(), make_loader(8))
+        trainer.save_checkpoint("memory://here.ckpt" if kind == "remote" else root)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("EMA", "EMAWeightAveraging"), ("LBFGS", "LBFGS"), ("remote", "memory://here.ckpt")],
+)
+def test_what_cannot_be_done_is_refused(
+    workers: WorkerPool, kind: str, message: str, tmp_path: Path
+) -> None:
+    for error, text in workers.run(2, refused, kind, str(tmp_path / "x.ckpt")):
+        assert error == "ValueError", (error, text)
+        assert message in text
