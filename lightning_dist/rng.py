@@ -43,20 +43,27 @@ def seeded(*identity: int, device: torch.device) -> Iterator[None]:
             generator.set_state(state)
 
 
-@contextmanager
-def seeded_python(*identity: int) -> Iterator[None]:
-    """Seeds Python's and numpy's generators from integers, and puts their state back at the end.
+def seed_python(*identity: int) -> None:
+    """Seeds Python's and numpy's generators from integers; see :func:`python_state_kept`.
 
     Args:
         identity: As for :func:`seeded`.
+    """
+    seed = _seed_of(identity)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def python_state_kept() -> Iterator[None]:
+    """Puts the state of Python's and numpy's generators back at the end.
+
+    Apart from the seeding, for it takes a tenth of a millisecond and serves a whole batch.
 
     Yields:
         Nothing.
     """
-    seed = _seed_of(identity)
     states = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
     try:
         yield
     finally:

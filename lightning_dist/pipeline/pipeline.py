@@ -40,6 +40,7 @@ from lightning_dist.pipeline.stream import Stream
 from lightning_dist.pipeline.timeline import SpanKind
 from lightning_dist.pipeline.weight_policy import Current, Stashed, Unstashed, WeightPolicy
 from lightning_dist.pipeline.weights import WeightStore
+from lightning_dist.rng import python_state_kept
 
 WeightVersions = Literal["stash", "none"]
 
@@ -155,7 +156,8 @@ class Pipeline:
         # The pipeline has to fill then, so that nobody waits because of a look at a device.
         mark = fingerprint(batch, read_devices=self._batches_since_drain == 0)
         actions = self._round(len(microbatches))
-        results = self._run(actions, Work(numbered, step, gradient_scale, name, mark))
+        with python_state_kept():
+            results = self._run(actions, Work(numbered, step, gradient_scale, name, mark))
         self._batches_since_drain += 1
         self._num_batches += 1
         self._num_evaluated = 0
@@ -197,7 +199,8 @@ class Pipeline:
         name = (self._num_batches if seed is None else seed, self._num_evaluated)
         work = Work({m.index: m for m in microbatches}, step, 1.0, name, mark)
         self._num_evaluated += 1
-        results = self._runtime.run(self._other_round("forward", count), work)
+        with python_state_kept():
+            results = self._runtime.run(self._other_round("forward", count), work)
         return [results[index] for index in sorted(results)]
 
     def install_gradients(self, reduce: Callable[[], None] | None = None) -> None:

@@ -158,7 +158,8 @@ class Runtime:
                 "This stage and the one before read different batches. All stages of a pipeline"
                 " must draw the same samples and augment them alike: call"
                 " `L.seed_everything(seed, workers=True)` first, and let samplers, augmentations"
-                " and collate functions use no random numbers that depend on the rank."
+                " and collate functions use no random numbers that depend on the rank. It also"
+                " happens when one rank alone ends an epoch or skips a batch."
             ) from None
 
     def _forward(self, index: int, work: Work | None) -> None:

@@ -25,7 +25,7 @@ from lightning_dist.pipeline.cut import ForeignLayer
 from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.weight_policy import WeightPolicy
 from lightning_dist.pipeline.weights import WeightVersion
-from lightning_dist.rng import seeded, seeded_python
+from lightning_dist.rng import seed_python, seeded
 from lightning_dist.tree import flatten, map_tensors
 
 Step = Callable[[Microbatch], Any]
@@ -120,7 +120,8 @@ class Stage:
             microbatch: The piece of the batch.
             received: What the stage before sent; ignored on the first.
             step: The user's step.
-            seed: Integers that name the step and the micro-batch.
+            seed: Integers that name the step and the micro-batch. The state of Python's and numpy's
+                generators is the caller's to keep.
 
         Returns:
             What to send on, or what the user's step returned on the last stage.
@@ -130,7 +131,8 @@ class Stage:
         """
         self._call = call = _LayerCall(received, (*self._seed, *seed))
         try:
-            with seeded(*call.seed, device=self._device), seeded_python(*call.seed):
+            seed_python(*call.seed)
+            with seeded(*call.seed, device=self._device):
                 result = step(microbatch)
         except _StepLeft:
             result = call.output
