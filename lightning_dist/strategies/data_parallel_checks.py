@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-COMPRESSIONS = ("none", "fp16", "bf16", "powersgd")
+from lightning_dist.strategies.compression import Compression
 
 
 def check_arguments(
@@ -27,8 +27,10 @@ def check_arguments(
     Raises:
         ValueError: One of them is unknown or too small.
     """
-    if compression not in COMPRESSIONS:
-        raise ValueError(f"compression={compression!r} is unknown; use one of {COMPRESSIONS}.")
+    if compression not in get_args(Compression):
+        raise ValueError(
+            f"compression={compression!r} is unknown; use one of {get_args(Compression)}."
+        )
     if powersgd_rank < 1:
         raise ValueError(f"powersgd_rank={powersgd_rank} must be at least 1.")
     if powersgd_start_step < 2:

@@ -30,10 +30,10 @@ from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.compression import Compression, compress_gradients
 from lightning_dist.strategies.distributed import StartMethod
+from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.local_sgd import LocalSGD
 from lightning_dist.strategies.replicas import broadcast_state
-from lightning_dist.strategies.session import drain_before_validation
 from lightning_dist.strategies.step_module import StepModule
 
 
@@ -130,7 +130,10 @@ class DDPStrategy(LayoutFreeCheckpoints):
         broadcast_state(state, self.data_group)
         if is_fitting:
             self._ddp = self._wrap()
-            self._begin_local_sgd(trainer)
+            self._local = LocalSGD(
+                self.module, self.data_group, self._sync_every, self._sync_warmup_steps
+            )
+            self._undo = self._hook_into(trainer)
             self.setup_optimizers(trainer)
             self.name_optimizer_groups()
         self.setup_precision_plugin()
@@ -153,10 +156,9 @@ class DDPStrategy(LayoutFreeCheckpoints):
         )
         return ddp
 
-    def _begin_local_sgd(self, trainer: pl.Trainer) -> None:
-        local = LocalSGD(self.module, self.data_group, self._sync_every, self._sync_warmup_steps)
-        self._local = local
-        self._undo = [
+    def _hook_into(self, trainer: pl.Trainer) -> list[Callable[[], None]]:
+        """Puts this strategy where Lightning does not call it, and gives what undoes that."""
+        return [
             drain_before_validation(self.module, self.drain),
             bracket_callbacks(
                 trainer,

@@ -133,11 +133,8 @@ class DistributedStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ranks read different data, so that Lightning puts in distributed samplers.
-
-        With one data replica there is nothing to share out, and the user's own order stays.
-        """
-        return self.mesh.data_size > 1
+        """Tells Lightning that there are other ranks."""
+        return True
 
     @property
     @override
@@ -187,6 +184,8 @@ class DistributedStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._init_process_group()
+        if self.mesh.data_size == 1:
+            lightning_private.keep_users_samplers(self.module.trainer)
         if self._ring_group is None:
             self._ring_group = dist.new_group(backend="gloo", timeout=_NEVER)
         self._guard = RunGuard(

@@ -54,8 +54,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     def name_optimizer_groups(self) -> None:
         """Remembers the names of the optimizers' parameters while the module is whole."""
-        module = self.lightning_module
-        assert module is not None
+        module = self.module
         self._group_names = tuple(name_groups(optimizer, module) for optimizer in self.optimizers)
 
     @override
@@ -122,8 +121,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self.module
         foreign = self.foreign_names()
         own = {k: v for k, v in checkpoint["state_dict"].items() if k not in foreign}
         module.load_state_dict(own, strict=strict)
@@ -134,7 +132,6 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self.module
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_by_name(optimizer, module, state)

@@ -67,6 +67,17 @@ def revert_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) ->
         strategy._layer_sync.revert(module)
 
 
+def keep_users_samplers(trainer: pl.Trainer) -> None:
+    """Keeps Lightning from putting in a ``DistributedSampler``, which would shuffle besides.
+
+    With one data replica there is nothing to share out. ``use_distributed_sampler`` is an argument
+    of the Trainer that cannot be changed later, and the strategy is asked for a sampler's arguments
+    but not whether there is to be one.
+    """
+    assert hasattr(trainer._accelerator_connector, "use_distributed_sampler")
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
 def set_received_sigterm(trainer: pl.Trainer) -> None:
     """Makes Lightning's loops end at their next boundary; the public property is read-only."""
     trainer._signal_connector.received_sigterm = True

@@ -43,6 +43,7 @@ from lightning_dist.strategies import lightning_private, pipeline_checks
 from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.clipping import clip_by_global_norm
 from lightning_dist.strategies.distributed import StartMethod
+from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.measured import Measurements, gather_measurements
 from lightning_dist.strategies.pipeline_config import PipelineConfig
@@ -53,7 +54,7 @@ from lightning_dist.strategies.pipelined_module import (
     tensors_outside,
 )
 from lightning_dist.strategies.replicas import broadcast_state
-from lightning_dist.strategies.session import Session, drain_before_validation, open_session
+from lightning_dist.strategies.session import Session, open_session
 
 _PROGRESS_KEY = "lightning_dist"
 

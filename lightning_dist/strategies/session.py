@@ -82,33 +82,3 @@ def open_session(
         Updates(module, pipeline, precision_plugin, replicas),
         tuple(undo),
     )
-
-
-def drain_before_validation(
-    module: pl.LightningModule, drain: Callable[[], None]
-) -> Callable[[], None]:
-    """Drains before each validation inside of ``fit``.
-
-    ``on_validation_model_zero_grad`` is the one hook that Lightning calls exactly then while the
-    module is still in training mode: later ones come after ``module.eval()``, where a backward that
-    recomputes activations would do so without dropout.
-
-    Args:
-        module: The user's module; changed until the returned function is called.
-        drain: Runs the backwards in flight.
-
-    Returns:
-        Undoes the change.
-    """
-    release_gradients = module.on_validation_model_zero_grad
-
-    def drain_and_release() -> None:
-        drain()
-        release_gradients()
-
-    module.on_validation_model_zero_grad = drain_and_release  # type: ignore[method-assign]
-
-    def undo() -> None:
-        del module.on_validation_model_zero_grad
-
-    return undo

@@ -86,13 +86,11 @@ def main() -> None:
         callbacks.append(
             ModelCheckpoint(directory, every_n_train_steps=3, save_top_k=-1, save_on_exception=True)
         )
-    strategy: Strategy = PipelineStrategy(
-        schedule=options.schedule if options.schedule != "ddp" else "1f1b",
-        partition=counts,
-        timeout_s=120,
-    )
+    strategy: Strategy
     if options.schedule == "ddp":
         strategy = DDPStrategy(timeout_s=120)
+    else:
+        strategy = PipelineStrategy(schedule=options.schedule, partition=counts, timeout_s=120)
     trainer = make_trainer(
         devices=options.devices,
         strategy=strategy,

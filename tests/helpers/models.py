@@ -8,7 +8,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 
 class ConvLayer(nn.Module):
@@ -92,6 +92,12 @@ def make_module(module: type[L.LightningModule] = Classifier, **kwargs: Any) -> 
 
 def make_loader(num_samples: int = 46, batch_size: int = 8, **kwargs: Any) -> DataLoader:
     return DataLoader(make_data(num_samples), batch_size=batch_size, **kwargs)
+
+
+def share_of(rank: int, num_samples: int, num_replicas: int = 2) -> DataLoader:
+    """One replica's share of the data, in batches of four."""
+    own = range(rank, num_samples, num_replicas)
+    return DataLoader(Subset(make_data(num_samples), own), batch_size=4)
 
 
 def make_trainer(**kwargs: Any) -> L.Trainer:

@@ -12,26 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Subset
 
 from lightning_dist import DDPStrategy
 from lightning_dist.strategies import compression as compression_module
 from lightning_dist.strategies.last_resort import never_destroy
 from tests.helpers.models import (
-    make_data,
     make_loader,
     make_module,
     make_optimizer,
     make_trainer,
+    share_of,
     state_of,
 )
 from tests.helpers.workers import WorkerPool
 
+NUM_SAMPLES = 48
 POWERSGD = {"powersgd_rank": 1, "powersgd_start_step": 2}
-
-
-def share(rank: int) -> DataLoader[Any]:
-    return DataLoader(Subset(make_data(48), range(rank, 48, 2)), batch_size=4)
 
 
 def fit(compression: Any, accumulate: int, **options: Any) -> dict[str, Tensor]:
@@ -41,7 +37,7 @@ def fit(compression: Any, accumulate: int, **options: Any) -> dict[str, Tensor]:
         strategy=DDPStrategy(compression=compression, **options),
         accumulate_grad_batches=accumulate,
     )
-    trainer.fit(module, share(int(os.environ["RANK"])), make_loader(8))
+    trainer.fit(module, share_of(int(os.environ["RANK"]), NUM_SAMPLES), make_loader(8))
     return state_of(module)
 
 
@@ -49,7 +45,7 @@ def reference(dtype: torch.dtype, accumulate: int) -> dict[str, Tensor]:
     """Two replicas in one process, which exchange gradients of another type."""
     module = make_module()
     optimizer = make_optimizer("sgd", module.parameters())
-    shares = [list(share(rank)) for rank in range(2)]
+    shares = [list(share_of(rank, NUM_SAMPLES)) for rank in range(2)]
     for start in range(0, len(shares[0]), accumulate):
         gradients = []
         for batches in shares:
@@ -86,7 +82,7 @@ def powersgd_loop() -> dict[str, Tensor]:
         powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook
     )
     optimizer = make_optimizer("sgd", ddp.parameters())
-    for x, y in share(dist.get_rank()):
+    for x, y in share_of(dist.get_rank(), NUM_SAMPLES):
         optimizer.zero_grad()
         F.cross_entropy(ddp(x), y).backward()
         optimizer.step()

@@ -9,22 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
 
 from lightning_dist import DDPStrategy
 from tests.helpers.models import (
-    make_data,
     make_loader,
     make_module,
     make_optimizer,
     make_trainer,
+    share_of,
     state_of,
 )
 from tests.helpers.workers import WorkerPool
 
-
-def share(rank: int) -> DataLoader[Any]:
-    return DataLoader(Subset(make_data(96), range(rank, 96, 2)), batch_size=4)
+NUM_SAMPLES = 96
 
 
 def fit(sync_every: int, warmup: int, validate_every: int | None) -> Any:
@@ -38,7 +35,7 @@ def fit(sync_every: int, warmup: int, validate_every: int | None) -> Any:
         limit_val_batches=1 if validate_every else 0,
         num_sanity_val_steps=0,
     )
-    trainer.fit(module, share(int(os.environ["RANK"])), make_loader(8))
+    trainer.fit(module, share_of(int(os.environ["RANK"]), NUM_SAMPLES), make_loader(8))
     return state_of(module), validated
 
 
@@ -54,7 +51,7 @@ def recursion(sync_every: int, warmup: int, validate_every: int | None) -> dict[
     modules = [make_module() for _ in range(2)]
     optimizers = [make_optimizer("sgd", m.parameters()) for m in modules]
     local = 0
-    for step, batches in enumerate(zip(share(0), share(1), strict=True)):
+    for step, batches in enumerate(zip(*(share_of(r, NUM_SAMPLES) for r in range(2)), strict=True)):
         for module, (x, y) in zip(modules, batches, strict=True):
             module.zero_grad()
             F.cross_entropy(module.model(x), y).backward()

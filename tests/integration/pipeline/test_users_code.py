@@ -118,7 +118,6 @@ def count(devices: int) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.filterwarnings("ignore:You called .self.log.*integer:UserWarning")
 def test_whole_numbers_and_a_loss_with_a_dim(workers: WorkerPool) -> None:
     for metrics in workers.run(2, count, 2):
         assert metrics["five"] == 5.0
