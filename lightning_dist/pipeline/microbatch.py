@@ -123,6 +123,12 @@ def _is_of_one_sample(entry: Any, num_samples: int) -> bool:
     return not isinstance(entry, Tensor | list | tuple) and not is_dataclass(entry)
 
 
+def _is_column(output: Any, num_samples: int) -> bool:
+    """Whether a step's output has one entry per sample; a tuple of numbers is several results."""
+    is_results = isinstance(output, tuple) and any(isinstance(e, int | float) for e in output)
+    return not is_results and _is_per_sample(output, num_samples)
+
+
 def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Joins the micro-batches' outputs into what the undivided batch would have given.
 
@@ -131,16 +137,16 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         sizes: Samples per micro-batch.
 
     Returns:
-        One tree. Tensors with the samples in dim 0 and lists with an entry per sample are
-        concatenated, floating zero-dim tensors and floats are averaged with the samples as weights,
-        integers are summed, and of anything else the first is taken.
+        One tree. Tensors with the samples in dim 0 and lists with an entry per sample (and tuples,
+        unless of numbers) are concatenated, floating zero-dim tensors and floats are averaged with
+        the samples as weights, integers are summed, and of anything else the first is taken.
 
     Raises:
         ValueError: The outputs have different numbers of leaves.
     """
     if len(outputs) == 1:
         return outputs[0]
-    per_sample = [partial(_is_per_sample, num_samples=size) for size in sizes]
+    per_sample = [partial(_is_column, num_samples=size) for size in sizes]
     columns = [_leaves(*pair) for pair in zip(outputs, per_sample, strict=True)]
     if len({len(column) for column in columns}) != 1:
         raise ValueError(

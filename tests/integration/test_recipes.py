@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lightning_dist.checkpoint import load_full
 
@@ -76,15 +75,7 @@ def test_the_same_config_runs_under_torchrun(tmp_path: Path) -> None:
     assert output.count("Run summary") == 1
 
 
-def test_help_and_printed_config_read_well() -> None:
-    config = "recipes/configs/gpt_pipedream.yaml"
-    printed = yaml.safe_load(
-        run("-m", "recipes.train", "fit", "--config", config, "--print_config")
-    )
-    strategy = printed["trainer"]["strategy"]
-    assert strategy["class_path"] == "lightning_dist.PipelineStrategy"
-    assert strategy["init_args"]["schedule"] == "pipedream"
-    assert strategy["init_args"]["num_stages"] == "auto"
+def test_help_reads_well() -> None:
     text = run(
         "-m", "recipes.train", "fit", "--trainer.strategy.help", "lightning_dist.PipelineStrategy"
     )

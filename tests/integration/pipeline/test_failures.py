@@ -29,7 +29,8 @@ def test_a_users_exception_ends_all_ranks_and_is_shown_first(devices: int, stage
     assert re.search(r">F\d<", run.output), "with the action marked"
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+# The launcher, and a stage with a neighbour on either side.
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path, victim: int) -> None:
     root = tmp_path / "checkpoints"
     arguments = ["--devices", "3", "--root", str(root), "--trouble", "sigkill", "--at", "9"]
@@ -40,14 +41,15 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path, victim: int)
     if victim == 0:  # the launcher itself is gone; its children speak for themselves
         assert "the process of rank 0 was lost" in run.output
     assert f"process of rank {victim} was lost" in run.output
-    saved = sorted(p for p in root.iterdir() if not p.name.startswith("."))
+    saved = finished_in(root)
     assert saved
     for path in saved:
         assert load_full(path)["global_step"] > 0
 
 
-@pytest.mark.parametrize("to_whom", ["launcher", "child", "group"])
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize(
+    ("schedule", "to_whom"), [("1f1b", "launcher"), ("pipedream", "child"), ("pipedream", "group")]
+)
 def test_sigterm_ends_all_ranks_at_one_batch_boundary(
     tmp_path: Path, schedule: str, to_whom: str
 ) -> None:
@@ -67,9 +69,8 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
     assert "Error" not in run.output, run.output
 
 
-@pytest.mark.parametrize("task", ["validate", "predict"])
-def test_sigterm_ends_an_evaluation_at_one_batch_boundary(tmp_path: Path, task: str) -> None:
-    with training_script(tmp_path, "--task", task, "--pause", "0.02") as run:
+def test_sigterm_ends_an_evaluation_at_one_batch_boundary(tmp_path: Path) -> None:
+    with training_script(tmp_path, "--task", "predict", "--pause", "0.02") as run:
         time.sleep(0.3)
         os.kill(child_of(run.process.pid), signal.SIGTERM)
         assert run.wait(15) == 0, run.output
@@ -90,17 +91,27 @@ def child_of(pid: int) -> int:
     return int(children[0])
 
 
+def finished_in(root: Path) -> list[Path]:
+    return [path for path in root.glob("*") if not path.name.startswith(".")]
+
+
+def is_saving(root: Path) -> bool:
+    try:
+        return any(root.glob(".*.saving/*"))
+    except FileNotFoundError:  # renamed between two looks
+        return False
+
+
 def test_a_kill_while_saving_leaves_the_checkpoint_before_whole(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     with training_script(tmp_path, "--root", str(root)) as run:
         deadline = time.monotonic() + STARTUP_SECONDS
         while time.monotonic() < deadline:
-            busy = list(root.glob(".*.saving/*"))
-            if busy and len([p for p in root.iterdir() if not p.name.startswith(".")]) >= 2:
+            if is_saving(root) and len(finished_in(root)) >= 2:
                 os.killpg(run.process.pid, signal.SIGKILL)
                 break
         run.process.wait()
-    finished = [p for p in root.iterdir() if not p.name.startswith(".")]
+    finished = finished_in(root)
     assert len(finished) >= 2
     for path in finished:
         assert load_full(path)["state_dict"]

@@ -68,6 +68,12 @@ def test_merge_knows_means_sums_and_rows() -> None:
         merge([[1], [1, 2]], [1, 1])
 
 
+def test_a_tuple_of_numbers_is_several_results_even_of_as_many_samples() -> None:
+    assert merge([(1.0, 2.0), (3.0, 4.0)], [2, 2]) == (2.0, 3.0)
+    assert merge([[1.0, 2.0], [3.0, 4.0]], [2, 2]) == [1.0, 2.0, 3.0, 4.0]
+    assert merge([("a", "b"), ("c", "d")], [2, 2]) == ("a", "b", "c", "d")
+
+
 def test_bad_batches() -> None:
     with pytest.raises(ValueError, match="3 samples.*num_microbatches=4.*drop_last"):
         split(torch.ones(3), 4)
