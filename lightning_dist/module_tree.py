@@ -1,0 +1,171 @@
+"""A model as a tree of modules, in the way that FSDP2 cuts it into units.
+
+``fully_shard`` is applied from the inside out, and each call takes the parameters that no call
+before it has taken. So three things have to be known of a model before anything is sharded: which
+modules can be a unit at all, in which order, and which parameters would be taken twice. A module
+and a parameter may stand in a model under several names; here each counts once, under the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+Chain = tuple[str, ...]
+
+
+def original_class(module: nn.Module) -> type:
+    """Gives the class that the user has written.
+
+    Args:
+        module: ``fully_shard`` puts a class of its own in front of a sharded module's.
+    """
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def qualified_name(cls: type) -> str:
+    """Gives a class's import path."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Counts the elements of a module's parameters, shared ones once; a DTensor's are global."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Walks over all modules, each after those inside it, the root last.
+
+    Args:
+        root: The model.
+
+    Yields:
+        The first dotted name, as ``named_modules`` gives it, and the module.
+    """
+    seen: set[nn.Module] = set()
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        seen.add(module)
+        for key, child in module.named_children():
+            if child not in seen:
+                yield from visit(_join(name, key), child)
+        yield name, module
+
+    return visit("", root)
+
+
+def shardable_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """Finds the modules that can be a unit: below the root, with parameters, run by their forward.
+
+    A unit's parameters are whole only from its forward's beginning to its end. A module without a
+    forward (``nn.ModuleList``, or a bare ``nn.Module`` as a name space) never begins one, and
+    ``nn.MultiheadAttention`` reads the weight of its output projection without calling it.
+
+    Args:
+        root: The model.
+
+    Returns:
+        Modules by their first dotted name, inner ones before the outer ones.
+    """
+    opaque = [module for module in root.modules() if isinstance(module, nn.MultiheadAttention)]
+    inside = {part for module in opaque for part in module.modules() if part is not module}
+    return {
+        name: module
+        for name, module in bottom_up(root)
+        if module is not root and module not in inside and _can_be_unit(module)
+    }
+
+
+def _can_be_unit(module: nn.Module) -> bool:
+    has_forward = original_class(module).forward is not nn.Module.forward  # type: ignore[attr-defined]
+    return has_forward and next(module.parameters(), None) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUse:
+    """Where a parameter is used.
+
+    Attributes:
+        parameter: The parameter.
+        names: Its first dotted name by the units around that use: a chain from the root (``""``) to
+            the innermost unit. More than one chain where the parameter or a module is shared.
+    """
+
+    parameter: nn.Parameter
+    names: dict[Chain, str]
+
+    @property
+    def home(self) -> str:
+        """The innermost unit around all uses."""
+        first, *others = self.names
+        return [unit for unit in first if all(unit in chain for chain in others)][-1]
+
+    @property
+    def between(self) -> list[str]:
+        """The units that stand between the home and a use; none if the unit can be sharded."""
+        return [unit for chain in self.names for unit in chain[chain.index(self.home) + 1 :]]
+
+
+def parameter_uses(root: nn.Module, units: Collection[str]) -> list[ParameterUse]:
+    """Finds out which unit each parameter belongs to.
+
+    Args:
+        root: The model.
+        units: Dotted names of the units below the root.
+
+    Returns:
+        One entry per parameter, in the order of ``root.parameters()``.
+    """
+    unit_names = {root.get_submodule(name): name for name in ("", *units)}
+    names: dict[nn.Parameter, dict[Chain, str]] = {p: {} for p in root.parameters()}
+    seen: set[tuple[nn.Module, Chain]] = set()
+
+    def visit(path: str, module: nn.Module, chain: Chain) -> None:
+        if module in unit_names:
+            chain = (*chain, unit_names[module])
+        if (module, chain) in seen:
+            return
+        seen.add((module, chain))
+        for key, parameter in module.named_parameters(recurse=False):
+            names[parameter].setdefault(chain, _join(path, key))
+        for key, child in module.named_children():
+            visit(_join(path, key), child, chain)
+
+    visit("", root, ())
+    return [ParameterUse(parameter, by_chain) for parameter, by_chain in names.items()]
+
+
+def split_parameters(root: nn.Module, units: Collection[str]) -> list[ParameterUse]:
+    """Finds shared parameters that two units would both shard.
+
+    ``fully_shard`` does not keep such a tie: torch 2.13 refuses it, in the first forward.
+
+    Args:
+        root: The model.
+        units: Dotted names of the units below the root.
+    """
+    return [use for use in parameter_uses(root, units) if use.between]
+
+
+def without_splits(root: nn.Module, units: Collection[str]) -> list[str]:
+    """Drops the units that would split a shared parameter; it goes to the unit around all its uses.
+
+    Args:
+        root: The model.
+        units: Dotted names of the units below the root.
+
+    Returns:
+        The others, in the given order.
+    """
+    kept = list(units)
+    while splits := split_parameters(root, kept):
+        dropped = {unit for use in splits for unit in use.between}
+        kept = [unit for unit in kept if unit not in dropped]
+    return kept
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
