@@ -160,11 +160,8 @@ def without_splits(root: nn.Module, units: Collection[str]) -> list[str]:
     Returns:
         The others, in the given order.
     """
-    kept = list(units)
-    while splits := split_parameters(root, kept):
-        dropped = {unit for use in splits for unit in use.between}
-        kept = [unit for unit in kept if unit not in dropped]
-    return kept
+    dropped = {unit for use in split_parameters(root, units) for unit in use.between}
+    return [unit for unit in units if unit not in dropped]
 
 
 def _join(path: str, key: str) -> str:

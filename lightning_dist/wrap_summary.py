@@ -138,7 +138,7 @@ def _kept(row: WrapRow, default: bool | int) -> int:
     """Gives what stays on each rank from a unit's forward to its backward."""
     chosen = row.unit.reshard_after_forward
     reshard = default if chosen is None else chosen
-    if row.unit.name == "" or reshard is False:
+    if reshard is False:
         return row.num_bytes
     return 0 if reshard is True else -(-row.num_bytes // reshard)
 

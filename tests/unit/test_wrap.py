@@ -30,6 +30,7 @@ from tests.helpers.wrap_models import (
     Block,
     ConvNet,
     Decoder,
+    Expert,
     LanguageModel,
     MixtureBlock,
     Pair,
@@ -69,9 +70,9 @@ def test_each_block_looks_through_a_sequential_of_sequentials() -> None:
 
 
 def test_each_block_takes_sequentials_that_hold_more_than_the_classes_inside() -> None:
-    parts = [nn.Sequential(nn.Conv2d(8, 8, 3), Residual(1, False), Residual(1, True))] * 1
-    parts += [nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())]
-    assert names(EachBlock(), nn.Sequential(*parts)) == ["0", "1"]
+    first = nn.Sequential(nn.Conv2d(8, 8, 3), Residual(1, False), Residual(1, True))
+    second = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())
+    assert names(EachBlock(), nn.Sequential(first, second)) == ["0", "1"]
 
 
 def test_each_block_takes_encoder_and_decoder() -> None:
@@ -98,6 +99,19 @@ def test_each_block_counts_a_block_in_a_block_once() -> None:
     outer = nn.Sequential(Block(), Block())
     outer[1].mlp = nn.Sequential(Block(), Block())
     assert names(EachBlock(), outer) == ["0", "1"]
+
+
+def test_each_block_looks_into_what_stands_alone_but_not_into_blocks() -> None:
+    assert names(EachBlock(), nn.Sequential(Decoder(2), Block())) == [
+        "0.layers.0",
+        "0.layers.1",
+        "1",
+    ]
+    model = Pair(nn.Sequential(MixtureBlock(), MixtureBlock()), Expert())
+    assert names(EachBlock(), model) == ["left.0", "left.1"]
+    pairs = [[nn.Sequential(nn.Linear(1, 1)) for _ in range(2)] for _ in range(2)]
+    model = nn.Sequential(*(nn.Sequential(*pair) for pair in pairs))
+    assert names(EachBlock(), model) == ["0", "1"]
 
 
 def test_each_block_leaves_what_is_not_worth_a_unit_to_the_root() -> None:
@@ -418,7 +432,7 @@ def test_parse() -> None:
 
 def test_a_policy_prints_as_it_is_typed() -> None:
     policy = AnyOf([EachBlock(), With(BySize(3), False, True), ByName(["a.*"]), ByClass(["B"])])
-    assert eval(repr(policy)) == policy  # noqa: S307
+    assert eval(repr(policy)) == policy
 
 
 class Strategy:

@@ -93,6 +93,12 @@ def test_a_unit_around_others_is_whole_while_they_run() -> None:
     model[0].right = nn.Identity()
     own = [Unit("1.left"), *blocks]
     assert describe(model, own).peak_whole_bytes == 4 * (2 + 30 + 2 + 10)
+    model = nn.Sequential(
+        Pair(nn.Linear(1, 1, bias=False), nn.Linear(50, 1, bias=False)),
+        Pair(*(nn.Linear(1, 1, bias=False) for _ in range(2))),
+    )
+    # Forward: 0.right in 0, and 1, which comes next.
+    assert describe(model, [*parts, *blocks]).peak_whole_bytes == 4 * (2 + 50 + 2)
 
 
 def test_bytes_follow_the_precision() -> None:
@@ -122,6 +128,13 @@ def test_text_folds_equal_units() -> None:
         "model.13              Head           16.4 K  32.9 kB  reshard_after_forward=False",
         "all                                   624 K  1.25 MB  263 kB at a time",
     ]
+
+
+def test_text_folds_no_units_that_are_treated_differently() -> None:
+    model = nn.Sequential(Block(), Block(), Block())
+    policy = AnyOf([EachBlock(), With(ByName(["1"]), keep_fp32=True)])
+    lines = str(describe(model, policy.select(model))).splitlines()
+    assert [line.split("  ")[0] for line in lines[2:-1]] == ["0 ... 2", "1"]
 
 
 def test_text_shows_the_users_class_after_sharding() -> None:
