@@ -6,8 +6,9 @@ Importing this package registers its strategies' names, so that
 
 from lightning_dist.registration import register_strategies
 from lightning_dist.strategies.ddp import DDPStrategy
+from lightning_dist.strategies.fsdp import FSDPStrategy
 from lightning_dist.strategies.pipeline import PipelineStrategy
 
-__all__ = ["DDPStrategy", "PipelineStrategy"]
+__all__ = ["DDPStrategy", "FSDPStrategy", "PipelineStrategy"]
 
 register_strategies()

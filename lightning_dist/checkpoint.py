@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_dist.named_optimizer import to_numbers
+from lightning_dist.shards import empty_like, is_spread
 
 _METADATA_FILE = "lightning.pt"
 _REPLACED_SUFFIX = ".replaced"
@@ -74,13 +75,18 @@ def load_full(path: str | os.PathLike[str], *, weights_only: bool = True) -> dic
 
 
 def load_sharded(
-    path: str | os.PathLike[str], is_wanted: Callable[[str], bool], *, weights_only: bool = True
+    path: str | os.PathLike[str],
+    is_wanted: Callable[[str], bool],
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+    weights_only: bool = True,
 ) -> dict[str, Any]:
     """Loads a part of a sharded checkpoint; no process waits for another.
 
     Args:
         path: The checkpoint's directory.
         is_wanted: Whether to load the tensors of a parameter or buffer, by its name.
+        parameters: Of those that are spread over a mesh only this rank's part is read.
         weights_only: As for :func:`torch.load`.
 
     Returns:
@@ -90,7 +96,7 @@ def load_sharded(
     checkpoint: dict[str, Any] = torch.load(
         resolved / _METADATA_FILE, map_location="cpu", weights_only=weights_only
     )
-    tensors = _read_tensors(resolved, is_wanted)
+    tensors = _read_tensors(resolved, is_wanted, parameters or {})
     extra = {n: value for n, value in checkpoint["state_dict"].items() if is_wanted(n)}
     checkpoint["state_dict"] = tensors.pop("model", {}) | extra
     for index, state in enumerate(checkpoint.get("optimizer_states", [])):
@@ -214,7 +220,9 @@ def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[
     return gathered
 
 
-def _read_tensors(path: Path, is_wanted: Callable[[str], bool]) -> dict[str, dict[str, Tensor]]:
+def _read_tensors(
+    path: Path, is_wanted: Callable[[str], bool], parameters: Mapping[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     wanted: dict[str, Tensor] = {}
     places: dict[str, tuple[str, str]] = {}
@@ -222,7 +230,7 @@ def _read_tensors(path: Path, is_wanted: Callable[[str], bool]) -> dict[str, dic
         section, name = _split_key(key)
         parameter = name if section == "model" else name.rpartition(".")[0]
         if isinstance(info, TensorStorageMetadata) and is_wanted(parameter):
-            wanted[key] = torch.empty(info.size, dtype=info.properties.dtype)
+            wanted[key] = _room_for(info, parameters.get(parameter))
             places[key] = (section, name)
     with warnings.catch_warnings():
         # It announces what `no_dist` asks for.
@@ -232,6 +240,13 @@ def _read_tensors(path: Path, is_wanted: Callable[[str], bool]) -> dict[str, dic
     for key, (section, name) in places.items():
         sections.setdefault(section, {})[name] = wanted[key]
     return sections
+
+
+def _room_for(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
+    """Makes the tensor to read into; optimizer state of a parameter's shape lies as that does."""
+    if parameter is not None and is_spread(parameter) and parameter.shape == info.size:
+        return empty_like(parameter, info.properties.dtype)
+    return torch.empty(info.size, dtype=info.properties.dtype)
 
 
 def _split_key(key: str) -> tuple[str, str]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_dist.shards import shard_like
 
 GroupNames = list[list[str]]
 """Names of the whole model's parameters in each group, in the order of the groups."""
@@ -128,6 +130,8 @@ def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
 def load_by_name(optimizer: Optimizer, module: nn.Module, named: Mapping[str, Any]) -> None:
     """Loads the part of a state that is this rank's.
 
+    State of a sharded parameter's shape is sharded like it; no rank waits for another.
+
     Args:
         optimizer: This rank's.
         module: What this rank holds of the model.
@@ -136,12 +140,26 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, named: Mapping[str, An
     own: Sequence[Sequence[str]] = name_groups(optimizer, module)
     numbers = {name: i for i, name in enumerate(name for group in own for name in group)}
     position = iter(range(len(numbers)))
+    parameters = dict(module.named_parameters())
     optimizer.load_state_dict(
         {
-            "state": {numbers[n]: v for n, v in named["state"].items() if n in numbers},
+            "state": {
+                numbers[name]: _sharded_state(values, parameters[name])
+                for name, values in named["state"].items()
+                if name in numbers
+            },
             "param_groups": [
                 {**group, "params": [next(position) for _ in group_names]}
                 for group, group_names in zip(named["param_groups"], own, strict=True)
             ],
         }
     )
+
+
+def _sharded_state(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    return {
+        key: shard_like(value, parameter)
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in values.items()
+    }

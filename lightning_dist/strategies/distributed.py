@@ -231,6 +231,11 @@ class DistributedStrategy(ParallelStrategy):
         """The ranks that hold the same part of the model and read other data."""
         return self.group("dp_replicate", "dp_shard")
 
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup | None]:
+        """All groups that this strategy has made."""
+        return [*self._groups.values(), dist.group.WORLD]
+
     # --- collectives -------------------------------------------------------------------------
 
     @override
@@ -320,6 +325,6 @@ class DistributedStrategy(ParallelStrategy):
             self.close_session()
             self._guard.close()
             if not self._guard.is_sound:
-                never_destroy([*self._groups.values(), dist.group.WORLD])
+                never_destroy(self.process_groups)
             self._guard = None
         super().teardown()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -25,6 +26,7 @@ from lightning_dist.named_optimizer import (
     state_by_name,
     to_names,
 )
+from lightning_dist.shards import gather, shard_like
 from lightning_dist.strategies.distributed import DistributedStrategy
 
 
@@ -90,10 +92,17 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             return
         parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
         is_first_replica = self.mesh.data_index(self.global_rank) == 0
-        dist.gather_object(checkpoint if is_first_replica else None, parts, dst=0, group=group)
+        part = self._with_whole_tensors(checkpoint, keep=is_first_replica)
+        dist.gather_object(part, parts, dst=0, group=group)
         if parts is not None:
             merged = checkpoints.merge_parts(part for part in parts if part is not None)
             checkpoints.save_full(merged, filepath)
+
+    def _with_whole_tensors(self, checkpoint: dict[str, Any], keep: bool) -> dict[str, Any] | None:
+        """Puts sharded tensors together; all ranks must call it."""
+        sections = [key for key in ("state_dict", "optimizer_states") if key in checkpoint]
+        whole: dict[str, Any] = {key: gather(checkpoint[key], keep=keep) for key in sections}
+        return {**checkpoint, **whole} if keep else None
 
     @override
     def load_checkpoint(
@@ -104,12 +113,14 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             return self._with_names(
                 checkpoints.load_full(checkpoint_path, weights_only=only_weights)
             )
-        own = {name for name, _ in self.module.named_parameters()} | set(self.module.state_dict())
+        parameters = self._parameters()
+        own = parameters.keys() | self.module.state_dict().keys()
         foreign = self.foreign_names()
         # What nobody has is loaded too, for `load_state_dict` to complain about.
         return checkpoints.load_sharded(
             checkpoint_path,
             lambda name: name in own or name not in foreign,
+            parameters=parameters,
             weights_only=only_weights,
         )
 
@@ -123,8 +134,16 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.module
         foreign = self.foreign_names()
-        own = {k: v for k, v in checkpoint["state_dict"].items() if k not in foreign}
+        parameters = self._parameters()
+        own = {
+            name: shard_like(value, parameters[name]) if name in parameters else value
+            for name, value in checkpoint["state_dict"].items()
+            if name not in foreign
+        }
         module.load_state_dict(own, strict=strict)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters(remove_duplicate=False))
 
     def foreign_names(self) -> set[str]:
         """Names of the whole model's state that other ranks hold."""

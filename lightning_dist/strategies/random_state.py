@@ -6,7 +6,10 @@ from the global generators. Scripts that nobody seeded start each process with o
 
 from __future__ import annotations
 
+import pickle
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,8 +25,34 @@ def share_random_state(group: dist.ProcessGroup) -> None:
     """
     if dist.get_world_size(group) == 1:
         return
-    states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+    states = _states()
     dist.broadcast_object_list(states, group_src=0, group=group)
+    _set_states(states)
+
+
+@contextmanager
+def first_ranks_numbers(group: dist.ProcessGroup) -> Iterator[None]:
+    """Lets all ranks of a group draw what the first one draws, as while a model is built.
+
+    Args:
+        group: A gloo group.
+
+    Yields:
+        Nothing. Afterwards ranks whose generators were others than the first's have them back.
+    """
+    own = _states()
+    share_random_state(group)
+    were_alike = pickle.dumps(_states()) == pickle.dumps(own)
+    yield
+    if not were_alike:
+        _set_states(own)
+
+
+def _states() -> list[Any]:
+    return [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+
+
+def _set_states(states: list[Any]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])

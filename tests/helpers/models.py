@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from lightning_dist.shards import whole
+
 
 class ConvLayer(nn.Module):
     """Norm, convolution and linear with a skip: what weight versions can go wrong with.
@@ -115,5 +117,5 @@ def make_trainer(**kwargs: Any) -> L.Trainer:
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """What this rank holds, in a form that outlives the worker's process."""
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
+    """What this rank holds, shards made whole, in a form that outlives the worker's process."""
+    return {name: whole(p.detach()).clone() for name, p in module.named_parameters()}

@@ -8,7 +8,7 @@ from functools import partial
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_dist import DDPStrategy, PipelineStrategy
+from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
 
 
 @dataclass(frozen=True)
@@ -28,4 +28,9 @@ ENTRIES: dict[str, Entry] = {
     "ddp-4": Entry(4, 4, DDPStrategy),
     "ddp-2-static": Entry(2, 2, partial(DDPStrategy, static_graph=True)),
     "ddp-2-buckets": Entry(2, 2, partial(DDPStrategy, bucket_megabytes=0.001)),
+    "fsdp-2": Entry(2, 2, FSDPStrategy),
+    "fsdp-4": Entry(4, 4, partial(FSDPStrategy, reshard_after_forward=False)),
+    "fsdp-2x2": Entry(4, 4, partial(FSDPStrategy, shard_size=2)),
+    "fsdp-2-microsteps": Entry(2, 2, partial(FSDPStrategy, sync_every_microstep=True)),
+    "fsdp-2-recompute": Entry(2, 2, partial(FSDPStrategy, activation_checkpointing="full")),
 }

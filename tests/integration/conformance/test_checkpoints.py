@@ -33,8 +33,27 @@ def run(workers: WorkerPool, name: str, *args: Any) -> dict[str, torch.Tensor]:
     return joined(workers.run(ENTRIES[name].devices, train, name, *args))
 
 
-@pytest.mark.parametrize("after", [SINGLE, "ddp-2", "ddp-4", "pipeline-gpipe-2"])
-@pytest.mark.parametrize("before", [SINGLE, "ddp-2", "pipeline-2x2"])
+PAIRS = [
+    (SINGLE, "ddp-4"),
+    (SINGLE, "fsdp-2"),
+    (SINGLE, "pipeline-gpipe-2"),
+    ("ddp-2", SINGLE),
+    ("ddp-2", "ddp-4"),
+    ("ddp-2", "fsdp-2x2"),
+    ("ddp-2", "pipeline-gpipe-2"),
+    ("pipeline-2x2", SINGLE),
+    ("pipeline-2x2", "ddp-2"),
+    ("pipeline-2x2", "fsdp-4"),
+    ("fsdp-4", SINGLE),
+    ("fsdp-4", "ddp-2"),
+    ("fsdp-4", "fsdp-2"),
+    ("fsdp-4", "fsdp-2x2"),
+    ("fsdp-4", "pipeline-gpipe-2"),
+    ("fsdp-2x2", "fsdp-4"),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_resumes_under_any_other(
     workers: WorkerPool,
     before: str,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from lightning_dist.shards import whole
 from tests.helpers.models import make_module, state_of
 from tests.helpers.workers import WorkerPool
 from tests.integration.conformance.common import (
@@ -35,7 +36,7 @@ def fit(name: str | None, optimizer: str, options: dict[str, Any]) -> Any:
 
     def keep_gradients(*_: Any) -> None:
         named = module.named_parameters()
-        gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+        gradients.append({n: whole(p.grad).clone() for n, p in named if p.grad is not None})
 
     module.on_before_optimizer_step = keep_gradients
     trainer.fit(module, share(trainer, entry, 44), share(trainer, entry, 24))
@@ -44,7 +45,7 @@ def fit(name: str | None, optimizer: str, options: dict[str, Any]) -> Any:
 
 
 # Each strategy with all options on two processes, and with the telling ones on four.
-WHOLE = ("pipeline-gpipe-2", "ddp-2")
+WHOLE = ("pipeline-gpipe-2", "ddp-2", "fsdp-2")
 SOME = (("plain", "sgd"), ("accumulate", "adamw"), ("accumulate and clip", "sgd"))
 CASES = [
     (name, options, optimizer)

@@ -1,0 +1,145 @@
+"""Spread a module's parameters over ranks with FSDP2, unit by unit.
+
+A *unit* is a module whose parameters are gathered in one collective before its forward, and freed
+behind it. Which modules become units is a wrap policy's business (:mod:`lightning_dist.wrap`); here
+they are sharded, inner ones first, as ``torch.distributed.fsdp.fully_shard`` wants it. The root is
+always one: it takes what no unit has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from lightning_dist.shards import shard_like
+from lightning_dist.wrap import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingOptions:
+    """How all units are treated, unless a wrap policy says otherwise for some.
+
+    Attributes:
+        reshard_after_forward: Free the parameters between forward and backward: yes, no, or down
+            to so many ranks. None does so for all but the root.
+        param_dtype: Of the gathered parameters and the compute; None leaves the parameters' own.
+        reduce_dtype: Of the gradients on their way; None leaves their own.
+        offload: Keep shards, gradients and optimizer state in host memory.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    offload: bool = False
+
+
+def shard(
+    root: nn.Module,
+    module: nn.Module,
+    units: Sequence[Unit],
+    mesh: DeviceMesh,
+    options: ShardingOptions,
+) -> FSDPModule:
+    """Shards a module in place.
+
+    Args:
+        root: What will be called; gets the parameters that no unit has.
+        module: Inside of the root, or the root itself. Parameters may be on the meta device;
+            :func:`fill` gives them values later.
+        units: Inner ones before the outer, by their names in the module.
+        mesh: One axis to shard over, or two: replicas, then shards (HSDP).
+        options: For units that say nothing else.
+
+    Returns:
+        The root.
+    """
+    precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
+    is_cuda = mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=is_cuda) if options.offload else OffloadPolicy()
+    for unit in units:
+        own = unit.reshard_after_forward
+        fully_shard(
+            module.get_submodule(unit.name),
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward if own is None else own,
+            mp_policy=_in_fp32(precision) if unit.keep_fp32 else precision,
+            offload_policy=offload,
+        )
+    # What the root gets is the user's batch, targets too: their dtype is not ours to change.
+    fully_shard(
+        root,
+        mesh=mesh,
+        reshard_after_forward=options.reshard_after_forward,
+        mp_policy=replace(precision, cast_forward_inputs=False),
+        offload_policy=offload,
+    )
+    assert isinstance(root, FSDPModule)
+    return root
+
+
+def _in_fp32(precision: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Computes in the parameters' own dtype, and hands on what the others compute in."""
+    return MixedPrecisionPolicy(
+        param_dtype=None if precision.param_dtype is None else torch.float32,
+        output_dtype=precision.param_dtype,
+    )
+
+
+@torch.no_grad()
+def fill(root: nn.Module, values: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
+    """Gives values to what is on the meta device; each rank keeps its shards only.
+
+    Args:
+        root: Sharded.
+        values: Names of parameters and buffers with their whole values, the same on all ranks.
+        device: Where a buffer goes.
+    """
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        places.setdefault(parameter, []).append(name)
+    parameters = dict(root.named_parameters())
+    for name, value in values:
+        old = parameters.get(name)
+        if old is None:
+            _put(root, name, value.to(device))
+            continue
+        made = nn.Parameter(shard_like(value, old), requires_grad=old.requires_grad)
+        for place in places[old]:  # a tied parameter stays one
+            _put(root, place, made)
+
+
+def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    setattr(root.get_submodule(path), attribute, tensor)
+
+
+def units_of(root: nn.Module) -> list[FSDPModule]:
+    """Lists the sharded modules of a tree, the root among them.
+
+    Args:
+        root: Sharded.
+    """
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(root: nn.Module) -> None:
+    """Frees gathered parameters, so that those of the modules are the sharded ones again.
+
+    Evaluation leaves the root's gathered, and all where ``reshard_after_forward=False``.
+
+    Args:
+        root: Sharded.
+    """
+    for module in units_of(root):
+        module.reshard()

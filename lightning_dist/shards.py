@@ -1,0 +1,102 @@
+"""Whole tensors from shards, and shards of whole tensors.
+
+A sharded parameter is a ``DTensor``. Checkpoint files hold whole tensors, or let each rank read the
+bytes it needs; either way each rank can cut its own part without asking another. Only to put a
+whole tensor together must all ranks of its mesh meet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_dist.tree import map_leaves
+
+
+def is_spread(tensor: Any) -> bool:
+    """Whether a tensor's values are spread over a mesh.
+
+    Args:
+        tensor: Anything.
+    """
+    return isinstance(tensor, DTensor)
+
+
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """Cuts this rank's part out of a whole tensor; no rank waits for another.
+
+    Args:
+        full: The same on all ranks.
+        like: Spread over a mesh as the result shall be, or not; then ``full`` is returned.
+
+    Returns:
+        Of the dtype of ``full``, on the device of the mesh.
+    """
+    if not isinstance(like, DTensor) or isinstance(full, DTensor):
+        return full
+    # Without a source rank each one takes its part of what it has, in place of a scatter.
+    mesh = like.device_mesh
+    on_device = full.detach().to(mesh.device_type)
+    cut = distribute_tensor(on_device, mesh, like.placements, src_data_rank=None)
+    # A copy, for a shard can be a view that would keep the whole alive.
+    return DTensor.from_local(
+        cut.to_local().clone(),
+        cut.device_mesh,
+        cut.placements,
+        run_check=False,
+        shape=cut.shape,
+        stride=cut.stride(),
+    )
+
+
+def empty_like(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Makes room for values that are spread over a mesh as another tensor's.
+
+    Args:
+        like: Sharded or not.
+        dtype: Of the result.
+    """
+    return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Puts a tensor together; all ranks of its mesh must call it.
+
+    Args:
+        tensor: Sharded, or not; then it is returned.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Gives the values that are on this rank, a view.
+
+    Args:
+        tensor: Sharded or not.
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gather(tree: Any, *, keep: bool) -> Any:
+    """Puts the sharded tensors of a tree together; all ranks of their mesh must call it.
+
+    Args:
+        tree: Of the same structure on each rank.
+        keep: Whether this rank wants the result. Another one takes part in each collective, but
+            never holds more than one whole tensor.
+
+    Returns:
+        The tree with whole tensors on the CPU for the sharded ones, or None where it is not kept.
+    """
+
+    def gathered(leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        full = whole(leaf.detach())
+        return full.cpu() if keep else None
+
+    result = map_leaves(gathered, tree)
+    return result if keep else None

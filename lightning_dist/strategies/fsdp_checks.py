@@ -1,0 +1,126 @@
+"""Refuse what sharding cannot do, on all ranks alike, before any waits for another."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import lightning.pytorch as pl
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_dist.strategies.fsdp_options import (
+    ActivationCheckpointing,
+    Offload,
+    ReduceDtype,
+)
+
+
+def check_arguments(
+    offload: str,
+    reduce_dtype: str,
+    activation_checkpointing: str | list[str],
+    compile: bool,
+    compression: str,
+) -> None:
+    """Checks the strategy's arguments on their own.
+
+    Args:
+        offload: As given to the strategy.
+        reduce_dtype: As given to the strategy.
+        activation_checkpointing: As given to the strategy.
+        compile: As given to the strategy.
+        compression: As given to the strategy.
+
+    Raises:
+        ValueError: One of them is unknown, or they do not go together.
+    """
+    _check_one_of("offload", offload, get_args(Offload))
+    _check_one_of("reduce_dtype", reduce_dtype, get_args(ReduceDtype))
+    if isinstance(activation_checkpointing, str):
+        _check_one_of(
+            "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
+        )
+    if compile and activation_checkpointing == "selective":
+        raise ValueError(
+            "activation_checkpointing='selective' looks at each operation, and with compile=True it"
+            " sees none. Use 'full', or leave compile out."
+        )
+    if compression != "none":
+        raise ValueError(
+            f"compression={compression!r} is DDPStrategy's: shards of gradients are sent as they"
+            " are. To send less, train with precision='bf16-mixed' and reduce_dtype='bfloat16', or"
+            " use DDPStrategy."
+        )
+
+
+def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {known}.")
+
+
+def check_shard_size(shard_size: int, world_size: int) -> None:
+    """Checks that the replicas of a sharded model fill the world.
+
+    Args:
+        shard_size: Ranks that share one replica.
+        world_size: All ranks.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if shard_size < 1 or world_size % shard_size:
+        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        raise ValueError(
+            f"shard_size={shard_size} does not divide the world of {world_size} processes; use one"
+            f" of {divisors}, or 'auto' for all."
+        )
+
+
+def check_reshard(reshard_after_forward: bool | int | str, shard_size: int) -> None:
+    """Checks that parameters can stay spread over so many ranks after the forward.
+
+    Args:
+        reshard_after_forward: As given to the strategy.
+        shard_size: Ranks that share one replica.
+
+    Raises:
+        ValueError: It is no true divisor of the shard size.
+    """
+    if isinstance(reshard_after_forward, bool | str):
+        return
+    divisors = [size for size in range(2, shard_size) if shard_size % size == 0]
+    if reshard_after_forward not in divisors:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} must divide the shard size of"
+            f" {shard_size}, and be neither 1 nor all of it; use True, False"
+            + (f" or one of {divisors}." if divisors else ".")
+        )
+
+
+def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
+    """Checks that a module can be sharded.
+
+    Args:
+        module: The user's module.
+        is_manual: Whether it should have sharded itself.
+
+    Raises:
+        ValueError: It steps by itself, has a parameter without a dimension, or has not sharded
+            itself though it should.
+    """
+    if is_manual and not any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise ValueError(
+            "wrap='manual' expects that `configure_model` has called `fully_shard`, and no module"
+            " is sharded. Call it there with `mesh=self.trainer.strategy.device_mesh`, or use"
+            " wrap='auto'."
+        )
+    if not module.automatic_optimization:
+        raise ValueError(
+            "Manual optimization calls backward inside of the step, while the parameters are"
+            " gathered for its forward. Use automatic optimization, or DDPStrategy."
+        )
+    scalars = [name for name, p in module.named_parameters() if p.ndim == 0]
+    if scalars:
+        raise ValueError(
+            f"The parameters {scalars} have no dimension to shard. Give them one:"
+            " `torch.zeros(1)` in place of `torch.tensor(0.0)`."
+        )

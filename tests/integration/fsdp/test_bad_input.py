@@ -1,0 +1,102 @@
+"""Bad input is a ValueError on each rank, before anything hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dist import FSDPStrategy
+from lightning_dist.wrap import ByClass, ByName
+from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.workers import WorkerPool
+
+
+class Idle(Classifier):
+    """Has a layer that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+class Scalar(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class StepsItself(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Uneven(Classifier):
+    """Has another layer on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2 + int(os.environ["RANK"]))
+
+
+def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[str, str, float]:
+    start = time.monotonic()
+    size = 32 + size_per_rank * int(os.environ["RANK"])
+    try:
+        trainer = make_trainer(devices=2, strategy=FSDPStrategy(**options))
+        trainer.fit(make_module(module), make_loader(size), make_loader(8))
+    except BaseException as error:
+        return type(error).__name__, " ".join(str(error).split()), time.monotonic() - start
+    return "nothing", "", time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "size_per_rank", "message"),
+    [
+        (Idle, {}, 0, r"does not depend on \['spare.weight', 'spare.bias'\].*find_unused"),
+        (Scalar, {}, 0, r"\['scale'\] have no dimension.*torch.zeros\(1\)"),
+        (StepsItself, {}, 0, "Manual optimization.*DDPStrategy"),
+        (Uneven, {}, 0, r"'extra.weight' is \(2, 2\).* on rank 0 and \(3, 2\).* on rank 1"),
+        (Classifier, {}, 8, r"The ranks have \[4, 5\] training batches"),
+        (Classifier, {"wrap": ByClass(["ConvLayr"])}, 0, "ConvLayr.*ConvLayer"),
+        (Classifier, {"wrap": ByName(["modle.*"])}, 0, "modle"),
+        (Classifier, {"wrap": "manual"}, 0, "manual.*configure_model.*fully_shard"),
+        (Classifier, {"shard_size": 3}, 0, r"shard_size=3.*2 processes.*\[1, 2\]"),
+        (Classifier, {"reshard_after_forward": 3}, 0, "reshard_after_forward=3.*2"),
+    ],
+)
+def test_is_refused_on_each_rank(
+    workers: WorkerPool, module: Any, options: dict[str, Any], size_per_rank: int, message: str
+) -> None:
+    for kind, text, seconds in workers.run(2, attempt, module, options, size_per_rank):
+        assert kind == "ValueError", (kind, text)
+        assert seconds < 10
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(text)
+
+
+def test_unused_parameters_are_fine_when_told(workers: WorkerPool) -> None:
+    answers = workers.run(2, attempt, Idle, {"find_unused_parameters": True}, 0)
+    assert [kind for kind, *_ in answers] == ["nothing"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"wrap": "auot"}, "auot.*auto"),
+        ({"offload": "disk"}, "offload='disk'.*cpu"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype='int8'"),
+        ({"activation_checkpointing": "some"}, "activation_checkpointing='some'.*selective"),
+        ({"activation_checkpointing": "selective", "compile": True}, "selective.*compile"),
+        ({"compression": "fp16"}, "compression='fp16'.*DDPStrategy"),
+        ({"start_method": "fork"}, "fork.*popen"),
+    ],
+)
+def test_arguments_are_checked_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FSDPStrategy(**arguments)

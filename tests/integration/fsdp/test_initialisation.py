@@ -1,0 +1,67 @@
+"""The weights a sharded model begins with are those of a single device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dist import FSDPStrategy
+from tests.helpers.models import Classifier, ConvLayer, make_layers, make_loader, make_trainer
+from tests.helpers.models import state_of as parameters_of
+from tests.helpers.workers import WorkerPool
+from tests.integration.conformance.common import assert_close
+
+
+class BuiltLate(Classifier):
+    """Builds its layers in ``configure_model``, and remembers what they were built as."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Identity()
+        self.first: list[Tensor] = []
+        self.initial: dict[str, Tensor] = {}
+
+    def configure_model(self) -> None:
+        if self.first:
+            return
+        self.model = make_layers()
+        self.model[3].linear = self.model[2].linear  # tied
+        self.model.register_buffer("steps", torch.arange(3.0), persistent=False)
+        for layer in self.model:
+            if isinstance(layer, ConvLayer):
+                nn.init.trunc_normal_(layer.conv.weight, std=0.5)
+        self.first.append(self.model[0].conv.weight)
+
+    def on_fit_start(self) -> None:
+        self.initial = parameters_of(self)
+        self.initial["steps"] = self.model.steps.clone()
+
+
+def fit(options: dict[str, Any] | None, devices: int) -> Any:
+    torch.manual_seed(7)
+    module = BuiltLate()
+    strategy = "auto" if options is None else FSDPStrategy(**options)
+    trainer = make_trainer(devices=devices, strategy=strategy, precision="64-true", max_steps=2)
+    trainer.fit(module, make_loader(16), make_loader(8))
+    trainer.validate(module, make_loader(8), verbose=False)
+    return module.initial, parameters_of(module), module.first[0].is_meta
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"), [(2, {}), (4, {}), (4, {"shard_size": 2}), (2, {"meta_init": False})]
+)
+def test_the_same_seed_gives_the_same_weights_on_any_number_of_shards(
+    workers: WorkerPool, devices: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    initial, final, was_meta = fit(None, 1)
+    assert not was_meta
+    for initial_here, final_here, was_meta in workers.run(devices, fit, options, devices):
+        assert was_meta == options.get("meta_init", True)
+        assert initial_here.keys() == initial.keys()
+        for name, value in initial.items():
+            assert torch.equal(initial_here[name], value), name
+        assert_close(final_here, final)
