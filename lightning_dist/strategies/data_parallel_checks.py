@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, get_args
 
 import lightning.pytorch as pl
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
 
 from lightning_dist.strategies.compression import Compression
 
@@ -65,6 +67,74 @@ def check_local_sgd(sync_every: int, sync_warmup_steps: int, compression: str) -
         )
 
 
+def check_uneven(sync_every: int, static_graph: bool, find_unused_parameters: bool) -> None:
+    """Checks what goes with ranks that have different numbers of batches.
+
+    Args:
+        sync_every: As given to the strategy.
+        static_graph: As given to the strategy.
+        find_unused_parameters: As given to the strategy.
+
+    Raises:
+        ValueError: One does not.
+    """
+    if sync_every > 1:
+        raise ValueError(
+            f"uneven_inputs=True does not go with sync_every={sync_every}: a replica without data"
+            " would go on alone, driven by its momentum. Leave one of them out."
+        )
+    if static_graph or find_unused_parameters:
+        raise ValueError(
+            f"uneven_inputs=True does not go with static_graph={static_graph} and"
+            f" find_unused_parameters={find_unused_parameters}: the empty step of a rank without"
+            " data uses each parameter once. Leave them out."
+        )
+
+
+def check_uneven_module(module: pl.LightningModule, *, has_layer_sync: bool) -> None:
+    """Checks that no step of a module needs a rank that has run out of data.
+
+    Args:
+        module: The user's module.
+        has_layer_sync: Whether the Trainer was asked for ``sync_batchnorm``.
+
+    Raises:
+        ValueError: A step does.
+    """
+    reasons = []
+    if not module.automatic_optimization:
+        reasons.append("automatic_optimization=False, whose optimizer steps are in the user's step")
+    if has_layer_sync or any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
+        reasons.append("synchronised BatchNorm, whose forward waits for all ranks")
+    if "dataloader_iter" in signature(module.training_step).parameters:
+        reasons.append("a training_step that takes dataloader_iter")
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric) and metric.dist_sync_on_step:
+            reasons.append(f"the metric {name!r} with dist_sync_on_step")
+    if reasons:
+        raise ValueError(
+            f"uneven_inputs=True does not go with {'; '.join(reasons)}. A rank that has run out of"
+            " data does not run the step."
+        )
+
+
+def check_single_loader(trainer: pl.Trainer, loader: object) -> None:
+    """Checks that there is one training loader.
+
+    Args:
+        trainer: With its loaders set up.
+        loader: The one that is known to be of equal length on all ranks.
+
+    Raises:
+        ValueError: There are several.
+    """
+    if trainer.train_dataloader is not loader:
+        raise ValueError(
+            f"uneven_inputs=True needs one training loader, not a"
+            f" {type(trainer.train_dataloader).__name__} of loaders."
+        )
+
+
 def check_module(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Checks that each rank has built the same model, and that nobody has wrapped it.
 
@@ -114,7 +184,7 @@ def check_lengths(trainer: pl.Trainer, group: dist.ProcessGroup) -> None:
         raise ValueError(
             f"The ranks have {everyone} training batches, and the ones with more would wait for the"
             " others' gradients for ever. Use a sampler that shares the samples out evenly, like"
-            " Lightning's own, or `limit_train_batches`."
+            " Lightning's own, or `limit_train_batches`, or pass uneven_inputs=True."
         )
 
 

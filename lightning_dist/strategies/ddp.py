@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision
@@ -35,6 +38,7 @@ from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.local_sgd import LocalSGD
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.step_module import StepModule
+from lightning_dist.strategies.uneven_inputs import UnevenInputs
 
 
 class DDPStrategy(LayoutFreeCheckpoints):
@@ -50,6 +54,12 @@ class DDPStrategy(LayoutFreeCheckpoints):
         bucket_megabytes: Gradients are sent in buckets of this size.
         static_graph: Promises that each step uses the same parameters in the same order.
         find_unused_parameters: Looks in each step for parameters that it has not used.
+        uneven_inputs: Ranks may have different numbers of training batches. A rank that has run out
+            goes on with empty steps; each step is a mean over the ranks that have data for it. Its
+            hooks and callbacks see its last batch again, with a loss of zero, and what it has
+            logged per step stays that of its last step. Lightning's own sampler, which repeats
+            samples until nothing is uneven, must be switched off
+            (``Trainer(use_distributed_sampler=False)``).
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
         accelerator: As for any Lightning strategy.
@@ -74,6 +84,7 @@ class DDPStrategy(LayoutFreeCheckpoints):
         bucket_megabytes: float = 25.0,
         static_graph: bool = False,
         find_unused_parameters: bool = False,
+        uneven_inputs: bool = False,
         timeout_s: float = 1800.0,
         save_full: bool = False,
         accelerator: Accelerator | None = None,
@@ -97,6 +108,8 @@ class DDPStrategy(LayoutFreeCheckpoints):
         )
         checks.check_arguments(compression, powersgd_rank, powersgd_start_step, bucket_megabytes)
         checks.check_local_sgd(sync_every, sync_warmup_steps, compression)
+        if uneven_inputs:
+            checks.check_uneven(sync_every, static_graph, find_unused_parameters)
         self._compression: Compression = compression
         self._powersgd_rank = powersgd_rank
         self._powersgd_start_step = powersgd_start_step
@@ -105,6 +118,8 @@ class DDPStrategy(LayoutFreeCheckpoints):
         self._find_unused_parameters = find_unused_parameters
         self._sync_every = sync_every
         self._sync_warmup_steps = sync_warmup_steps
+        self._uneven_inputs = uneven_inputs
+        self._uneven: UnevenInputs | None = None
         self._local: LocalSGD | None = None
         self._undo: list[Callable[[], None]] = []
         self._ddp: DistributedDataParallel | None = None
@@ -129,6 +144,10 @@ class DDPStrategy(LayoutFreeCheckpoints):
         state = [*self.module.parameters(), *self.module.buffers()]
         broadcast_state(state, self.data_group)
         if is_fitting:
+            if self._uneven_inputs:
+                checks.check_uneven_module(self.module, has_layer_sync=self._layer_sync is not None)
+                timeout = timedelta(seconds=self._timeout_seconds)
+                self._uneven = UnevenInputs(self.module, self.data_group, timeout)
             self._ddp = self._wrap()
             self._local = LocalSGD(
                 self.module, self.data_group, self._sync_every, self._sync_warmup_steps
@@ -187,7 +206,16 @@ class DDPStrategy(LayoutFreeCheckpoints):
         self.module.to(self.root_device)
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        if self._uneven is not None and self.module.trainer.training:
+            return self._uneven.prolong(dataloader)
+        return dataloader
+
+    @override
     def on_train_start(self) -> None:
+        if self._uneven is not None:
+            checks.check_single_loader(self.module.trainer, self._uneven.loader)
         checks.check_lengths(self.module.trainer, self.group(*self.mesh.sizes))
 
     @override
@@ -197,9 +225,34 @@ class DDPStrategy(LayoutFreeCheckpoints):
         for undo in self._undo:
             undo()
         self._undo = []
+        if self._uneven is not None:
+            self._uneven.close(failed=not self.is_running)
+        self._uneven = None
         self._ddp = None
         self._local = None
         self._has_synced = False
+
+    # --- collectives in steps ----------------------------------------------------------------
+
+    @override
+    def reduce(
+        self,
+        tensor: Tensor | Any,
+        group: Any | None = None,
+        reduce_op: ReduceOp | str | None = "mean",
+    ) -> Tensor | Any:
+        return super().reduce(tensor, group or self._step_group, reduce_op)
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        return super().all_gather(tensor, group or self._step_group, sync_grads)
+
+    @property
+    def _step_group(self) -> dist.ProcessGroup | None:
+        """The ranks that are in the present training step, if these are not all."""
+        return self._uneven.step_group if self._uneven is not None else None
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -207,14 +260,25 @@ class DDPStrategy(LayoutFreeCheckpoints):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._ddp is not None
         with self.precision_plugin.train_step_context():
+            step = self.module.training_step
+            if self._uneven is not None:
+                return self._uneven.run(self._ddp, step, *args, **kwargs)
             if self.module.automatic_optimization:
-                return self._ddp("training_step", *args, **kwargs)
+                return self._ddp(step, *args, **kwargs)
             # The step calls backward itself; when it has returned there is nothing to prepare.
             self._ddp.require_backward_grad_sync = False
             try:
-                return self._ddp("training_step", *args, **kwargs)
+                return self._ddp(step, *args, **kwargs)
             finally:
                 self._ddp.require_backward_grad_sync = True
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self._uneven is not None:
+            closure_loss = closure_loss * self._uneven.loss_factor
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -6,6 +6,7 @@ module, so the wrapper gets a module whose forward is whatever step is asked for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,12 +24,12 @@ class StepModule(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, step: str, *arguments: Any, **keywords: Any) -> Any:
+    def forward(self, step: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Runs a step.
 
         Args:
-            step: Name of the method.
+            step: Computes with the module's parameters.
             arguments: Of the step.
             keywords: Of the step.
         """
-        return getattr(self.module, step)(*arguments, **keywords)
+        return step(*arguments, **keywords)
