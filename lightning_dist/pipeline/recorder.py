@@ -105,15 +105,21 @@ class Recorder:
         """Reads the clock, for :meth:`record`."""
         return self._clock.mark()
 
-    def record(self, kind: SpanKind, action: Action, start: Any) -> None:
-        """Records a span that ends now.
+    def record(self, kind: SpanKind, action: Action, start: Any, end: Any | None = None) -> None:
+        """Records a span that has ended.
 
         Args:
             kind: What the rank did.
             action: For which action.
             start: What :meth:`mark` gave when it began.
+            end: What :meth:`mark` gave when it ended; None is now.
         """
-        self._marks.append((self._stretch, kind, action, start, self.mark()))
+        end = self.mark() if end is None else end
+        self._marks.append((self._stretch, kind, action, start, end))
+
+    def seconds(self, mark: Any) -> float:
+        """Turns what :meth:`mark` gave into seconds since the epoch."""
+        return self._clock.seconds(mark)
 
     def interrupt(self) -> None:
         """Begins a new stretch: something else than training lies between what comes and what was.

@@ -115,3 +115,17 @@ def bracket_callbacks(
         set_callbacks(trainer, [c for c in callbacks_of(trainer) if c not in added])
 
     return undo
+
+
+def add_first_callback(trainer: pl.Trainer, callback: pl.Callback) -> Callable[[], None]:
+    """Lets a callback run before those of a trainer.
+
+    Args:
+        trainer: Changed until the returned function is called.
+        callback: The one more.
+
+    Returns:
+        Undoes the change.
+    """
+    set_callbacks(trainer, [callback, *callbacks_of(trainer)])
+    return lambda: set_callbacks(trainer, [c for c in callbacks_of(trainer) if c is not callback])

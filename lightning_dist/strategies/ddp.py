@@ -28,16 +28,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
+from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies import lightning_private
-from lightning_dist.strategies.bracket import bracket_callbacks
-from lightning_dist.strategies.compression import Compression, compress_gradients
+from lightning_dist.strategies.bracket import add_first_callback, bracket_callbacks
+from lightning_dist.strategies.communication_log import CommunicationLog
+from lightning_dist.strategies.compression import Compression
 from lightning_dist.strategies.distributed import StartMethod
 from lightning_dist.strategies.drain_hook import drain_before_validation
+from lightning_dist.strategies.gradient_exchange import GradientExchange
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.local_sgd import LocalSGD
+from lightning_dist.strategies.measured import MeasuredTimelines
 from lightning_dist.strategies.replicas import broadcast_state
-from lightning_dist.strategies.step_module import StepModule
 from lightning_dist.strategies.uneven_inputs import UnevenInputs
 
 
@@ -52,6 +55,14 @@ class DDPStrategy(LayoutFreeCheckpoints):
             many optimizer steps, before validation, in checkpoints and at the end (local SGD).
         sync_warmup_steps: Optimizer steps with averaged gradients before that begins.
         bucket_megabytes: Gradients are sent in buckets of this size.
+        overlap: Gradients are sent while the backward runs. False sends all of them when it is
+            done, whatever ``bucket_megabytes``: to measure what overlap buys, and for links and
+            machines on which sending slows the backward down by more than it saves.
+        log_communication: Logs ``communication/bytes``, what this rank has handed over in a step:
+            gradients as they travel, compressed or not, or the weights of local SGD in the step in
+            which they are averaged; and ``communication/waiting_share``, the share of the step in
+            which it had nothing to do but to wait for them. :attr:`timeline` shows both. On a GPU
+            each step then waits for the device.
         static_graph: Promises that each step uses the same parameters in the same order.
         find_unused_parameters: Looks in each step for parameters that it has not used.
         uneven_inputs: Ranks may have different numbers of training batches. A rank that has run out
@@ -82,9 +93,11 @@ class DDPStrategy(LayoutFreeCheckpoints):
         sync_every: int = 1,
         sync_warmup_steps: int = 0,
         bucket_megabytes: float = 25.0,
+        overlap: bool = True,
         static_graph: bool = False,
         find_unused_parameters: bool = False,
         uneven_inputs: bool = False,
+        log_communication: bool = False,
         timeout_s: float = 1800.0,
         save_full: bool = False,
         accelerator: Accelerator | None = None,
@@ -110,14 +123,19 @@ class DDPStrategy(LayoutFreeCheckpoints):
         checks.check_local_sgd(sync_every, sync_warmup_steps, compression)
         if uneven_inputs:
             checks.check_uneven(sync_every, static_graph, find_unused_parameters)
-        self._compression: Compression = compression
-        self._powersgd_rank = powersgd_rank
-        self._powersgd_start_step = powersgd_start_step
-        self._bucket_megabytes = bucket_megabytes
-        self._static_graph = static_graph
-        self._find_unused_parameters = find_unused_parameters
+        self._exchange = GradientExchange(
+            compression,
+            powersgd_rank,
+            powersgd_start_step,
+            overlap,
+            bucket_megabytes,
+            static_graph,
+            find_unused_parameters,
+        )
         self._sync_every = sync_every
         self._sync_warmup_steps = sync_warmup_steps
+        self._log_communication = log_communication
+        self._communication: CommunicationLog | None = None
         self._uneven_inputs = uneven_inputs
         self._uneven: UnevenInputs | None = None
         self._local: LocalSGD | None = None
@@ -128,6 +146,12 @@ class DDPStrategy(LayoutFreeCheckpoints):
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:
         return MeshShape(dp_replicate=world_size)
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the ranks did when, gathered at the end of training; needs ``log_communication``."""
+        log = self._communication
+        return (log.timelines if log is not None else MeasuredTimelines([])).whole
 
     # --- setup and teardown ------------------------------------------------------------------
 
@@ -148,9 +172,14 @@ class DDPStrategy(LayoutFreeCheckpoints):
                 checks.check_uneven_module(self.module, has_layer_sync=self._layer_sync is not None)
                 timeout = timedelta(seconds=self._timeout_seconds)
                 self._uneven = UnevenInputs(self.module, self.data_group, timeout)
-            self._ddp = self._wrap()
+            self._communication = None
+            if self._log_communication:
+                everyone = self.group(*self.mesh.sizes)
+                self._communication = CommunicationLog(self.global_rank, self.root_device, everyone)
+            meter = self._communication.meter if self._communication is not None else None
+            self._ddp = self._exchange.wrap(self.module, meter)
             self._local = LocalSGD(
-                self.module, self.data_group, self._sync_every, self._sync_warmup_steps
+                self.module, self.data_group, self._sync_every, self._sync_warmup_steps, meter
             )
             self._undo = self._hook_into(trainer)
             self.setup_optimizers(trainer)
@@ -158,26 +187,11 @@ class DDPStrategy(LayoutFreeCheckpoints):
         self.setup_precision_plugin()
         self.guard.connect_signals(trainer)
 
-    def _wrap(self) -> DistributedDataParallel:
-        ddp = DistributedDataParallel(
-            StepModule(self.module),
-            bucket_cap_mb=self._bucket_megabytes,
-            find_unused_parameters=self._find_unused_parameters,
-            static_graph=self._static_graph,
-            gradient_as_bucket_view=False,
-            init_sync=False,  # `broadcast_state` has done so
-        )
-        compress_gradients(
-            ddp,
-            self._compression,
-            powersgd_rank=self._powersgd_rank,
-            powersgd_start_step=self._powersgd_start_step,
-        )
-        return ddp
-
     def _hook_into(self, trainer: pl.Trainer) -> list[Callable[[], None]]:
         """Puts this strategy where Lightning does not call it, and gives what undoes that."""
+        undo = [add_first_callback(trainer, self._communication)] if self._communication else []
         return [
+            *undo,
             drain_before_validation(self.module, self.drain),
             bracket_callbacks(
                 trainer,
@@ -293,7 +307,7 @@ class DDPStrategy(LayoutFreeCheckpoints):
         if ddp is None or not ddp.require_backward_grad_sync:
             return
         self._has_synced = True
-        if not self._find_unused_parameters:
+        if not self._exchange.find_unused_parameters:
             checks.check_gradients(self.module)
 
     @override
@@ -310,6 +324,8 @@ class DDPStrategy(LayoutFreeCheckpoints):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         with self._ddp.no_sync():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._communication is not None:
+            self._communication.end_update()
         self._local.count_step()
         return result
 
@@ -317,7 +333,7 @@ class DDPStrategy(LayoutFreeCheckpoints):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         assert self._ddp is not None
-        if self._static_graph and not self._has_synced:
+        if self._exchange.static_graph and not self._has_synced:
             # The reducer learns a static graph in its first backward, which must be a synchronised
             # one. An average of averages is the average: the result is the same.
             yield

@@ -8,10 +8,13 @@ each checkpoint and at the end, as an asynchronous pipeline is drained there.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_dist.strategies.communication_meter import CommunicationMeter
 from lightning_dist.strategies.replicas import average
 
 
@@ -24,15 +27,22 @@ class LocalSGD:
         sync_every: Optimizer steps from one average of the weights to the next; 1 averages the
             gradients of each step instead.
         warmup_steps: Steps with averaged gradients at the start.
+        meter: Is told of what travels, if anybody wants to know.
     """
 
     def __init__(
-        self, module: nn.Module, group: dist.ProcessGroup, sync_every: int, warmup_steps: int
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        sync_every: int,
+        warmup_steps: int,
+        meter: CommunicationMeter | None = None,
     ) -> None:
         self._module = module
         self._group = group
         self._sync_every = sync_every
         self._warmup_steps = warmup_steps
+        self._meter = meter
         self._num_local_steps = 0
 
     def is_local(self, step: int) -> bool:
@@ -56,5 +66,6 @@ class LocalSGD:
         self._num_local_steps = 0
         tensors = [p.data for p in self._module.parameters() if p.requires_grad]
         tensors += [b for b in self._module.buffers() if b.is_floating_point()]
-        with torch.no_grad():
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        with torch.no_grad(), self._meter.sending(num_bytes) if self._meter else nullcontext():
             average(tensors, self._group)
