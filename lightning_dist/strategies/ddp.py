@@ -41,6 +41,7 @@ from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.local_sgd import LocalSGD
 from lightning_dist.strategies.measured import MeasuredTimelines
 from lightning_dist.strategies.replicas import broadcast_state
+from lightning_dist.strategies.synced_batch_norm import SyncedBatchNorm
 from lightning_dist.strategies.uneven_inputs import UnevenInputs
 
 
@@ -163,6 +164,8 @@ class DDPStrategy(LayoutFreeCheckpoints):
         checks.check_module(self.module, self.group(*self.mesh.sizes))
         self.model = self.precision_plugin.convert_module(self.module)
         if is_fitting:
+            if self.root_device.type == "cpu":
+                lightning_private.replace_torch_layer_sync(self, SyncedBatchNorm(self.data_group))
             lightning_private.apply_layer_sync(self, self.module)
         self.model_to_device()
         state = [*self.module.parameters(), *self.module.buffers()]

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage
@@ -46,6 +47,17 @@ def replace_sigterm_protocol(
     assert hasattr(loop, "_broadcast_sigterm_tensor")
     setattr(connector, "_sigterm_notifier_fn", lambda *_: on_signal())  # noqa: B010
     setattr(loop, "_broadcast_sigterm_tensor", before_batch)  # noqa: B010
+
+
+def replace_torch_layer_sync(strategy: ParallelStrategy, layer_sync: LayerSync) -> None:
+    """Puts another plugin in the place of torch's ``SyncBatchNorm``, if the user wants that.
+
+    Args:
+        strategy: The trainer's; see :func:`apply_layer_sync`.
+        layer_sync: The other one.
+    """
+    if isinstance(strategy._layer_sync, TorchSyncBatchNorm):
+        strategy._layer_sync = layer_sync
 
 
 def apply_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) -> None:

@@ -1,0 +1,128 @@
+"""BatchNorm over the batches of all data replicas, on any device and backend.
+
+torch's ``SyncBatchNorm`` refuses tensors of a CPU. This one is written in differentiable operations
+around one collective, a sum over the ranks; a summand has its part in the losses of all ranks, so
+the sum's gradient is the sum of the ranks' gradients, and the rest of the backward is autograd's.
+Ranks may have different numbers of rows, or none. The layers stay what they are, but for their
+``forward``. On a GPU torch's own is faster and is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+
+class SyncedBatchNorm(LayerSync):
+    """What the Trainer's ``sync_batchnorm=True`` stands for on a CPU.
+
+    Args:
+        group: The data replicas; takes the layers' tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @override
+    def apply(self, model: nn.Module) -> nn.Module:
+        for layer in _layers(model):
+            synced = partial(_forward, layer, layer.forward, self._group)
+            layer.forward = synced  # type: ignore[method-assign]
+        return model
+
+    @override
+    def revert(self, model: nn.Module) -> nn.Module:
+        for layer in _layers(model):
+            vars(layer).pop("forward", None)
+        return model
+
+
+def _layers(model: nn.Module) -> list[_BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def _forward(
+    layer: _BatchNorm,
+    forward: Callable[[Tensor], Tensor],
+    group: dist.ProcessGroup,
+    x: Tensor,
+) -> Tensor:
+    """Normalizes over all ranks' rows; in evaluation as ever.
+
+    Args:
+        layer: Whose forward it is.
+        forward: The layer's own.
+        group: The ranks.
+        x: Of shape (rows, channels, ...).
+
+    Returns:
+        Of the same shape and type.
+    """
+    if not layer.training:
+        return forward(x)
+    layer._check_input_dim(x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    rows = [dim for dim in range(x.dim()) if dim != 1]
+
+    own_count = wide.new_full((1,), x.numel() // x.shape[1])
+    totals = _sum(torch.cat([wide.sum(rows), own_count]), group)
+    count = totals[-1].detach()
+    if count <= 1:
+        raise ValueError(f"BatchNorm needs more than 1 value per channel, not {int(count)}.")
+    mean = totals[:-1] / count
+    centred = wide - mean.view(shape)
+    squares = _sum(centred.square().sum(rows), group)
+    _update_running_statistics(layer, mean.detach(), squares.detach() / (count - 1))
+
+    normalized = centred * (squares / count + layer.eps).rsqrt().view(shape)
+    if layer.weight is not None:
+        normalized = normalized * layer.weight.view(shape)
+    if layer.bias is not None:
+        normalized = normalized + layer.bias.view(shape)
+    return normalized.to(x.dtype)
+
+
+@torch.no_grad()
+def _update_running_statistics(layer: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    if layer.running_mean is None or layer.running_var is None:
+        return
+    assert layer.num_batches_tracked is not None
+    layer.num_batches_tracked += 1
+    momentum = layer.momentum
+    if momentum is None:  # the mean over all batches
+        momentum = 1.0 / float(layer.num_batches_tracked)
+    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+    layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
+
+
+def _sum(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total: Tensor = _Sum.apply(summand, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Sum(torch.autograd.Function):
+    """Sums a tensor over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(summand, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total, group=group)
+    return total
