@@ -36,6 +36,7 @@ from lightning_dist.strategies.communication_log import CommunicationLog
 from lightning_dist.strategies.compression import Compression
 from lightning_dist.strategies.distributed import StartMethod
 from lightning_dist.strategies.drain_hook import drain_before_validation
+from lightning_dist.strategies.evaluation_stop import stop_evaluations_together
 from lightning_dist.strategies.gradient_exchange import GradientExchange
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.local_sgd import LocalSGD
@@ -187,6 +188,9 @@ class DDPStrategy(LayoutFreeCheckpoints):
             self._undo = self._hook_into(trainer)
             self.setup_optimizers(trainer)
             self.name_optimizer_groups()
+        else:
+            everyone = self.group(*self.mesh.sizes)
+            self._undo = [stop_evaluations_together(trainer, self.guard, everyone)]
         self.setup_precision_plugin()
         self.guard.connect_signals(trainer)
 

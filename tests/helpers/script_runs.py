@@ -39,6 +39,11 @@ def group_exists(group: int) -> bool:
     return True
 
 
+def child_of(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0])
+
+
 @contextmanager
 def script(*arguments: str) -> Iterator[Run]:
     command = [sys.executable, "-m", "tests.helpers.fit_script", *arguments]

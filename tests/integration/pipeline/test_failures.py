@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dist.checkpoint import load_full
-from tests.helpers.script_runs import STARTUP_SECONDS, script, training_script
+from tests.helpers.script_runs import STARTUP_SECONDS, child_of, script, training_script
 
 
 @pytest.mark.parametrize(("devices", "stage"), [(2, 1), (3, 0)])
@@ -84,11 +84,6 @@ def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.wait(15) == 1, run.output
     assert "Traceback" not in run.output, run.output
-
-
-def child_of(pid: int) -> int:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(children[0])
 
 
 def finished_in(root: Path) -> list[Path]:
