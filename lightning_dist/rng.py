@@ -43,6 +43,19 @@ def seeded(*identity: int, device: torch.device) -> Iterator[None]:
             generator.set_state(state)
 
 
+def seed_all(*identity: int, device: torch.device) -> None:
+    """Seeds torch's, Python's and numpy's generators from integers, and leaves them so.
+
+    Args:
+        identity: As for :func:`seeded`.
+        device: As for :func:`seeded`.
+    """
+    seed = _seed_of(identity)
+    for generator in _generators(device):
+        generator.manual_seed(seed)
+    seed_python(*identity)
+
+
 def seed_python(*identity: int) -> None:
     """Seeds Python's and numpy's generators from integers; see :func:`python_state_kept`.
 

@@ -26,6 +26,7 @@ class FirstCallback(pl.Callback):
         on_train_epoch_end: Called when an epoch has ended, early or not.
         on_train_end: Called when training has ended.
         on_exception: Called with what ended the run.
+        on_train_epoch_start: Called when an epoch begins.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class FirstCallback(pl.Callback):
         on_train_epoch_end: Callable[[], None],
         on_train_end: Callable[[], None],
         on_exception: Callable[[BaseException], None],
+        on_train_epoch_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._show_whole_model = show_whole_model
         self._on_train_epoch_end = on_train_epoch_end
         self._on_train_end = on_train_end
         self._on_exception = on_exception
+        self._on_train_epoch_start = on_train_epoch_start
         self._shown = ExitStack()
 
     @override
@@ -48,6 +51,10 @@ class FirstCallback(pl.Callback):
     def hide(self) -> None:
         """Makes the module look as it is again."""
         self._shown.close()
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._on_train_epoch_start()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -87,6 +94,7 @@ def bracket_callbacks(
     on_train_epoch_end: Callable[[], None],
     on_train_end: Callable[[], None],
     on_exception: Callable[[BaseException], None],
+    on_train_epoch_start: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """Puts the two callbacks around those of a trainer.
 
@@ -96,11 +104,14 @@ def bracket_callbacks(
         on_train_epoch_end: As for :class:`FirstCallback`.
         on_train_end: As for :class:`FirstCallback`.
         on_exception: As for :class:`FirstCallback`.
+        on_train_epoch_start: As for :class:`FirstCallback`.
 
     Returns:
         Undoes the change.
     """
-    first = FirstCallback(show_whole_model, on_train_epoch_end, on_train_end, on_exception)
+    first = FirstCallback(
+        show_whole_model, on_train_epoch_end, on_train_end, on_exception, on_train_epoch_start
+    )
     added: list[pl.Callback] = [first]
     callbacks: list[pl.Callback] = [first]
     for callback in callbacks_of(trainer):

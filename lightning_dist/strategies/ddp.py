@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -192,7 +193,7 @@ class DDPStrategy(LayoutFreeCheckpoints):
             everyone = self.group(*self.mesh.sizes)
             self._undo = [stop_evaluations_together(trainer, self.guard, everyone)]
         self.setup_precision_plugin()
-        self.guard.connect_signals(trainer)
+        self.guard.connect_signals(trainer, partial(self.seed_data_rank, reading=True))
 
     def _hook_into(self, trainer: pl.Trainer) -> list[Callable[[], None]]:
         """Puts this strategy where Lightning does not call it, and gives what undoes that."""
@@ -206,6 +207,7 @@ class DDPStrategy(LayoutFreeCheckpoints):
                 on_train_epoch_end=lambda: None,
                 on_train_end=self.drain,
                 on_exception=self.on_exception,
+                on_train_epoch_start=partial(self.seed_data_rank, reading=True),
             ),
         ]
 
@@ -229,7 +231,10 @@ class DDPStrategy(LayoutFreeCheckpoints):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
-        if self._uneven is not None and self.module.trainer.training:
+        if not self.module.trainer.training:
+            return dataloader
+        self.seed_data_rank(reading=True)  # its workers take their seeds next
+        if self._uneven is not None:
             return self._uneven.prolong(dataloader)
         return dataloader
 
@@ -280,6 +285,7 @@ class DDPStrategy(LayoutFreeCheckpoints):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._ddp is not None
+        self.seed_data_rank(reading=False)
         with self.precision_plugin.train_step_context():
             step = self.module.training_step
             if self._uneven is not None:

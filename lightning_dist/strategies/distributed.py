@@ -31,7 +31,7 @@ from typing_extensions import override
 from lightning_dist.mesh import MeshShape
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.last_resort import never_destroy
-from lightning_dist.strategies.random_state import share_random_state
+from lightning_dist.strategies.random_state import seed_data_rank, share_random_state
 from lightning_dist.strategies.reduction import reduce_tensor
 from lightning_dist.strategies.run_guard import RunGuard
 
@@ -156,6 +156,8 @@ class DistributedStrategy(ParallelStrategy):
 
         Lightning would seed them by rank where the user has asked for seeded workers.
         """
+        if self.module.trainer.training:
+            lightning_private.set_sampler_epoch(self.module.trainer, dataloader)
         wants_seeds = os.environ.get("PL_SEED_WORKERS", "0") != "0"
         if wants_seeds and isinstance(dataloader, DataLoader) and not dataloader.worker_init_fn:
             data_index = self.mesh.data_index(self.global_rank)
@@ -210,6 +212,20 @@ class DistributedStrategy(ParallelStrategy):
             timeout=timedelta(seconds=self._timeout_seconds),
             device_id=device if backend == "nccl" else None,
         )
+
+    def seed_data_rank(self, *, reading: bool) -> None:
+        """Seeds this rank's generators by the batch at hand, if ranks read different data.
+
+        To be called at the start of each training step, and with ``reading`` before a training
+        loader begins an epoch and before each batch of it.
+
+        Args:
+            reading: Whether the next batch is read, or a step begins.
+        """
+        if self.mesh.data_size > 1:
+            batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
+            data_index = self.mesh.data_index(self.global_rank)
+            seed_data_rank(self._seed, data_index, batch_index, self.root_device, reading=reading)
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Gives this rank's gloo group along some mesh axes; each rank must ask alike.

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -88,6 +89,15 @@ def keep_users_samplers(trainer: pl.Trainer) -> None:
     """
     assert hasattr(trainer._accelerator_connector, "use_distributed_sampler")
     trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def set_sampler_epoch(trainer: pl.Trainer, dataloader: object) -> None:
+    """Tells a training loader's sampler the epoch before its workers ask it for indices.
+
+    Lightning calls ``_set_sampler_epoch`` when an epoch begins. A run that is resumed has started
+    the workers by then, and would read its first epoch in the order of epoch 0.
+    """
+    _set_sampler_epoch(dataloader, trainer.fit_loop.epoch_progress.current.processed)
 
 
 def set_received_sigterm(trainer: pl.Trainer) -> None:

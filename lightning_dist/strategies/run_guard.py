@@ -64,15 +64,21 @@ class RunGuard:
             lightning_private.set_received_sigterm(trainer)
             raise SIGTERMException
 
-    def connect_signals(self, trainer: pl.Trainer) -> None:
+    def connect_signals(
+        self, trainer: pl.Trainer, before_reading: Callable[[], None] = lambda: None
+    ) -> None:
         """Puts the agreement on SIGTERM in place of Lightning's.
 
         Args:
             trainer: Whose signal handlers are registered next.
+            before_reading: Called before each training batch is read, for which there is no hook.
         """
-        lightning_private.replace_sigterm_protocol(
-            trainer, self._stop.request, lambda: self.stop_if_agreed(trainer)
-        )
+
+        def before_batch() -> None:
+            self.stop_if_agreed(trainer)
+            before_reading()
+
+        lightning_private.replace_sigterm_protocol(trainer, self._stop.request, before_batch)
 
     def report(self, exception: BaseException) -> None:
         """Tells the other ranks, unless all of them agreed to stop or know already.
