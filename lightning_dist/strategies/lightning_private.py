@@ -97,7 +97,8 @@ def set_sampler_epoch(trainer: pl.Trainer, dataloader: object) -> None:
     Lightning calls ``_set_sampler_epoch`` when an epoch begins. A run that is resumed has started
     the workers by then, and would read its first epoch in the order of epoch 0.
     """
-    _set_sampler_epoch(dataloader, trainer.fit_loop.epoch_progress.current.processed)
+    epoch = getattr(trainer.fit_loop.epoch_progress.current, "processed")  # noqa: B009
+    _set_sampler_epoch(dataloader, epoch)
 
 
 def set_received_sigterm(trainer: pl.Trainer) -> None:

@@ -10,12 +10,13 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dist import PipelineStrategy
+from lightning_dist import DDPStrategy, PipelineStrategy
 from recipes.gpt import GPT, build_gpt
 from recipes.text import load_text, split_text
 
@@ -44,8 +45,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def timed_loop(count: int, run: Callable[[Tensor, Tensor], None]) -> float:
-    loader = DataLoader(batches(count + WARMUP), batch_size=BATCH)
+def timed_loop(count: int, run: Callable[[Tensor, Tensor], None], size: int = BATCH) -> float:
+    loader = DataLoader(batches(count + WARMUP, size), batch_size=size)
     start = 0.0
     for index, (x, y) in enumerate(loader):
         if index == WARMUP:
@@ -91,6 +92,18 @@ def ideal(rank: int, count: int) -> float:
         optimizer.zero_grad()
 
     return timed_loop(count, run)
+
+
+def torch_ddp(rank: int, count: int) -> float:
+    ddp = DistributedDataParallel(model())
+    optimizer = adamw(ddp.parameters())
+
+    def run(x: Tensor, y: Tensor) -> None:
+        loss_of(ddp(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed_loop(count, run, BATCH // 2)
 
 
 def torch_pipelining(rank: int, count: int, schedule: type, num_microbatches: int) -> float:
@@ -167,7 +180,12 @@ def in_lightning(strategy: Any, count: int, size: int = BATCH) -> float:
 
 
 def lightning_ddp(rank: int, count: int) -> float:
-    return in_lightning(DDPStrategy(), count, BATCH // 2)
+    return in_lightning(LightningDDPStrategy(), count, BATCH // 2)
+
+
+def our_ddp(rank: int, count: int, compression: str) -> float:
+    strategy = DDPStrategy(compression=compression, powersgd_start_step=2)
+    return in_lightning(strategy, count, BATCH // 2)
 
 
 def ours(rank: int, count: int, schedule: str, num_microbatches: int | str) -> float:

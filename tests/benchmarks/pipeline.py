@@ -36,7 +36,9 @@ ONE_PROCESS, IDEAL, BASELINE = "one process", "ideal: two that never speak", "to
 CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
     ONE_PROCESS: (c.one_process, ()),
     IDEAL: (c.ideal, ()),
+    "torch DDP": (c.torch_ddp, ()),
     "Lightning's DDPStrategy": (c.lightning_ddp, ()),
+    **{f"our DDPStrategy, {how}": (c.our_ddp, (how,)) for how in ("none", "fp16", "powersgd")},
     **{f"torch GPipe, m={m}": (c.torch_gpipe, (m,)) for m in (2, 4, 8)},
     **{f"torch 1F1B, m={m}": (c.torch_1f1b, (m,)) for m in (2, 4, 8)},
     **{f"ours gpipe, m={m}": (c.ours, ("gpipe", m)) for m in (2, 4, 8)},
@@ -49,7 +51,11 @@ def on_rank(contestant: Callable[..., float], count: int, arguments: tuple[Any, 
     """Runs one contestant on this worker."""
     warnings.simplefilter("ignore")
     rank = int(os.environ["RANK"])
-    if contestant in (c.lightning_ddp, c.ours):  # Lightning starts the process group itself
+    if contestant in (
+        c.lightning_ddp,
+        c.our_ddp,
+        c.ours,
+    ):  # Lightning starts the process group itself
         return contestant(rank, count, *arguments)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     return contestant(rank, count, *arguments)
