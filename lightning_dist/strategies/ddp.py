@@ -9,9 +9,8 @@ static graphs together with accumulation; errors that name the parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,22 +31,19 @@ from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies import lightning_private
-from lightning_dist.strategies.bracket import add_first_callback, bracket_callbacks
+from lightning_dist.strategies.bracket import add_first_callback
 from lightning_dist.strategies.communication_log import CommunicationLog
 from lightning_dist.strategies.compression import Compression
+from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.distributed import StartMethod
-from lightning_dist.strategies.drain_hook import drain_before_validation
-from lightning_dist.strategies.evaluation_stop import stop_evaluations_together
 from lightning_dist.strategies.gradient_exchange import GradientExchange
-from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.local_sgd import LocalSGD
 from lightning_dist.strategies.measured import MeasuredTimelines
 from lightning_dist.strategies.replicas import broadcast_state
-from lightning_dist.strategies.synced_batch_norm import SyncedBatchNorm
 from lightning_dist.strategies.uneven_inputs import UnevenInputs
 
 
-class DDPStrategy(LayoutFreeCheckpoints):
+class DDPStrategy(DataParallelStrategy):
     """Trains replicas of a model on shares of each batch.
 
     Args:
@@ -142,7 +138,6 @@ class DDPStrategy(LayoutFreeCheckpoints):
         self._uneven_inputs = uneven_inputs
         self._uneven: UnevenInputs | None = None
         self._local: LocalSGD | None = None
-        self._undo: list[Callable[[], None]] = []
         self._ddp: DistributedDataParallel | None = None
         self._has_synced = False
 
@@ -166,51 +161,35 @@ class DDPStrategy(LayoutFreeCheckpoints):
         checks.check_module(self.module, self.group(*self.mesh.sizes))
         self.model = self.precision_plugin.convert_module(self.module)
         if is_fitting:
-            if self.root_device.type == "cpu":
-                lightning_private.replace_torch_layer_sync(self, SyncedBatchNorm(self.data_group))
-            lightning_private.apply_layer_sync(self, self.module)
+            self.synchronise_layers()
         self.model_to_device()
         state = [*self.module.parameters(), *self.module.buffers()]
         broadcast_state(state, self.data_group)
         if is_fitting:
-            if self._uneven_inputs:
-                checks.check_uneven_module(self.module, has_layer_sync=self._layer_sync is not None)
-                timeout = timedelta(seconds=self._timeout_seconds)
-                self._uneven = UnevenInputs(self.module, self.data_group, timeout)
-            self._communication = None
-            if self._log_communication:
-                everyone = self.group(*self.mesh.sizes)
-                self._communication = CommunicationLog(self.global_rank, self.root_device, everyone)
-            meter = self._communication.meter if self._communication is not None else None
-            self._ddp = self._exchange.wrap(self.module, meter)
-            self._local = LocalSGD(
-                self.module, self.data_group, self._sync_every, self._sync_warmup_steps, meter
-            )
-            self._undo = self._hook_into(trainer)
+            self._open_session(trainer)
+        self.hook_into(trainer)
+        if is_fitting:
             self.setup_optimizers(trainer)
             self.name_optimizer_groups()
-        else:
-            everyone = self.group(*self.mesh.sizes)
-            self._undo = [stop_evaluations_together(trainer, self.guard, everyone)]
         self.setup_precision_plugin()
-        self.guard.connect_signals(trainer, partial(self.seed_data_rank, reading=True))
 
-    def _hook_into(self, trainer: pl.Trainer) -> list[Callable[[], None]]:
-        """Puts this strategy where Lightning does not call it, and gives what undoes that."""
-        undo = [add_first_callback(trainer, self._communication)] if self._communication else []
-        return [
-            *undo,
-            drain_before_validation(self.module, self.drain),
-            bracket_callbacks(
-                trainer,
-                show_whole_model=nullcontext,
-                on_train_epoch_end=lambda: None,
-                on_train_end=self.drain,
-                on_exception=self.on_exception,
-                on_train_epoch_start=partial(self.seed_data_rank, reading=True),
-            ),
-        ]
+    def _open_session(self, trainer: pl.Trainer) -> None:
+        self._communication = None
+        if self._uneven_inputs:
+            checks.check_uneven_module(self.module, has_layer_sync=self._layer_sync is not None)
+            timeout = timedelta(seconds=self._timeout_seconds)
+            self._uneven = UnevenInputs(self.module, self.data_group, timeout)
+        if self._log_communication:
+            everyone = self.group(*self.mesh.sizes)
+            self._communication = CommunicationLog(self.global_rank, self.root_device, everyone)
+            self._undo += (add_first_callback(trainer, self._communication),)
+        meter = self._communication.meter if self._communication is not None else None
+        self._ddp = self._exchange.wrap(self.module, meter)
+        self._local = LocalSGD(
+            self.module, self.data_group, self._sync_every, self._sync_warmup_steps, meter
+        )
 
+    @override
     def drain(self) -> None:
         """Averages the weights of replicas that have stepped on their own; all ranks must call it.
 
@@ -220,21 +199,9 @@ class DDPStrategy(LayoutFreeCheckpoints):
             self._local.average()
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.drain()
-        return super().lightning_module_state_dict()
-
-    @override
-    def model_to_device(self) -> None:
-        self.module.to(self.root_device)
-
-    @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
-        if not self.module.trainer.training:
-            return dataloader
-        self.seed_data_rank(reading=True)  # its workers take their seeds next
-        if self._uneven is not None:
+        if self._uneven is not None and self.module.trainer.training:
             return self._uneven.prolong(dataloader)
         return dataloader
 
@@ -242,15 +209,13 @@ class DDPStrategy(LayoutFreeCheckpoints):
     def on_train_start(self) -> None:
         if self._uneven is not None:
             checks.check_single_loader(self.module.trainer, self._uneven.loader)
-        checks.check_lengths(self.module.trainer, self.group(*self.mesh.sizes))
+        super().on_train_start()
 
     @override
     def close_session(self) -> None:
         if self._ddp is not None:
             lightning_private.revert_layer_sync(self, self.module)
-        for undo in self._undo:
-            undo()
-        self._undo = []
+        super().close_session()
         if self._uneven is not None:
             self._uneven.close(failed=not self.is_running)
         self._uneven = None

@@ -9,8 +9,8 @@ checkpoints that every other layout reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -31,14 +31,12 @@ from lightning_dist.device_mesh import build_data_mesh, groups_of
 from lightning_dist.mesh import MeshShape
 from lightning_dist.sharding import ShardingOptions, fill
 from lightning_dist.shards import is_spread
-from lightning_dist.strategies import data_parallel_checks, lightning_private
+from lightning_dist.strategies import data_parallel_checks
 from lightning_dist.strategies import fsdp_checks as checks
-from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.clipping import clip_by_global_norm
+from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.distributed import StartMethod
-from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.fsdp_options import ActivationCheckpointing, Offload, ReduceDtype
-from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.random_state import first_ranks_numbers
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.sharded_module import ShardedModule, UnitOptions
@@ -46,7 +44,7 @@ from lightning_dist.wrap import WrapPolicy, parse_policy
 from lightning_dist.wrap_summary import WrapSummary
 
 
-class FSDPStrategy(LayoutFreeCheckpoints):
+class FSDPStrategy(DataParallelStrategy):
     """Trains one model, or a few replicas of it, sharded over many ranks.
 
     Args:
@@ -129,7 +127,6 @@ class FSDPStrategy(LayoutFreeCheckpoints):
         self._device_mesh: DeviceMesh | None = None
         self._tape: Tape | None = None
         self._sharded: ShardedModule | None = None
-        self._undo: list[Callable[[], None]] = []
         self._is_accumulating = False
 
     @override
@@ -177,18 +174,19 @@ class FSDPStrategy(LayoutFreeCheckpoints):
             self._sharded = self._shard()
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(str(self.describe()))
-            self._undo = self._hook_into(trainer)
+            self._undo += (clip_by_global_norm(self.precision_plugin),)
+        self.hook_into(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self.name_optimizer_groups()
         self.setup_precision_plugin()
-        self.guard.connect_signals(trainer)
 
     def _shard(self) -> ShardedModule:
         everyone = self.group(*self.mesh.sizes)
         data_parallel_checks.check_module(self.module, everyone)
         checks.check_shardable(self.module, self._policy.is_manual)
         self.model = self.precision_plugin.convert_module(self.module)
-        lightning_private.apply_layer_sync(self, self.module)
+        self.synchronise_layers()
         state = [*self.module.parameters(), *self.module.buffers()]
         broadcast_state([t for t in state if not t.is_meta and not is_spread(t)], everyone)
         names = named_tensors(self.module)  # before sharding puts others in their place
@@ -218,26 +216,13 @@ class FSDPStrategy(LayoutFreeCheckpoints):
             offload=self._offload == "cpu",
         )
 
-    def _hook_into(self, trainer: pl.Trainer) -> list[Callable[[], None]]:
-        """Puts this strategy where Lightning does not call it, and gives what undoes that."""
-        return [
-            drain_before_validation(self.module, self.drain),
-            bracket_callbacks(
-                trainer,
-                show_whole_model=nullcontext,
-                on_train_epoch_end=lambda: None,
-                on_train_end=self.drain,
-                on_exception=self.on_exception,
-            ),
-            clip_by_global_norm(self.precision_plugin),
-        ]
-
     @property
     def sharded(self) -> ShardedModule:
         """The user's module as it is spread; exists once a run has been set up."""
         assert self._sharded is not None, "the model has not been sharded yet"
         return self._sharded
 
+    @override
     def drain(self) -> None:
         """Makes the replicas' buffers (running statistics) the first rank's; all must call it.
 
@@ -247,52 +232,34 @@ class FSDPStrategy(LayoutFreeCheckpoints):
             self.sharded.reshard()
             broadcast_state(self.module.buffers(), self.group(*self.mesh.sizes))
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.drain()
-        return super().lightning_module_state_dict()
-
-    @override
-    def model_to_device(self) -> None:
-        self.module.to(self.root_device)
-
-    @override
-    def on_train_start(self) -> None:
-        data_parallel_checks.check_lengths(self.module.trainer, self.group(*self.mesh.sizes))
-
     @property
     @override
     def process_groups(self) -> list[dist.ProcessGroup | None]:
         mesh = [] if self._device_mesh is None else groups_of(self._device_mesh)
         return [*super().process_groups, *mesh]
 
-    @override
-    def close_session(self) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo = []
-
     # --- steps -------------------------------------------------------------------------------
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.seed_data_rank(reading=False)
         with self.precision_plugin.train_step_context():
-            return self.sharded.train("training_step", *args, **kwargs)
+            return self.sharded.train(self.module.training_step, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self.sharded.evaluate("validation_step", *args, **kwargs)
+            return self.sharded.evaluate(self.module.validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self.sharded.evaluate("test_step", *args, **kwargs)
+            return self.sharded.evaluate(self.module.test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self.sharded.evaluate("predict_step", *args, **kwargs)
+            return self.sharded.evaluate(self.module.predict_step, *args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -7,7 +7,7 @@ parameters that belong to no unit are gathered for the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,21 +75,21 @@ class ShardedModule:
         new = [] if policy.is_manual else units
         self._units: FSDPModule = shard(self._root, module, new, mesh, sharding)
 
-    def train(self, step: str, *args: Any, **kwargs: Any) -> Any:
+    def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a step whose result will be differentiated.
 
         Args:
-            step: Name of the method.
+            step: A method of the module.
             args: Of the step.
             kwargs: Of the step.
         """
         return self._root(step, *args, **kwargs)
 
-    def evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a step without gradients.
 
         Args:
-            step: Name of the method.
+            step: A method of the module.
             args: Of the step.
             kwargs: Of the step.
         """
