@@ -63,7 +63,9 @@ def fit(workers: int, epochs: int, resume: str | None, save: str | None) -> Any:
         use_distributed_sampler=True,
         num_sanity_val_steps=0,
     )
-    loader = DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=workers)
+    # The processes that the tests run in were spawned, and would spawn in their turn.
+    start = {"multiprocessing_context": "fork"} if workers else {}
+    loader = DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=workers, **start)
     with warnings.catch_warnings():
         # Workers that live on are not seeded anew for the next epoch.
         warnings.filterwarnings("ignore", message=".*persistent_workers=True.*")

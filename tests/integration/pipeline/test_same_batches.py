@@ -80,7 +80,14 @@ class Watching(L.Callback):
 def augment_in_workers() -> list[Tensor]:
     L.seed_everything(11, workers=True)
     watching = Watching()
-    loader = DataLoader(Noisy(32), batch_size=4, num_workers=1, persistent_workers=True)
+    loader = DataLoader(
+        Noisy(32),
+        batch_size=4,
+        num_workers=1,
+        persistent_workers=True,
+        # The processes that the tests run in were spawned, and would spawn in their turn.
+        multiprocessing_context="fork",
+    )
     trainer = make_trainer(
         devices=4,
         strategy=PipelineStrategy(num_stages=2),
