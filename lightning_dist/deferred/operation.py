@@ -98,11 +98,10 @@ class Operation:
         tensors = [i if isinstance(i, Tensor) else i.on(memory[i.storage]) for i in self.inputs]
         args, kwargs = unflatten(tensors, self.skeleton)
         returned = self.function(*args, **kwargs)
-        constants = {i.untyped_storage() for i in self.inputs if isinstance(i, Tensor)}
         made = flatten(returned)[0] if self.results else []
         for reference, tensor in zip(self.results, made, strict=True):
             if reference.storage not in memory:
-                memory[reference.storage] = _as_recorded(reference, tensor, constants)
+                memory[reference.storage] = _as_recorded(reference, tensor)
         return returned
 
     def run_again(self, memory: Memory) -> None:
@@ -123,17 +122,15 @@ def _new_storage(reference: Reference) -> torch.UntypedStorage:
     return torch.UntypedStorage(reference.num_bytes, device="cpu")
 
 
-def _as_recorded(
-    reference: Reference, tensor: Tensor, constants: set[torch.UntypedStorage]
-) -> torch.UntypedStorage:
+def _as_recorded(reference: Reference, tensor: Tensor) -> torch.UntypedStorage:
     """Gives the storage of a result, laid out as its references say.
 
-    A function may lay its result out otherwise on the meta device than on the CPU (QR does), or
-    return a view of a constant, which the operations to come must not write to.
+    A function may lay its result out otherwise on the meta device than on the CPU (SVD does).
     """
+    assert tensor.dtype == reference.dtype
     storage = tensor.untyped_storage()
     same = (reference.stride, reference.offset) == (tensor.stride(), tensor.storage_offset())
-    if same and storage.nbytes() == reference.num_bytes and storage not in constants:
+    if same and storage.nbytes() == reference.num_bytes:
         return storage
     storage = _new_storage(reference)
     reference.on(storage).copy_(tensor)

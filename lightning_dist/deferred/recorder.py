@@ -42,8 +42,6 @@ _FILLS = frozenset(
         _aten.zero_.default,
     }
 )
-# Their result, or its size, depends on values.
-_NEEDS_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 FIX = (
     "Build the model in `__init__` instead of `configure_model`, or pass meta_init=False to the"
     " strategy."
@@ -108,10 +106,8 @@ class Recorder(TorchDispatchMode):
         # A random operation runs now only for the generator to move on as it would.
         real = self.tape.run_now(operation, keep=False) if is_random else None
         try:
-            if not _NEEDS_VALUES.isdisjoint(func.tags):
-                raise NotImplementedError
             returned = func(*on_meta(args), **on_meta(kwargs))
-        except RuntimeError:  # no kernel for meta tensors, or a mistake that shows again here
+        except RuntimeError:  # it needs values, or is a mistake that shows again here
             real = real if is_random else self.tape.run_now(operation, keep=True)
             returned = _stand_in(func, real, written, kwargs)
         self._append(operation, written, returned)
@@ -189,7 +185,7 @@ def _stand_in(func: Any, real: Any, written: list[Tensor], kwargs: dict[str, Any
     """Gives what the constructor gets for what was computed."""
     if written:
         return written[0] if len(written) == 1 else tuple(written)
-    if kwargs.get("device") not in (None, META):
+    if kwargs.get("device") not in (None, META):  # who asks for a CPU tensor may read its bytes
         return real
     if any(tensor.layout != torch.strided for tensor in flatten(real)[0]):
         raise ValueError(f"{func} makes a tensor that is not strided. {FIX}")

@@ -123,8 +123,11 @@ class Tape:
 
         Args:
             wanted: Storages.
-            memory: What is known of this moment; changed.
-            keep_all: Whether to return all storages that were needed on the way.
+            memory: What is known of this moment.
+            keep_all: Whether to keep what was needed on the way.
+
+        Returns:
+            Storages as they are now. Others that were needed as they once were are left out.
         """
         wanted = frozenset(wanted)
         plan, known = self._plan(wanted, memory)
@@ -136,7 +139,9 @@ class Tape:
                 for storage in () if keep_all else self._operations[index].storages:
                     if last_use[storage] == index and storage not in wanted:
                         memory.pop(storage, None)
-        return memory
+        done = frozenset(plan)
+        up_to_date = [s for s in memory if s in known or self._writers[s][-1] in done]
+        return {storage: memory[storage] for storage in up_to_date}
 
     def _plan(self, wanted: Iterable[int], memory: Memory) -> tuple[list[int], set[int]]:
         """Finds the operations that storages depend on, and what is known of them already."""

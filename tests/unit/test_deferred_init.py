@@ -159,7 +159,8 @@ def loaded() -> nn.Module:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    model.load_state_dict(torch.load(file))
+    state = torch.load(file)
+    model.load_state_dict(state)
     for tensor in state.values():
         tensor.zero_()  # the tape has its own copy
     return model
@@ -209,17 +210,19 @@ def with_probabilities() -> tuple[Tensor, Tensor, Tensor]:
 
 def resized() -> tuple[Tensor, Tensor]:
     x, y = torch.ones(3), torch.rand(6)
-    x.resize_(6).copy_(y)
-    return x, y.set_(x.view(2, 3))
+    x.resize_(6)[3:].copy_(y[:3])
+    y.set_(x.untyped_storage(), 0, (2, 3))
+    return x, y.t_().mul_(2)
 
 
-def from_elsewhere() -> tuple[Tensor, Tensor, Tensor]:
+def from_elsewhere() -> tuple[Tensor, ...]:
     real = torch.Tensor(4).normal_()  # made at once, from the same generator
     deferred = torch.rand(4)
     real[1:].copy_(deferred[1:])
     mixed = deferred * torch.tensor([1.0, 2.0, 3.0, 4.0]) + real
     deferred[torch.tensor([0, 2])] = 5.0
-    return real, mixed, torch.tensor([deferred[0], mixed[1]]) * deferred.new_tensor([2.0, 3.0])
+    data = torch.tensor([deferred[0], mixed[1]]) * deferred.new_tensor([2.0, 3.0])
+    return real, mixed, data, deferred.double().type_as(real)
 
 
 def looked_at() -> tuple[Tensor, Tensor, Tensor]:
@@ -234,6 +237,21 @@ def looked_at() -> tuple[Tensor, Tensor, Tensor]:
     assert x.numpy()[0] == np.asarray(x)[0] == x.tolist()[0] == 9.0
     assert torch.equal(x, x.clone())
     return x, y * before, (q @ r)[x.unique().numel() % 4]
+
+
+def old_and_new() -> tuple[Tensor, Tensor]:
+    x = torch.randn(4)
+    double = x * 2
+    x.mul_(0.0)
+    assert x.sum().item() == 0  # now the new values are at hand, and the old ones are asked for
+    assert double.abs().sum().item() > 0
+    assert x.sum().item() == 0  # and the other way round
+    return x + double, double
+
+
+def laid_out_otherwise() -> Tensor:
+    u, _, _ = torch.linalg.svd(torch.randn(3, 3))  # columns first on the CPU, rows first on meta
+    return u.contiguous()
 
 
 def on_named_devices() -> tuple[Tensor, Tensor, Tensor]:
@@ -258,8 +276,10 @@ MAKES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "generator": (with_generator, []),
     "probabilities": (with_probabilities, []),
     "resized": (resized, []),
-    "elsewhere": (from_elsewhere, ["b0", "b2"]),
+    "elsewhere": (from_elsewhere, ["b0", "b2", "b3"]),
     "looked_at": (looked_at, []),
+    "old_and_new": (old_and_new, []),
+    "svd": (laid_out_otherwise, []),
     "devices": (on_named_devices, []),
 }
 
@@ -274,7 +294,7 @@ def test_the_default_type_is_that_of_the_construction(dtype: torch.dtype) -> Non
     def build() -> nn.Module:
         torch.set_default_dtype(dtype)
         try:
-            return nn.Sequential(nn.Linear(3, 2), Holder(lambda: torch.linspace(0, 1, 3) / 3))
+            return nn.Sequential(nn.Linear(3, 2), Holder(lambda: torch.linspace(0, 1, 7)))
         finally:
             torch.set_default_dtype(torch.float32)
 
@@ -407,21 +427,66 @@ def test_the_peak_does_not_grow_with_the_model(init: Callable[[Tensor], Any]) ->
     assert peaks(4) == peaks(1)
 
 
-def test_only_what_a_tensor_depends_on_runs_again() -> None:
-    class Count(TorchDispatchMode):
-        calls = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            self.calls += torch.Tag.nondeterministic_seeded in func.tags
-            return func(*args, **(kwargs or {}))
+def test_temporaries_go_when_they_are_used() -> None:
+    def chain() -> Tensor:
+        x = torch.randn(1000)
+        for _ in range(8):
+            x = x * 0.9
+        return x
 
     with deferred_init() as tape:
+        holder = Holder(chain)
+    with LiveBytes() as live:
+        tape.materialize(holder.b0)
+    assert live.peak == 2 * 4000
+
+
+class Draws(TorchDispatchMode):
+    """Counts the random operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        real = not any(isinstance(arg, Tensor) and arg.is_meta for arg in args)
+        self.count += real and torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_what_a_tensor_depends_on_runs_again() -> None:
+    with deferred_init() as tape:
         model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))).apply(init_weights)
-    with Count() as count:
+        before = copy.deepcopy(model[2])
+        model[2].weight.data.normal_()
+    with Draws() as draws:
         tape.materialize(model[2].weight)
-    assert count.calls == 1  # not the uniform numbers that `init_weights` overwrites
+    assert draws.count == 1  # neither the other layers' nor what was overwritten
+    with Draws() as draws:
+        tape.materialize(before.weight)
+    assert draws.count == 1  # nor what came later
+
+
+def test_a_loop_that_looks_again_and_again_goes_on_from_where_it_was() -> None:
+    def build() -> Tensor:
+        return nn.init.trunc_normal_(torch.empty(500), a=-0.8, b=0.9)
+
+    torch.manual_seed(SEED)
+    with Draws() as ordinary:
+        build()
+    assert ordinary.count > 5
+    torch.manual_seed(SEED)
+    with Draws() as draws, deferred_init():
+        build()
+    assert draws.count == 2 * ordinary.count  # once for the generator, once for the look
+
+
+def test_what_was_read_stays_as_it_was_read() -> None:
+    with deferred_init():
+        x = torch.zeros(20)
+        read = x.numpy()
+        x[1:].uniform_()
+    assert not read.any()
 
 
 def test_without_a_tape_there_are_no_values() -> None:
