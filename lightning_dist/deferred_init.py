@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from lightning_dist.deferred.disguise import Disguise
@@ -30,7 +31,8 @@ def deferred_init() -> Iterator[Tape]:
 
     Inside, tensors are made on the meta device, though they say that they are on the CPU. Tensors
     made from data, of other devices or by a module that asks for ``device="meta"`` are what they
-    are without it. Whatever is done to a tensor after the ``with`` is lost.
+    are without it. An outer ``with torch.device(...)`` is not heeded: the values are those of the
+    CPU. Whatever is done to a tensor after the ``with`` is lost.
 
     Yields:
         The tape, whose :meth:`~lightning_dist.deferred.tape.Tape.materialize` gives the values.
@@ -46,7 +48,8 @@ def deferred_init() -> Iterator[Tape]:
     tape = Tape()
     recorder = Recorder(tape)
     try:
-        with recorder, Disguise(recorder):
+        # Lightning builds models under the device that they will train on.
+        with torch.device("cpu"), recorder, Disguise(recorder):
             yield tape
     finally:
         tape.close()

@@ -91,7 +91,8 @@ class Disguise(TorchFunctionMode):
                 args = tuple(map_tensors(self._recorder.value, args))
         # `torch.load` begins with an empty tensor, and gives it a storage that is real.
         is_bare = func is torch.empty and args == ((0,),)
-        if func in _FACTORIES and not is_bare and kwargs.get("out") is None:
+        out = kwargs.get("out")
+        if func in _FACTORIES and not is_bare and (out is None or out.is_meta):
             device = _device(kwargs.get("device")) or torch.get_default_device()
             if device == META:
                 with self._recorder.set_aside():

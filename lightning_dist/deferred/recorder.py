@@ -29,8 +29,6 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 _aten = torch.ops.aten
 
-# Change bytes, though they are tagged as views that change the tensor itself (`t_`, `set_`).
-_RESIZES = frozenset({_aten.resize_.default, _aten.resize_as_.default})
 # Do not look at what they write to first.
 _FILLS = frozenset(
     {
@@ -92,7 +90,8 @@ class Recorder(TorchDispatchMode):
                     " out; nothing is allocated yet."
                 )
             made = not foreign and kwargs.get("device") == META
-            is_view = torch.Tag.inplace_view in func.tags and func not in _RESIZES
+            # Such a call changes the tensor, not its bytes; a storage grows when it is referred to.
+            is_view = torch.Tag.inplace_view in func.tags
             if is_view or not (deferred or made):
                 return func(*args, **kwargs)
             return self._record(func, args, kwargs)

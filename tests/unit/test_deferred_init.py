@@ -208,11 +208,12 @@ def with_probabilities() -> tuple[Tensor, Tensor, Tensor]:
     return torch.bernoulli(p), torch.multinomial(p, 5), torch.normal(p, 0.1)
 
 
-def resized() -> tuple[Tensor, Tensor]:
+def resized() -> tuple[Tensor, Tensor, Tensor]:
     x, y = torch.ones(3), torch.rand(6)
+    alias = y.view(-1)
     x.resize_(6)[3:].copy_(y[:3])
     y.set_(x.untyped_storage(), 0, (2, 3))
-    return x, y.t_().mul_(2)
+    return x, y.t_().mul_(2), alias
 
 
 def from_elsewhere() -> tuple[Tensor, ...]:
@@ -221,6 +222,7 @@ def from_elsewhere() -> tuple[Tensor, ...]:
     real[1:].copy_(deferred[1:])
     mixed = deferred * torch.tensor([1.0, 2.0, 3.0, 4.0]) + real
     deferred[torch.tensor([0, 2])] = 5.0
+    torch.arange(3.0, out=real[1:])
     data = torch.tensor([deferred[0], mixed[1]]) * deferred.new_tensor([2.0, 3.0])
     return real, mixed, data, deferred.double().type_as(real)
 
@@ -250,8 +252,8 @@ def old_and_new() -> tuple[Tensor, Tensor]:
 
 
 def laid_out_otherwise() -> Tensor:
-    u, _, _ = torch.linalg.svd(torch.randn(3, 3))  # columns first on the CPU, rows first on meta
-    return u.contiguous()
+    _, _, v = torch.linalg.svd(torch.randn(3, 3))  # by columns on the CPU, by rows on meta
+    return v.contiguous()
 
 
 def on_named_devices() -> tuple[Tensor, Tensor, Tensor]:
@@ -487,6 +489,15 @@ def test_what_was_read_stays_as_it_was_read() -> None:
         read = x.numpy()
         x[1:].uniform_()
     assert not read.any()
+
+
+def test_an_outer_device_is_not_heeded() -> None:
+    torch.manual_seed(SEED)
+    expected = nn.Linear(3, 2).weight
+    torch.manual_seed(SEED)
+    with torch.device("meta"), deferred_init() as tape:
+        layer = nn.Linear(3, 2)
+    assert_same(tape.materialize(layer.weight), expected)
 
 
 def test_without_a_tape_there_are_no_values() -> None:
