@@ -7,7 +7,8 @@ writes what it holds:
 
     epoch=3.ckpt/
       lightning.pt        the Lightning checkpoint without its tensors (loads with weights_only)
-      .metadata, *.distcp torch distributed checkpoint: model.<name>, optimizer.<i>.<name>.<key>
+      .metadata, *.distcp torch distributed checkpoint: model.<name>, optimizer.<i>.<name>.<key>;
+                          current.<name> where the model's are averages
 
 Tensors are keyed by the model's own parameter names, which no layout changes, so any number of
 ranks with any partition reads what it needs. Either form is written under a temporary name and
@@ -34,6 +35,8 @@ from lightning_dist.shards import empty_like, is_spread
 
 _METADATA_FILE = "lightning.pt"
 _REPLACED_SUFFIX = ".replaced"
+_SECTIONS = {"state_dict": "model", "current_model_state": "current"}
+"""What holds the model's tensors: the weights, and, where those are averages, the latest ones."""
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
@@ -97,8 +100,9 @@ def load_sharded(
         resolved / _METADATA_FILE, map_location="cpu", weights_only=weights_only
     )
     tensors = _read_tensors(resolved, is_wanted, parameters or {})
-    extra = {n: value for n, value in checkpoint["state_dict"].items() if is_wanted(n)}
-    checkpoint["state_dict"] = tensors.pop("model", {}) | extra
+    for key in _SECTIONS.keys() & checkpoint.keys():
+        extra = {name: value for name, value in checkpoint[key].items() if is_wanted(name)}
+        checkpoint[key] = tensors.pop(_SECTIONS[key], {}) | extra
     for index, state in enumerate(checkpoint.get("optimizer_states", [])):
         by_parameter = state["state"]
         for key, tensor in tensors.get(f"optimizer.{index}", {}).items():
@@ -159,8 +163,9 @@ def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for part in parts:
         if not merged:
-            merged = {**part, "state_dict": {}}
-        merged["state_dict"].update(part["state_dict"])
+            merged = {**part, **{key: {} for key in _SECTIONS.keys() & part.keys()}}
+        for key in _SECTIONS.keys() & part.keys():
+            merged[key].update(part[key])
         for index, state in enumerate(part.get("optimizer_states", [])):
             merged["optimizer_states"][index]["state"].update(state["state"])
     if "optimizer_states" in merged:
@@ -181,12 +186,14 @@ def remove_partial_saves(directory: str | os.PathLike[str]) -> None:
 def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Takes the model's and the optimizers' tensors out, keyed as in the files."""
     tensors: dict[str, Tensor] = {}
-    rest = {**checkpoint, "state_dict": {}}
-    for name, value in checkpoint["state_dict"].items():
-        if isinstance(value, Tensor):
-            tensors[f"model.{name}"] = value
-        else:
-            rest["state_dict"][name] = value
+    rest = dict(checkpoint)
+    for key in _SECTIONS.keys() & checkpoint.keys():
+        rest[key] = {}
+        for name, value in checkpoint[key].items():
+            if isinstance(value, Tensor):
+                tensors[f"{_SECTIONS[key]}.{name}"] = value
+            else:
+                rest[key][name] = value
     states = []
     for index, state in enumerate(checkpoint.get("optimizer_states", [])):
         kept: dict[str, dict[str, Any]] = {}
@@ -206,14 +213,16 @@ def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[
     """Collects the few entries that are not tensors, of modules and optimizers, from all ranks."""
     if group is None:
         return {}
-    own = [rest["state_dict"], *(state["state"] for state in rest.get("optimizer_states", []))]
+    sections = sorted(_SECTIONS.keys() & rest.keys())
+    own = [rest[key] for key in sections]
+    own += [state["state"] for state in rest.get("optimizer_states", [])]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
-    extra, *entries = (
+    entries = [
         {name: value for part in parts for name, value in part.items()}
         for parts in zip(*everyone, strict=True)
-    )
-    gathered: dict[str, Any] = {"state_dict": extra}
+    ]
+    gathered: dict[str, Any] = {key: entries.pop(0) for key in sections}
     if "optimizer_states" in rest:
         pairs = zip(rest["optimizer_states"], entries, strict=True)
         gathered["optimizer_states"] = [{**state, "state": found} for state, found in pairs]
@@ -228,7 +237,7 @@ def _read_tensors(
     places: dict[str, tuple[str, str]] = {}
     for key, info in metadata.items():
         section, name = _split_key(key)
-        parameter = name if section == "model" else name.rpartition(".")[0]
+        parameter = name if section in _SECTIONS.values() else name.rpartition(".")[0]
         if isinstance(info, TensorStorageMetadata) and is_wanted(parameter):
             wanted[key] = _room_for(info, parameters.get(parameter))
             places[key] = (section, name)
@@ -251,7 +260,7 @@ def _room_for(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
 
 def _split_key(key: str) -> tuple[str, str]:
     section, _, name = key.partition(".")
-    if section == "model":
+    if section in _SECTIONS.values():
         return section, name
     index, _, name = name.partition(".")
     return f"{section}.{index}", name

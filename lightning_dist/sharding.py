@@ -8,7 +8,7 @@ always one: it takes what no unit has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,24 +97,28 @@ def _in_fp32(precision: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
 
 
 @torch.no_grad()
-def fill(root: nn.Module, values: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
+def fill(
+    root: nn.Module, names: Iterable[str], value_of: Callable[[str], Tensor], device: torch.device
+) -> None:
     """Gives values to what is on the meta device; each rank keeps its shards only.
 
     Args:
         root: Sharded.
-        values: Names of parameters and buffers with their whole values, the same on all ranks.
+        names: Of parameters and buffers.
+        value_of: Makes a whole one, the same on all ranks; the next is made when it is let go of.
         device: Where a buffer goes.
     """
     places: dict[nn.Parameter, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         places.setdefault(parameter, []).append(name)
     parameters = dict(root.named_parameters())
-    for name, value in values:
+    for name in names:
         old = parameters.get(name)
         if old is None:
-            _put(root, name, value.to(device))
+            _put(root, name, value_of(name).to(device, root.get_buffer(name).dtype))
             continue
-        made = nn.Parameter(shard_like(value, old), requires_grad=old.requires_grad)
+        shard_of_own = shard_like(value_of(name).to(old.dtype), old)
+        made = nn.Parameter(shard_of_own, requires_grad=old.requires_grad)
         for place in places[old]:  # a tied parameter stays one
             _put(root, place, made)
 

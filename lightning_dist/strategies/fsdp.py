@@ -185,11 +185,11 @@ class FSDPStrategy(DataParallelStrategy):
         everyone = self.group(*self.mesh.sizes)
         data_parallel_checks.check_module(self.module, everyone)
         checks.check_shardable(self.module, self._policy.is_manual)
+        tensors = named_tensors(self.module)  # before others are put in their place
         self.model = self.precision_plugin.convert_module(self.module)
         self.synchronise_layers()
         state = [*self.module.parameters(), *self.module.buffers()]
         broadcast_state([t for t in state if not t.is_meta and not is_spread(t)], everyone)
-        names = named_tensors(self.module)  # before sharding puts others in their place
         sharded = ShardedModule(
             self.module,
             self._policy,
@@ -199,9 +199,10 @@ class FSDPStrategy(DataParallelStrategy):
         )
         if self._tape is not None:
             tape, self._tape = self._tape, None
-            deferred = ((name, t) for name, t in names.items() if t.is_meta)
-            fill(self.module, ((n, tape.materialize(t)) for n, t in deferred), self.root_device)
-        self.module.to(self.root_device)
+            deferred = [name for name, tensor in tensors.items() if tensor.is_meta]
+            fill(self.module, deferred, lambda n: tape.materialize(tensors[n]), self.root_device)
+        if self._offload == "none":
+            self.module.to(self.root_device)
         return sharded
 
     def _sharding_options(self) -> ShardingOptions:

@@ -100,7 +100,8 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     def _with_whole_tensors(self, checkpoint: dict[str, Any], keep: bool) -> dict[str, Any] | None:
         """Puts sharded tensors together; all ranks must call it."""
-        sections = [key for key in ("state_dict", "optimizer_states") if key in checkpoint]
+        names = ("state_dict", "current_model_state", "optimizer_states")
+        sections = [key for key in names if key in checkpoint]
         whole: dict[str, Any] = {key: gather(checkpoint[key], keep=keep) for key in sections}
         return {**checkpoint, **whole} if keep else None
 

@@ -48,7 +48,7 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, asynchronous:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise ValueError(
                 f"{type(callback).__name__} keeps a copy of the whole model, of which each rank has"
-                " its own stage only. Leave it out, or average the weights of merged checkpoints."
+                " its own stage only. Use `lightning_dist.callbacks.ShardedWeightAveraging`."
             )
     if not asynchronous:
         return

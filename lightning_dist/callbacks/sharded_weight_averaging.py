@@ -1,0 +1,139 @@
+"""An exponential moving average of the weights, kept by each rank for what it holds.
+
+Lightning's ``WeightAveraging`` copies the whole module, which no rank of a sharded or pipelined run
+has. An average of shards is the shard of the average, so that nothing needs to travel. Validation
+and what is saved as ``state_dict`` see the average; training goes on from the latest weights, which
+are saved beside it, under the name that Lightning gives them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.shards import local_part
+
+
+class ShardedWeightAveraging(pl.Callback):
+    """Averages the parameters over the optimizer's steps (Polyak averaging with a decay).
+
+    Under every strategy of this package and on a single device. Buffers are not averaged: what sees
+    the average sees the latest running statistics.
+
+    Args:
+        decay: Share of the average that is kept in an update, in [0, 1).
+        every_n_steps: Optimizer steps from one update to the next.
+        start_at_step: Optimizer steps before the first one, which takes the weights as they are.
+
+    Raises:
+        ValueError: An argument is out of its range.
+    """
+
+    def __init__(
+        self, decay: float = 0.999, every_n_steps: int = 1, start_at_step: int = 0
+    ) -> None:
+        if not 0.0 <= decay < 1.0 or every_n_steps < 1 or start_at_step < 0:
+            raise ValueError(
+                f"decay={decay} must be in [0, 1), every_n_steps={every_n_steps} at least 1, and"
+                f" start_at_step={start_at_step} not negative."
+            )
+        self._decay = decay
+        self._every_n_steps = every_n_steps
+        self._start_at_step = start_at_step
+        self._averages: dict[str, Tensor] = {}
+        self._last_step = 0
+        self._num_updates = 0
+
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """This rank's part of the averages by parameter name, sharded as the parameters are.
+
+        Empty before the first update.
+        """
+        return self._averages if self._num_updates else {}
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._averages:  # they are there when a checkpoint has been loaded
+            self._take(pl_module)
+        self._last_step = trainer.global_step
+
+    def _take(self, module: pl.LightningModule) -> None:
+        self._averages = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        step = trainer.global_step
+        if step == self._last_step:
+            return  # gradients are being accumulated
+        self._last_step = step
+        if step > self._start_at_step and (step - self._start_at_step) % self._every_n_steps == 0:
+            self._update(pl_module)
+
+    @torch.no_grad()
+    def _update(self, module: pl.LightningModule) -> None:
+        share_of_new = 1.0 - self._decay if self._num_updates else 1.0
+        for name, parameter in module.named_parameters():
+            average = local_part(self._averages[name])
+            average.lerp_(local_part(parameter.detach()), share_of_new)
+        self._num_updates += 1
+
+    @torch.no_grad()
+    def _swap(self, module: pl.LightningModule) -> None:
+        parameters = dict(module.named_parameters())
+        for name, tensor in self.averages.items():
+            latest, average = local_part(parameters[name].detach()), local_part(tensor)
+            kept = latest.clone()
+            latest.copy_(average)
+            average.copy_(kept)
+
+    @override
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._swap(pl_module)
+
+    @override
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._swap(pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._swap(pl_module)
+        self._averages = {}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_updates": self._num_updates}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._num_updates = state_dict["num_updates"]
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self.averages:
+            latest = checkpoint["state_dict"]
+            checkpoint["current_model_state"] = latest
+            checkpoint["state_dict"] = {**latest, **self.averages}
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and "current_model_state" in checkpoint:
+            self._take(pl_module)  # they were in `state_dict`
+            latest = {"state_dict": checkpoint["current_model_state"]}
+            trainer.strategy.load_model_state_dict(latest, strict=pl_module.strict_loading)

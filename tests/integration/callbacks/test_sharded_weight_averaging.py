@@ -1,0 +1,86 @@
+"""Averages of weights under each strategy are those of a single device, and of the formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dist.callbacks import ShardedWeightAveraging
+from lightning_dist.checkpoint import load_full
+from tests.helpers.models import make_module, state_of
+from tests.helpers.workers import WorkerPool
+from tests.integration.conformance.common import (
+    TOLERANCE,
+    Synced,
+    assert_close,
+    joined,
+    share,
+    trainer_of,
+)
+from tests.integration.conformance.strategies import ENTRIES
+
+DECAY = 0.8
+
+
+class Kept(Synced):
+    """Keeps the weights behind each step, as the optimizer left them."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.history: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.history.append(state_of(self))
+
+
+def fit(name: str | None, epochs: int, resume: str | None, save: str | None) -> Any:
+    module = make_module(Kept, optimizer="adamw")
+    averaging = ShardedWeightAveraging(DECAY, start_at_step=2)
+    trainer, entry = trainer_of(name, max_epochs=epochs, callbacks=[averaging])
+    if save is not None:
+        module.on_train_epoch_end = lambda: trainer.save_checkpoint(save)
+    loaders = share(trainer, entry, 44), share(trainer, entry, 24)
+    trainer.fit(module, *loaders, ckpt_path=resume, weights_only=True)
+    metrics = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("val")}
+    return state_of(module), metrics, module.history
+
+
+def averaged(history: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    average = history[2]
+    for weights in history[3:]:
+        average = {n: DECAY * a + (1 - DECAY) * weights[n] for n, a in average.items()}
+    return average
+
+
+def test_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    state, _, history = fit(None, 2, None, None)
+    assert_close(state, averaged(history))
+    assert any(not torch.allclose(state[n], history[-1][n]) for n in state)
+
+
+@pytest.mark.parametrize("name", ["ddp-2", "fsdp-2x2", "pipeline-gpipe-2"])
+def test_equals_a_single_device_when_resumed_too(
+    workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    state, metrics, history = fit(None, 2, None, None)
+    path = tmp_path / "middle.ckpt"
+    workers.run(ENTRIES[name].devices, fit, name, 1, None, str(path))
+    saved = load_full(path)
+    assert_close(saved["state_dict"], averaged(history[:6]))
+    assert_close(saved["current_model_state"], history[5])
+    ranks = workers.run(ENTRIES[name].devices, fit, name, 2, str(path), None)
+    for _, found, _ in ranks:
+        assert found == pytest.approx(metrics, abs=TOLERANCE)
+    assert_close(joined([rank[0] for rank in ranks]), state)
+
+
+@pytest.mark.parametrize("arguments", [{"decay": 1.0}, {"every_n_steps": 0}, {"start_at_step": -1}])
+def test_bad_arguments(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        ShardedWeightAveraging(**arguments)
