@@ -104,10 +104,17 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
         is_manual: Whether it should have sharded itself.
 
     Raises:
-        ValueError: It steps by itself, has a parameter without a dimension, or has not sharded
-            itself though it should.
+        ValueError: It steps by itself, has a parameter without a dimension, has not sharded itself
+            though it should, or the other way round.
     """
-    if is_manual and not any(isinstance(part, FSDPModule) for part in module.modules()):
+    is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
+    if is_sharded and not is_manual:
+        raise ValueError(
+            "The module is sharded already, by an earlier Trainer or by its own `configure_model`."
+            " Go on with that Trainer, load its checkpoint into a new module, or pass"
+            " wrap='manual'."
+        )
+    if is_manual and not is_sharded:
         raise ValueError(
             "wrap='manual' expects that `configure_model` has called `fully_shard`, and no module"
             " is sharded. Call it there with `mesh=self.trainer.strategy.device_mesh`, or use"

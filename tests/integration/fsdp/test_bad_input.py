@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from lightning_dist import FSDPStrategy
 from lightning_dist.wrap import ByClass, ByName
@@ -44,6 +45,11 @@ class Uneven(Classifier):
         self.extra = nn.Linear(2, 2 + int(os.environ["RANK"]))
 
 
+class ShardsItself(Classifier):
+    def configure_model(self) -> None:
+        fully_shard(self.model[0], mesh=self.trainer.strategy.device_mesh)
+
+
 def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[str, str, float]:
     start = time.monotonic()
     size = 32 + size_per_rank * int(os.environ["RANK"])
@@ -65,6 +71,7 @@ def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[s
         (Classifier, {}, 8, r"The ranks have \[4, 5\] training batches"),
         (Classifier, {"wrap": ByClass(["ConvLayr"])}, 0, "ConvLayr.*ConvLayer"),
         (Classifier, {"wrap": ByName(["modle.*"])}, 0, "modle"),
+        (ShardsItself, {"meta_init": False}, 0, "sharded already.*wrap='manual'"),
         (Classifier, {"wrap": "manual"}, 0, "manual.*configure_model.*fully_shard"),
         (Classifier, {"shard_size": 3}, 0, r"shard_size=3.*2 processes.*\[1, 2\]"),
         (Classifier, {"reshard_after_forward": 3}, 0, "reshard_after_forward=3.*2"),
