@@ -38,16 +38,16 @@ class ProlongedLoader:
         """
         own = len(self._loader)
         iterator = iter(self._loader)
-        nothing = object()
-        batch: Any = nothing
+        batch: Any = None
         for position in range(self._length):
             if position < own:
-                batch = next(iterator, nothing)
-            if batch is nothing:
-                raise ValueError(
-                    f"The training loader says that it has {own} batches and ended after"
-                    f" {position}. uneven_inputs=True relies on its length."
-                )
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    raise ValueError(
+                        f"The training loader says that it has {own} batches and ended after"
+                        f" {position}. uneven_inputs=True relies on its length."
+                    ) from None
             self.position = position
             yield batch
 
