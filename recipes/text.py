@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
 VALIDATION_SHARE = 0.1
@@ -76,34 +76,31 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
 
-class SeededShuffle(Sampler[int]):
+class SeededShuffle(DistributedSampler[int]):
     """Shuffles by a seed and the epoch alone, so that all ranks read the same order.
+
+    Data replicas take turns in that order. Being a ``DistributedSampler``, it is left as it is by
+    Lightning, whose wrapper around any other would not tell it the epoch.
 
     Args:
         data: What to shuffle.
         seed: Base seed.
-        num_samples: Samples per epoch, drawn anew in each.
+        num_samples: Samples per epoch over all replicas, drawn anew in each.
+        num_replicas: Data replicas; each has equally many samples.
+        rank: Which of them reads.
     """
 
-    def __init__(self, data: Sized, seed: int, num_samples: int) -> None:
-        self._data = data
-        self._seed = seed
-        self._num_samples = min(num_samples, len(data))
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the order; Lightning calls it."""
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        """Counts the samples of an epoch."""
-        return self._num_samples
+    def __init__(
+        self, data: Sized, seed: int, num_samples: int, num_replicas: int = 1, rank: int = 0
+    ) -> None:
+        super().__init__(data, num_replicas, rank, seed=seed)
+        self.num_samples = min(num_samples, len(data)) // num_replicas
 
     @override
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        order = torch.randperm(len(self._data), generator=generator)
-        yield from order[: self._num_samples].tolist()
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.dataset), generator=generator)
+        yield from order[self.rank :: self.num_replicas][: self.num_samples].tolist()
 
 
 class TextDataModule(L.LightningDataModule):
@@ -112,9 +109,9 @@ class TextDataModule(L.LightningDataModule):
     Batches are ``(inputs, targets)``, int64 of shape ``(batch_size, sequence_length)``.
 
     Args:
-        batch_size: Windows per batch.
+        batch_size: Windows per batch and data replica.
         sequence_length: Bytes per window.
-        train_samples: Windows per training epoch, at random places.
+        train_samples: Windows per training epoch over all replicas, at random places.
         seed: Of the training order.
         num_workers: Processes that load data; the text is in memory, so none are needed.
 
@@ -146,14 +143,16 @@ class TextDataModule(L.LightningDataModule):
         self._num_workers = num_workers
         self._train = Windows(self.train_text, sequence_length, stride=1)
         self._val = Windows(self.val_text, sequence_length, stride=sequence_length)
-        self._sampler = SeededShuffle(self._train, seed, train_samples)
+        self._seed = seed
+        self._train_samples = train_samples
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
+        replica = self.trainer.distributed_sampler_kwargs if self.trainer else None
         return DataLoader(
             self._train,
             batch_size=self._batch_size,
-            sampler=self._sampler,
+            sampler=SeededShuffle(self._train, self._seed, self._train_samples, **(replica or {})),
             num_workers=self._num_workers,
         )
 

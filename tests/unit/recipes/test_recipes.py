@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,29 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     assert len(set(first)) == len(sampler) == 10
     sampler.set_epoch(1)
     assert list(sampler) != first
+
+
+def test_replicas_take_turns_in_the_order() -> None:
+    whole = list(SeededShuffle(range(100), seed=3, num_samples=11))
+    shares = [SeededShuffle(range(100), 3, 11, num_replicas=2, rank=rank) for rank in range(2)]
+    assert [list(share) for share in shares] == [whole[0:10:2], whole[1:10:2]]
+    assert [len(share) for share in shares] == [5, 5]  # one more would keep the other waiting
+
+
+def test_replicas_have_the_batches_of_one_device_between_them() -> None:
+    sizes = {"sequence_length": 16, "train_samples": 8}
+    (whole,) = list(TextDataModule(batch_size=8, **sizes).train_dataloader())
+    shares = []
+    for rank in range(2):
+        data = TextDataModule(batch_size=4, **sizes)
+        kwargs = {"num_replicas": 2, "rank": rank}
+        trainer: Any = SimpleNamespace(distributed_sampler_kwargs=kwargs)
+        data.trainer = trainer
+        (share,) = list(data.train_dataloader())
+        shares.append(share)
+    for index in range(2):
+        assert torch.equal(shares[0][index], whole[index][0::2])
+        assert torch.equal(shares[1][index], whole[index][1::2])
 
 
 def test_the_data_module_records_the_text() -> None:
