@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,19 +75,15 @@ class RunSummary(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        table = Table(title="Run summary", show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in (
-            *self._quality(trainer),
-            *self._speed(trainer),
-            *_pipeline_rows(trainer),
-            *_files(trainer),
-        ):
-            table.add_row(name, value, end_section=name in ("bigram baseline", "stashed weights"))
-        # A table in a pipe should not break its paths at 80 columns.
-        console = Console()
-        (console if console.is_terminal else Console(width=120)).print(table)
+        print_table(
+            (
+                *self._quality(trainer),
+                *self._speed(trainer),
+                *_pipeline_rows(trainer),
+                *_files(trainer),
+            ),
+            section_ends=("bigram baseline", "stashed weights"),
+        )
 
     def _quality(self, trainer: L.Trainer) -> list[tuple[str, str]]:
         loss = trainer.callback_metrics.get("val_bits_per_byte")
@@ -115,6 +112,24 @@ class RunSummary(L.Callback):
         return [("throughput", f"{rate:,.0f} tokens per second")]
 
 
+def print_table(rows: Iterable[tuple[str, str]], section_ends: Iterable[str] = ()) -> None:
+    """Prints what a run came to.
+
+    Args:
+        rows: Names and values.
+        section_ends: Names of the rows that have a line below them.
+    """
+    table = Table(title="Run summary", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    ends = set(section_ends)
+    for name, value in rows:
+        table.add_row(name, value, end_section=name in ends)
+    # A table in a pipe should not break its paths at 80 columns.
+    console = Console()
+    (console if console.is_terminal else Console(width=120)).print(table)
+
+
 def _pipeline_rows(trainer: L.Trainer) -> list[tuple[str, str]]:
     strategy = trainer.strategy
     if not isinstance(strategy, lightning_dist.PipelineStrategy):
@@ -131,20 +146,31 @@ def _pipeline_rows(trainer: L.Trainer) -> list[tuple[str, str]]:
 
 
 def _files(trainer: L.Trainer) -> list[tuple[str, str]]:
-    rows = []
-    checkpoint = trainer.checkpoint_callback
-    if isinstance(checkpoint, ModelCheckpoint) and checkpoint.best_model_path:
-        rows.append(("checkpoint", _short(checkpoint.best_model_path)))
+    rows = written_files(trainer)
+    strategy = trainer.strategy
     if not isinstance(trainer.logger, CSVLogger):
         return rows
-    directory = Path(trainer.logger.log_dir)
-    rows.append(("metrics", _short(directory / "metrics.csv")))
-    strategy = trainer.strategy
     if isinstance(strategy, lightning_dist.PipelineStrategy) and strategy.timeline.spans:
+        directory = Path(trainer.logger.log_dir)
         timeline, trace = strategy.steady_timeline, directory / "trace.json"
         rows.append(("timeline", _draw(timeline, directory / "timeline.png")))
         write_chrome_trace(timeline, trace)
-        rows.append(("trace", _short(trace)))
+        rows.append(("trace", short_path(trace)))
+    return rows
+
+
+def written_files(trainer: L.Trainer) -> list[tuple[str, str]]:
+    """Names what any run leaves behind: the best checkpoint and the metrics.
+
+    Args:
+        trainer: After its run.
+    """
+    rows = []
+    checkpoint = trainer.checkpoint_callback
+    if isinstance(checkpoint, ModelCheckpoint) and checkpoint.best_model_path:
+        rows.append(("checkpoint", short_path(checkpoint.best_model_path)))
+    if isinstance(trainer.logger, CSVLogger):
+        rows.append(("metrics", short_path(Path(trainer.logger.log_dir) / "metrics.csv")))
     return rows
 
 
@@ -153,7 +179,7 @@ def _draw(timeline: Timeline, picture: Path) -> str:
         plot_timeline(newest_part(timeline), picture, title="Measured")
     except ImportError as error:  # matplotlib is optional: a finished run keeps its table
         return f"not drawn. {error}"
-    return _short(picture)
+    return short_path(picture)
 
 
 def newest_part(timeline: Timeline) -> Timeline:
@@ -165,8 +191,12 @@ def newest_part(timeline: Timeline) -> Timeline:
     return timeline.between(end - seconds, end)
 
 
-def _short(path: str | Path) -> str:
-    """Gives a path relative to here where that is shorter."""
+def short_path(path: str | Path) -> str:
+    """Gives a path relative to here where that is shorter.
+
+    Args:
+        path: Any path.
+    """
     absolute = Path(path).resolve()
     here = Path.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
