@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import recipes.resnet
+from recipes.digits import DigitsDataModule
+from recipes.resnet import ResidualBlock, ResNet, build_resnet
+
+
+def test_shapes_and_size_of_the_default_model() -> None:
+    module = ResNet()
+    assert module(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    convolutions = 9 * (32 + 2 * 32**2 + 32 * 64 + 3 * 64**2) + 32 * 64
+    norms = 2 * (3 * 32 + 5 * 64)
+    assert sum(p.numel() for p in module.parameters()) == convolutions + norms + 10 * 65
+
+
+def test_a_strided_block_halves_height_and_width() -> None:
+    assert ResidualBlock(3, 5, stride=2)(torch.zeros(2, 3, 8, 8)).shape == (2, 5, 4, 4)
+
+
+def test_a_fresh_block_is_its_shortcut() -> None:
+    torch.manual_seed(0)
+    x = torch.rand(2, 3, 4, 4)
+    assert torch.equal(ResidualBlock(3, 3)(x), x)
+
+
+def test_all_parameters_are_trained_and_only_matrices_decay() -> None:
+    module = ResNet(width=4, weight_decay=0.3)
+    trainer: Any = SimpleNamespace(estimated_stepping_batches=10)
+    module.trainer = trainer
+    optimizer = module.configure_optimizers()["optimizer"]
+    decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert set(decay) == set(module.parameters())
+    for part in module.modules():
+        for p in part.parameters(recurse=False):
+            is_norm = isinstance(part, nn.BatchNorm2d)
+            assert decay[p] == (0.0 if is_norm or p.ndim < 2 else 0.3)
+
+
+def test_the_learning_rate_goes_through_one_cycle() -> None:
+    module = ResNet(width=4, learning_rate=0.5)
+    trainer: Any = SimpleNamespace(estimated_stepping_batches=10)
+    module.trainer = trainer
+    configured = module.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    rates = []
+    for _ in range(10):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        if len(rates) < 10:
+            scheduler.step()
+    peak = rates.index(max(rates))
+    assert max(rates) == pytest.approx(0.5)
+    assert 0 < peak < 9
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] < 1e-3 * 0.5
+
+
+def test_the_loss_goes_down() -> None:
+    torch.manual_seed(0)
+    net = build_resnet(width=8)
+    images, labels = next(iter(DigitsDataModule(batch_size=16).train_dataloader()))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=2e-2)
+    losses = []
+    for _ in range(20):
+        loss = F.cross_entropy(net(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_the_module_knows_nothing_of_other_processes() -> None:
+    source = inspect.getsource(recipes.resnet)
+    for word in ("import torch.distributed", "dist.", "sync_dist", "global_rank", "world_size"):
+        assert word not in source
