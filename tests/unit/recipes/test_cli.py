@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -49,6 +50,34 @@ def test_each_config_parses(
     logger = config["trainer"]["logger"]
     assert isinstance(logger, dict)
     assert logger["init_args"]["name"] == name
+    assert config["model"]["class_path"] == "recipes.gpt.GPT"
+    assert config["data"]["class_path"] == "recipes.text.TextDataModule"
+
+
+def test_the_powersgd_config_parses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = CONFIGS / "gpt_ddp_powersgd.yaml"
+    config: Any = print_config(monkeypatch, capsys, "--config", str(path))
+    strategy = config["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_dist.DDPStrategy"
+    assert strategy["init_args"]["compression"] == "powersgd"
+    num_steps = config["trainer"]["max_epochs"] * 6400 // 32
+    assert strategy["init_args"]["powersgd_start_step"] < num_steps / 4
+    assert config["model"]["class_path"] == "recipes.gpt.GPT"
+
+
+def test_the_digits_config_parses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--config", str(CONFIGS / "digits_ddp.yaml"), "--model.width=8", "--data.batch_size=5")
+    config: Any = print_config(monkeypatch, capsys, *words)
+    assert config["trainer"]["strategy"]["class_path"] == "lightning_dist.DDPStrategy"
+    assert config["test_after_fit"] is True
+    assert config["model"]["class_path"] == "recipes.resnet.ResNet"
+    assert config["model"]["init_args"]["width"] == 8
+    assert config["data"]["class_path"] == "recipes.digits.DigitsDataModule"
+    assert config["data"]["init_args"]["batch_size"] == 5
 
 
 def test_without_a_config_it_logs_to_csv(
@@ -61,8 +90,12 @@ def test_without_a_config_it_logs_to_csv(
 
 
 def test_the_configs_train_the_same_model_on_the_same_data() -> None:
-    loaded = [yaml.safe_load(path.read_text()) for path in sorted(CONFIGS.glob("*.yaml"))]
-    assert len(loaded) == 4
+    loaded = [yaml.safe_load(path.read_text()) for path in sorted(CONFIGS.glob("gpt_*.yaml"))]
+    assert len(loaded) == 6
+    for config in loaded:
+        trainer = config["trainer"]
+        if "PipelineStrategy" not in str(trainer["strategy"]):  # each rank has its own batches
+            config["data"]["batch_size"] *= trainer["devices"]
     for config in loaded[1:]:
         for key in ("model", "data", "seed_everything"):
             assert config[key] == loaded[0][key]
