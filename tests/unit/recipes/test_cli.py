@@ -67,6 +67,16 @@ def test_the_powersgd_config_parses(
     assert config["model"]["class_path"] == "recipes.gpt.GPT"
 
 
+def test_the_fsdp_config_parses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config: Any = print_config(monkeypatch, capsys, "--config", str(CONFIGS / "gpt_fsdp.yaml"))
+    strategy = config["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_dist.FSDPStrategy"
+    assert strategy["init_args"]["wrap"]["class_path"] == "lightning_dist.wrap.ByClass"
+    assert strategy["init_args"]["wrap"]["init_args"] == {"names": ["Block"]}
+
+
 def test_the_digits_config_parses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
