@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_dist import DDPStrategy, PipelineStrategy
+from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=0, help="the rank with the trouble")
     parser.add_argument("--trouble", default="none")
     parser.add_argument("--at", type=int, default=5)
-    parser.add_argument("--schedule", default="pipedream", help="or ddp, for no pipeline")
+    parser.add_argument("--schedule", default="pipedream", help="or ddp, fsdp: no pipeline")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--root", default=None)
     parser.add_argument("--report", default=None)
@@ -89,6 +89,8 @@ def main() -> None:
     strategy: Strategy
     if options.schedule == "ddp":
         strategy = DDPStrategy(timeout_s=120)
+    elif options.schedule == "fsdp":
+        strategy = FSDPStrategy(timeout_s=120)
     else:
         strategy = PipelineStrategy(schedule=options.schedule, partition=counts, timeout_s=120)
     trainer = make_trainer(
