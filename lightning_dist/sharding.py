@@ -147,3 +147,18 @@ def reshard(root: nn.Module) -> None:
     """
     for module in units_of(root):
         module.reshard()
+
+
+def recover(root: nn.Module) -> None:
+    """Frees gathered parameters after an exception inside of a forward or backward.
+
+    There :func:`reshard` does nothing to units that stay whole until the backward.
+
+    Args:
+        root: Sharded.
+    """
+    assert isinstance(root, FSDPModule)
+    if hasattr(root, "reset_iter_state"):  # since torch 2.13
+        root.reset_iter_state()
+    else:
+        reshard(root)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,10 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
             lightning_private.replace_torch_layer_sync(self, SyncedBatchNorm(self.data_group))
         lightning_private.apply_layer_sync(self, self.module)
 
+    def summarised_module(self) -> AbstractContextManager[None]:
+        """Gives what is entered while the callbacks' ``on_fit_start`` look at the module."""
+        return nullcontext()
+
     def hook_into(self, trainer: pl.Trainer) -> None:
         """Puts this strategy where Lightning does not call it, until the session is closed.
 
@@ -59,7 +63,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
             drain_before_validation(self.module, self.drain),
             bracket_callbacks(
                 trainer,
-                show_whole_model=nullcontext,
+                show_whole_model=self.summarised_module,
                 on_train_epoch_end=lambda: None,
                 on_train_end=self.drain,
                 on_exception=self.on_exception,

@@ -170,6 +170,8 @@ class FSDPStrategy(DataParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            checks.check_callbacks(trainer)
         if self._sharded is None or self._sharded.module is not self.module:
             self._sharded = self._shard()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -178,8 +180,19 @@ class FSDPStrategy(DataParallelStrategy):
         self.hook_into(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            checks.check_optimizers(self.optimizers)
             self.name_optimizer_groups()
         self.setup_precision_plugin()
+
+    @override
+    @contextmanager
+    def summarised_module(self) -> Iterator[None]:
+        # Only a step gathers all parameters, and an example's forward is none.
+        example, self.module.example_input_array = self.module.example_input_array, None
+        try:
+            yield
+        finally:
+            self.module.example_input_array = example
 
     def _shard(self) -> ShardedModule:
         everyone = self.group(*self.mesh.sizes)
@@ -232,6 +245,12 @@ class FSDPStrategy(DataParallelStrategy):
         if self.is_running:
             self.sharded.reshard()
             broadcast_state(self.module.buffers(), self.group(*self.mesh.sizes))
+
+    @override
+    def close_session(self) -> None:
+        super().close_session()
+        if self._sharded is not None and not self.is_running:
+            self._sharded.recover()
 
     @property
     @override

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.activation_checkpointing import checkpoint_activations
-from lightning_dist.sharding import ShardingOptions, reshard, shard
+from lightning_dist.sharding import ShardingOptions, recover, reshard, shard
 from lightning_dist.strategies.step_module import StepModule
 from lightning_dist.wrap import ByClass, Unit, WrapPolicy
 from lightning_dist.wrap_summary import WrapSummary, describe
@@ -74,6 +74,7 @@ class ShardedModule:
         self._root = StepModule(module)
         new = [] if policy.is_manual else units
         self._units: FSDPModule = shard(self._root, module, new, mesh, sharding)
+        self._was_entered = False
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a step whose result will be differentiated.
@@ -83,7 +84,7 @@ class ShardedModule:
             args: Of the step.
             kwargs: Of the step.
         """
-        return self._root(step, *args, **kwargs)
+        return self._root(self._entered(step), *args, **kwargs)
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a step without gradients.
@@ -96,13 +97,25 @@ class ShardedModule:
         # Gathered parameters made under `inference_mode` could not be trained with later.
         with torch.inference_mode(False), torch.no_grad():
             try:
-                return self._root(step, *args, **kwargs)
+                return self._root(self._entered(step), *args, **kwargs)
             finally:
                 self.reshard()
+
+    def _entered(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            self._was_entered = True
+            return step(*args, **kwargs)
+
+        return entered
 
     def reshard(self) -> None:
         """Makes the module's parameters the sharded ones, whatever has run last."""
         reshard(self._root)
+
+    def recover(self) -> None:
+        """Makes the module's parameters the sharded ones after an exception inside of a step."""
+        if self._was_entered:  # until then nothing is gathered, and FSDP2 not set up
+            recover(self._root)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

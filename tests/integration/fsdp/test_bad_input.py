@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -35,6 +36,21 @@ class StepsItself(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class Quasi(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Averaging(Classifier):
+    def configure_callbacks(self) -> Any:
+        return [EMAWeightAveraging()]
+
+
+class Swa(Classifier):
+    def configure_callbacks(self) -> Any:
+        return [StochasticWeightAveraging(0.1)]
 
 
 class Uneven(Classifier):
@@ -66,6 +82,9 @@ def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[s
     [
         (Idle, {}, 0, r"does not depend on \['spare.weight', 'spare.bias'\].*find_unused"),
         (Scalar, {}, 0, r"\['scale'\] have no dimension.*torch.zeros\(1\)"),
+        (Quasi, {}, 0, "LBFGS.*DDPStrategy"),
+        (Averaging, {}, 0, "EMAWeightAveraging copies the whole model"),
+        (Swa, {}, 0, "StochasticWeightAveraging copies the whole model"),
         (StepsItself, {}, 0, "Manual optimization.*DDPStrategy"),
         (Uneven, {}, 0, r"'extra.weight' is \(2, 2\).* on rank 0 and \(3, 2\).* on rank 1"),
         (Classifier, {}, 8, r"The ranks have \[4, 5\] training batches"),

@@ -1,0 +1,141 @@
+"""Modules and trainers that are used in unusual ways, sharded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.model_summary import summarize
+from torch import Tensor, nn
+
+from lightning_dist import FSDPStrategy
+from lightning_dist.shards import is_spread
+from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, share_of
+from tests.helpers.workers import WorkerPool
+
+
+def fit(module: Any, ckpt_path: str | None = None, **options: Any) -> Any:
+    trainer = make_trainer(devices=2, strategy=FSDPStrategy(), **options)
+    loaders = share_of(int(os.environ["RANK"]), 44), make_loader(8)
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+SHORT_RUNS: dict[str, tuple[dict[str, Any], int]] = {
+    "fast_dev_run": ({"fast_dev_run": True}, 1),
+    "overfit_batches": ({"overfit_batches": 2}, 2),
+    "limit_train_batches": ({"limit_train_batches": 0.5, "val_check_interval": 2}, 3),
+}
+
+
+def steps_of_short_runs() -> dict[str, int]:
+    return {n: fit(make_module(), **options).global_step for n, (options, _) in SHORT_RUNS.items()}
+
+
+def test_runs_that_are_cut_short(workers: WorkerPool) -> None:
+    expected = {name: steps for name, (_, steps) in SHORT_RUNS.items()}
+    assert workers.run(2, steps_of_short_runs) == [expected] * 2
+
+
+class WithExample(Classifier):
+    """Asks the summary for the sizes of its activations, in which a sharded model has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(3, 2, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+class Summary(ModelSummary):
+    total_parameters = 0
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self.total_parameters = summarize(pl_module).total_parameters
+
+
+def summarise() -> tuple[int, bool]:
+    module, summary = make_module(WithExample), Summary()
+    fit(module, callbacks=[summary], fast_dev_run=True)
+    return summary.total_parameters, module.example_input_array is not None
+
+
+def test_the_summary_shows_the_whole_model(workers: WorkerPool) -> None:
+    total = sum(p.numel() for p in make_module().parameters())
+    assert workers.run(2, summarise) == [(total, True)] * 2
+
+
+class FailsInValidation(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        raise KeyError("the user's own mistake")
+
+
+class FailsInTraining(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            raise KeyError("the user's own mistake")
+        return loss
+
+
+class ReturnsNone(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 2 else loss
+
+
+def end_badly(kind: Any) -> tuple[str, str, bool]:
+    module = make_module(kind)
+    with pytest.raises((KeyError, RuntimeError)) as caught:
+        fit(module, num_sanity_val_steps=0)
+    return caught.type.__name__, str(caught.value), all(is_spread(p) for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (FailsInValidation, "KeyError", "the user's own"),
+        (FailsInTraining, "KeyError", "the user's own"),
+        (ReturnsNone, "RuntimeError", "returning None in distributed training"),
+    ],
+)
+def test_an_exception_leaves_no_parameter_gathered(
+    workers: WorkerPool, kind: Any, error: str, message: str
+) -> None:
+    for name, text, are_spread in workers.run(2, end_badly, kind):
+        assert name == error
+        assert message in text
+        assert are_spread
+
+
+class Longer(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
+
+
+def load_each_other(directory: str) -> list[str]:
+    messages = []
+    for kind, other in ((Classifier, Longer), (Longer, Classifier)):
+        path = f"{directory}/{kind.__name__}.ckpt"
+        trainer = make_trainer(devices=2, strategy=FSDPStrategy())
+        trainer.validate(make_module(kind), make_loader(8), verbose=False)
+        trainer.save_checkpoint(path)
+        trainer = make_trainer(devices=2, strategy=FSDPStrategy())
+        with pytest.raises(RuntimeError) as caught:
+            trainer.validate(make_module(other), make_loader(8), ckpt_path=path, weights_only=True)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_missing_and_unexpected_keys_are_named(workers: WorkerPool, tmp_path: Path) -> None:
+    for missing, unexpected in workers.run(2, load_each_other, str(tmp_path)):
+        assert 'Missing key(s) in state_dict: "extra.weight", "extra.bias"' in missing
+        assert 'Unexpected key(s) in state_dict: "extra.weight", "extra.bias"' in unexpected
