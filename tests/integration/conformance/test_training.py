@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_dist.shards import whole
@@ -26,13 +28,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clip norm": {"gradient_clip_val": 0.05},
     "clip value": {"gradient_clip_val": 0.005, "gradient_clip_algorithm": "value"},
     "accumulate and clip": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
+    "accumulate later": {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]},
 }
 
 
 def fit(name: str | None, optimizer: str, options: dict[str, Any]) -> Any:
     module = make_module(Synced, optimizer=optimizer, schedule_lr=True)
     gradients: list[dict[str, Tensor]] = []
-    trainer, entry = trainer_of(name, max_epochs=2, **options)
+    # Callbacks keep their trainer.
+    trainer, entry = trainer_of(name, max_epochs=2, **deepcopy(options))
 
     def keep_gradients(*_: Any) -> None:
         named = module.named_parameters()
@@ -47,13 +51,15 @@ def fit(name: str | None, optimizer: str, options: dict[str, Any]) -> Any:
 # Each strategy with all options on two processes, and with the telling ones on four.
 WHOLE = ("pipeline-gpipe-2", "ddp-2", "fsdp-2")
 SOME = (("plain", "sgd"), ("accumulate", "adamw"), ("accumulate and clip", "sgd"))
+LATER = ("pipeline-gpipe-2", "ddp-2", "ddp-2-static", "fsdp-2", "fsdp-2-microsteps")
 CASES = [
     (name, options, optimizer)
     for name in ENTRIES
     for options in OPTIONS
     for optimizer in ("sgd", "adamw")
-    if name in WHOLE or (options, optimizer) in SOME
+    if options != "accumulate later" and (name in WHOLE or (options, optimizer) in SOME)
 ]
+CASES += [(name, "accumulate later", "adamw") for name in (*LATER, "pipeline-2x2")]
 
 
 @pytest.mark.parametrize(("name", "options", "optimizer"), CASES)
