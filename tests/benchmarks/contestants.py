@@ -10,13 +10,11 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dist import DDPStrategy, PipelineStrategy
+from lightning_dist import PipelineStrategy
 from recipes.gpt import GPT, build_gpt
 from recipes.text import load_text, split_text
 
@@ -94,18 +92,6 @@ def ideal(rank: int, count: int) -> float:
     return timed_loop(count, run)
 
 
-def torch_ddp(rank: int, count: int) -> float:
-    ddp = DistributedDataParallel(model())
-    optimizer = adamw(ddp.parameters())
-
-    def run(x: Tensor, y: Tensor) -> None:
-        loss_of(ddp(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return timed_loop(count, run, BATCH // 2)
-
-
 def torch_pipelining(rank: int, count: int, schedule: type, num_microbatches: int) -> float:
     layers = list(model())
     module = nn.Sequential(*(layers[: CUT[0]] if rank == 0 else layers[CUT[0] :]))
@@ -157,9 +143,15 @@ class Stopwatch(L.Callback):
         self.seconds = (time.perf_counter() - self.start) / self.count
 
 
-def in_lightning(strategy: Any, count: int, size: int = BATCH) -> float:
+def in_lightning(
+    strategy: Any,
+    count: int,
+    size: int = BATCH,
+    module_class: type[PlainGPT] = PlainGPT,
+    accumulate: int = 1,
+) -> float:
     torch.manual_seed(0)
-    module = PlainGPT(width=WIDTH, depth=DEPTH, num_heads=HEADS)
+    module = module_class(width=WIDTH, depth=DEPTH, num_heads=HEADS)
     watch = Stopwatch(count)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -173,19 +165,11 @@ def in_lightning(strategy: Any, count: int, size: int = BATCH) -> float:
         enable_model_summary=False,
         use_distributed_sampler=False,
         limit_val_batches=0,
+        accumulate_grad_batches=accumulate,
     )
     data = batches(count + WARMUP, size)
     trainer.fit(module, DataLoader(data, batch_size=size), DataLoader(data, batch_size=size))
     return watch.seconds
-
-
-def lightning_ddp(rank: int, count: int) -> float:
-    return in_lightning(LightningDDPStrategy(), count, BATCH // 2)
-
-
-def our_ddp(rank: int, count: int, compression: str) -> float:
-    strategy = DDPStrategy(compression=compression, powersgd_start_step=2)
-    return in_lightning(strategy, count, BATCH // 2)
 
 
 def ours(rank: int, count: int, schedule: str, num_microbatches: int | str) -> float:

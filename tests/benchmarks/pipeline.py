@@ -7,6 +7,7 @@ speed drifts is fair to all; the tables show medians and ratios of medians.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import statistics
 import time
@@ -29,6 +30,7 @@ from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.simulator import StageCosts, simulate
 from lightning_dist.strategies.measured import MeasuredTimelines
 from tests.benchmarks import contestants as c
+from tests.benchmarks import data_parallel as d
 from tests.helpers.workers import WorkerPool
 
 ONE_PROCESS, IDEAL, BASELINE = "one process", "ideal: two that never speak", "torch 1F1B, m=4"
@@ -36,9 +38,16 @@ ONE_PROCESS, IDEAL, BASELINE = "one process", "ideal: two that never speak", "to
 CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
     ONE_PROCESS: (c.one_process, ()),
     IDEAL: (c.ideal, ()),
-    "torch DDP": (c.torch_ddp, ()),
-    "Lightning's DDPStrategy": (c.lightning_ddp, ()),
-    **{f"our DDPStrategy, {how}": (c.our_ddp, (how,)) for how in ("none", "fp16", "powersgd")},
+    d.RAW_DDP: (d.torch_ddp, ()),
+    d.LIGHTNINGS_DDP: (d.lightning_ddp, ()),
+    **{f"our DDPStrategy, {how}": (d.our_ddp, (how,)) for how in ("none", "fp16", "powersgd")},
+    "our DDPStrategy, sync_every=8": (d.our_ddp, ("none", 8)),
+    d.RAW_FSDP: (d.torch_fsdp, (1,)),
+    d.LIGHTNINGS_FSDP: (d.lightning_fsdp, (1,)),
+    "our FSDPStrategy": (d.our_fsdp, (1,)),
+    d.RAW_FSDP_4: (d.torch_fsdp, (4,)),
+    d.LIGHTNINGS_FSDP_4: (d.lightning_fsdp, (4,)),
+    "our FSDPStrategy, accumulate 4": (d.our_fsdp, (4,)),
     **{f"torch GPipe, m={m}": (c.torch_gpipe, (m,)) for m in (2, 4, 8)},
     **{f"torch 1F1B, m={m}": (c.torch_1f1b, (m,)) for m in (2, 4, 8)},
     **{f"ours gpipe, m={m}": (c.ours, ("gpipe", m)) for m in (2, 4, 8)},
@@ -50,18 +59,17 @@ CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
 def on_rank(contestant: Callable[..., float], count: int, arguments: tuple[Any, ...]) -> float:
     """Runs one contestant on this worker."""
     warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     rank = int(os.environ["RANK"])
-    if contestant in (
-        c.lightning_ddp,
-        c.our_ddp,
-        c.ours,
-    ):  # Lightning starts the process group itself
+    in_lightning = (c.ours, d.lightning_ddp, d.our_ddp, d.lightning_fsdp, d.our_fsdp)
+    if contestant in in_lightning:  # Lightning starts the process group itself
         return contestant(rank, count, *arguments)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     return contestant(rank, count, *arguments)
 
 
-def throughput(workers: WorkerPool, rounds: int, count: int, only: str) -> dict[str, float]:
+def throughput(workers: WorkerPool, rounds: int, count: int, only: str) -> dict[str, list[float]]:
     wanted = only.split("|")
     times: dict[str, list[float]] = {n: [] for n in CONTESTANTS if any(w in n for w in wanted)}
     turns = [name for _ in range(rounds) for name in times]
@@ -69,10 +77,11 @@ def throughput(workers: WorkerPool, rounds: int, count: int, only: str) -> dict[
         contestant, arguments = CONTESTANTS[name]
         seconds = workers.run(2, on_rank, contestant, count, arguments, timeout=900)
         times[name].append(max(seconds))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
-def print_throughput(medians: dict[str, float]) -> None:
+def print_throughput(times: dict[str, list[float]]) -> None:
+    medians = {name: statistics.median(values) for name, values in times.items()}
     table = Table(title="6.4 M parameter GPT, batch 8 x 128, two processes of one thread")
     for heading in ("", "ms per batch", "x one process", "of the ideal", f"x {BASELINE}"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -184,9 +193,13 @@ def main() -> None:
     options = parser.parse_args()
     workers = WorkerPool()
     try:
-        medians = throughput(workers, options.rounds, options.batches, options.only)
-        if medians:
-            print_throughput(medians)
+        times = throughput(workers, options.rounds, options.batches, options.only)
+        replicas = {name: values for name, values in times.items() if name in d.REFERENCES}
+        pipelines = {n: v for n, v in times.items() if n not in replicas or n == d.LIGHTNINGS_DDP}
+        if pipelines.keys() - replicas.keys():
+            print_throughput(pipelines)
+        if replicas:
+            d.print_data_parallel(replicas)
         if not options.skip_bubbles:
             print_bubbles(workers)
     finally:

@@ -1,0 +1,126 @@
+"""Ways to train replicas or shards of the GPT on two processes, each on its half of the batch."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import count as count_up
+
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist import DDPStrategy, FSDPStrategy
+from tests.benchmarks.contestants import (
+    BATCH,
+    PlainGPT,
+    adamw,
+    in_lightning,
+    loss_of,
+    model,
+    timed_loop,
+)
+
+SHARE = BATCH // 2
+RAW_DDP, RAW_FSDP, RAW_FSDP_4 = "torch DDP", "torch FSDP2", "torch FSDP2, accumulate 4"
+LIGHTNINGS_DDP = "Lightning's DDPStrategy"
+LIGHTNINGS_FSDP = "Lightning's ModelParallelStrategy"
+LIGHTNINGS_FSDP_4 = "Lightning's ModelParallelStrategy, accumulate 4"
+REFERENCES = {
+    RAW_DDP: (RAW_DDP, LIGHTNINGS_DDP),
+    LIGHTNINGS_DDP: (RAW_DDP, LIGHTNINGS_DDP),
+    "our DDPStrategy, none": (RAW_DDP, LIGHTNINGS_DDP),
+    "our DDPStrategy, fp16": (RAW_DDP, LIGHTNINGS_DDP),
+    "our DDPStrategy, powersgd": (RAW_DDP, LIGHTNINGS_DDP),
+    "our DDPStrategy, sync_every=8": (RAW_DDP, LIGHTNINGS_DDP),
+    RAW_FSDP: (RAW_FSDP, LIGHTNINGS_FSDP),
+    LIGHTNINGS_FSDP: (RAW_FSDP, LIGHTNINGS_FSDP),
+    "our FSDPStrategy": (RAW_FSDP, LIGHTNINGS_FSDP),
+    RAW_FSDP_4: (RAW_FSDP_4, LIGHTNINGS_FSDP_4),
+    LIGHTNINGS_FSDP_4: (RAW_FSDP_4, LIGHTNINGS_FSDP_4),
+    "our FSDPStrategy, accumulate 4": (RAW_FSDP_4, LIGHTNINGS_FSDP_4),
+}
+"""Whom a contestant is compared with: the raw loop, and Lightning's own strategy."""
+
+
+def torch_ddp(rank: int, count: int) -> float:
+    ddp = DistributedDataParallel(model())
+    optimizer = adamw(ddp.parameters())
+
+    def run(x: Tensor, y: Tensor) -> None:
+        loss_of(ddp(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed_loop(count, run, SHARE)
+
+
+def lightning_ddp(rank: int, count: int) -> float:
+    return in_lightning(LightningDDPStrategy(), count, SHARE)
+
+
+def our_ddp(rank: int, count: int, compression: str, sync_every: int = 1) -> float:
+    strategy = DDPStrategy(compression=compression, powersgd_start_step=2, sync_every=sync_every)
+    return in_lightning(strategy, count, SHARE)
+
+
+def shard_blocks(net: nn.Sequential, mesh: DeviceMesh) -> None:
+    """Makes each block a unit, and the root one for embedding and head."""
+    for block in net[1:-1]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+
+
+def torch_fsdp(rank: int, count: int, accumulate: int) -> float:
+    net = model()
+    shard_blocks(net, init_device_mesh("cpu", (2,)))
+    assert isinstance(net, FSDPModule)
+    optimizer = adamw(net.parameters())
+    microsteps = count_up(1)
+
+    def run(x: Tensor, y: Tensor) -> None:
+        is_last = next(microsteps) % accumulate == 0
+        net.set_requires_gradient_sync(is_last)
+        (loss_of(net(x), y) / accumulate).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return timed_loop(count, run, SHARE)
+
+
+class ShardedGPT(PlainGPT):
+    """Shards itself, as ModelParallelStrategy wants it."""
+
+    def configure_model(self) -> None:
+        shard_blocks(self.model, self.device_mesh["data_parallel"])
+
+
+def lightning_fsdp(rank: int, count: int, accumulate: int) -> float:
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    return in_lightning(strategy, count, SHARE, ShardedGPT, accumulate)
+
+
+def our_fsdp(rank: int, count: int, accumulate: int) -> float:
+    return in_lightning(FSDPStrategy(), count, SHARE, accumulate=accumulate)
+
+
+def print_data_parallel(times: dict[str, list[float]]) -> None:
+    """Prints medians with the fastest and slowest round, and throughput beside the references'."""
+    table = Table(
+        title="The same GPT, data parallelism: batch 2 x 4 x 128, two processes of one thread"
+    )
+    table.add_column("")
+    for heading in ("ms per batch", "rounds", "x raw loop", "x Lightning's"):
+        table.add_column(heading, justify="right")
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    for name, seconds in medians.items():
+        low, high = min(times[name]) * 1e3, max(times[name]) * 1e3
+        references = [medians.get(reference) for reference in REFERENCES[name]]
+        ratios = [f"{r / seconds:.3f}" if r else "-" for r in references]
+        table.add_row(name, f"{seconds * 1e3:.0f}", f"{low:.0f} - {high:.0f}", *ratios)
+    Console(width=110).print(table)
