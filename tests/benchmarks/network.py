@@ -22,10 +22,21 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from tests.benchmarks.data_parallel import LIGHTNINGS_DDP
 from tests.benchmarks.pipeline import CONTESTANTS, on_rank
 from tests.helpers.workers import free_port
 
-NAMES = ("Lightning's DDPStrategy", "torch 1F1B, m=4", "ours 1f1b, m=4", "ours pipedream")
+NAMES = (
+    LIGHTNINGS_DDP,
+    "our DDPStrategy, none",
+    "our DDPStrategy, fp16",
+    "our DDPStrategy, powersgd",
+    "our DDPStrategy, sync_every=8",
+    "our FSDPStrategy",
+    "torch 1F1B, m=4",
+    "ours 1f1b, m=4",
+    "ours pipedream",
+)
 HOSTS = ("ld-bench-0", "ld-bench-1")
 LINKS = ("ldveth0", "ldveth1")
 ADDRESSES = ("10.231.7.1", "10.231.7.2")
@@ -107,6 +118,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant")
     parser.add_argument("--batches", type=int, default=20, help="timed batches of each run")
+    parser.add_argument(
+        "--only", default="", help="contestants whose name contains one of these, parted by |"
+    )
     parser.add_argument("--as-rank", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank is not None:
@@ -116,22 +130,23 @@ def main() -> None:
         sys.exit(
             "This benchmark makes network namespaces: run it as root, with iproute2 installed."
         )
+    names = [name for name in NAMES if any(w in name for w in options.only.split("|"))]
     table = Table(title="6.4 M parameter GPT on two hosts, ms per batch")
     table.add_column("")
     columns: list[dict[str, float]] = []
     for title, rate in RATES.items():
         table.add_column(title, justify="right")
-        table.add_column("x DDP", justify="right")
-        times: dict[str, list[float]] = {name: [] for name in NAMES}
+        table.add_column("x first", justify="right")
+        times: dict[str, list[float]] = {name: [] for name in names}
         with two_hosts(rate):
-            for name in track([n for _ in range(options.rounds) for n in NAMES], title):
+            for name in track([n for _ in range(options.rounds) for n in names], title):
                 times[name].append(run_on_hosts(name, options.batches))
         columns.append({name: statistics.median(values) for name, values in times.items()})
-    for name in NAMES:
+    for name in names:
         cells = [
             text
             for medians in columns
-            for text in (f"{medians[name] * 1e3:.0f}", f"{medians[NAMES[0]] / medians[name]:.2f}")
+            for text in (f"{medians[name] * 1e3:.0f}", f"{medians[names[0]] / medians[name]:.2f}")
         ]
         table.add_row(name, *cells)
     Console(width=100).print(table)
