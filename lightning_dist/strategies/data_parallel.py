@@ -23,6 +23,7 @@ from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.evaluation_stop import stop_evaluations_together
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
+from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.synced_batch_norm import SyncedBatchNorm
 
 
@@ -37,6 +38,10 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
 
         Validation, checkpoints and the end of training do so by themselves.
         """
+
+    def share_buffers(self) -> None:
+        """Gives all ranks the first one's buffers: running statistics; all ranks must call it."""
+        broadcast_state(self.module.buffers(), self.group(*self.mesh.sizes))
 
     def synchronise_layers(self) -> None:
         """Makes BatchNorm see all ranks where the Trainer was asked for ``sync_batchnorm``."""

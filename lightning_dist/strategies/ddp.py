@@ -191,12 +191,13 @@ class DDPStrategy(DataParallelStrategy):
 
     @override
     def drain(self) -> None:
-        """Averages the weights of replicas that have stepped on their own; all ranks must call it.
+        """Averages the weights of replicas that have stepped on their own, and shares the buffers.
 
-        Validation, checkpoints and the end of training do so by themselves.
+        Validation, checkpoints and the end of training do so by themselves; all ranks must call it.
         """
         if self._local is not None and self.is_running:
             self._local.average()
+            self.share_buffers()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

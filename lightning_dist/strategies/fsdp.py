@@ -244,7 +244,7 @@ class FSDPStrategy(DataParallelStrategy):
         """
         if self.is_running:
             self.sharded.reshard()
-            broadcast_state(self.module.buffers(), self.group(*self.mesh.sizes))
+            self.share_buffers()
 
     @override
     def close_session(self) -> None:

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import DDPStrategy
-from tests.helpers.models import make_module, make_optimizer, make_trainer
+from tests.helpers.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_optimizer,
+    make_trainer,
+    share_of,
+)
 from tests.helpers.workers import WorkerPool
 
 # Rows of each rank in each batch: uneven in the last one, where a rank has a single row.
@@ -88,3 +95,31 @@ def test_equals_a_single_device(
         for name, expected in state.items():
             assert float((found[name] - expected).abs().max()) < 1e-12, name
         assert found_value == pytest.approx(value, abs=1e-12)
+
+
+class ComparesStatistics(Classifier):
+    """Keeps the running statistics that its validation sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.BatchNorm1d(2), self.model)
+        self.seen: list[Tensor] = []
+
+    def on_validation_epoch_start(self) -> None:
+        self.seen.append(self.model[0].running_mean.clone())
+
+
+def statistics_at_validation() -> list[Tensor]:
+    module = make_module(ComparesStatistics)
+    trainer = make_trainer(devices=2, strategy=DDPStrategy(), num_sanity_val_steps=0)
+    trainer.fit(module, share_of(int(os.environ["RANK"]), 32), make_loader(8))
+    return module.seen
+
+
+def test_without_it_all_ranks_validate_with_the_first_ones_statistics(
+    workers: WorkerPool,
+) -> None:
+    first, second = workers.run(2, statistics_at_validation)
+    assert len(first) == 1
+    assert first[0].abs().max() > 0
+    assert torch.equal(first[0], second[0])
