@@ -150,7 +150,7 @@ def check_callbacks(trainer: pl.Trainer) -> None:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise ValueError(
                 f"{type(callback).__name__} copies the whole model, of which each rank has shards"
-                " only. Leave it out, or average the weights of whole checkpoints."
+                " only. Use `lightning_dist.callbacks.ShardedWeightAveraging`."
             )
 
 
