@@ -1,23 +1,28 @@
-"""The recipe's command line, in real processes as a user would start them."""
+"""The recipe's command line: started as a user would, and each configuration in the pool."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor
 
 from lightning_dist import DDPStrategy
 from lightning_dist.checkpoint import load_full
 from recipes.digits import DigitsDataModule, LabelledImages, load_images
 from recipes.resnet import ResNet
+from recipes.train import main
 from tests.helpers.models import make_trainer
 from tests.helpers.workers import WorkerPool
 
@@ -59,14 +64,36 @@ def run(*command: str) -> str:
     return result.stdout
 
 
-def fit(config: Path, root: Path, *extra: str, launcher: tuple[str, ...] = ("-m",)) -> str:
+def words(config: Path, root: Path, *extra: str) -> list[str]:
     logger = f"--trainer.logger.init_args.save_dir={root}"
-    return run(*launcher, "recipes.train", "fit", f"--config={config}", *SHORT, logger, *extra)
+    return ["fit", f"--config={config}", *SHORT, logger, *extra]
+
+
+def fit(config: Path, root: Path, *extra: str, launcher: tuple[str, ...] = ("-m",)) -> str:
+    return run(*launcher, "recipes.train", *words(config, root, *extra))
+
+
+def fit_in_pool(arguments: list[str]) -> str:
+    """Runs the command line in a process that is there already, as torchrun's would be."""
+    before, output = sys.argv, io.StringIO()
+    sys.argv = ["recipes.train", *arguments]
+    os.environ["COLUMNS"] = "100"
+    try:
+        with warnings.catch_warnings(record=True) as caught, redirect_stdout(output):
+            warnings.simplefilter("always")
+            main()
+    finally:
+        sys.argv = before
+        del os.environ["COLUMNS"]
+    return output.getvalue() + "".join(str(warning.message) for warning in caught)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_each_config_trains(config: Path, tmp_path: Path) -> None:
-    output = fit(config, tmp_path, *EARLIER.get(config.stem, []))
+def test_each_config_trains(workers: WorkerPool, config: Path, tmp_path: Path) -> None:
+    arguments = words(config, tmp_path, *EARLIER.get(config.stem, []))
+    num_devices = yaml.safe_load(config.read_text())["trainer"]["devices"]
+    output, *others = workers.run(num_devices, fit_in_pool, arguments)
+    assert not any("Run summary" in other for other in others)
     version = tmp_path / config.stem / "version_0"
     assert "bigram baseline" in output
     assert "tokens per second" in output
