@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_dist.named_optimizer import to_numbers
-from lightning_dist.shards import empty_like, is_spread
+from lightning_dist.shards import is_spread
 
 _METADATA_FILE = "lightning.pt"
 _REPLACED_SUFFIX = ".replaced"
@@ -254,7 +254,7 @@ def _read_tensors(
 def _room_for(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
     """Makes the tensor to read into; optimizer state of a parameter's shape lies as that does."""
     if parameter is not None and is_spread(parameter) and parameter.shape == info.size:
-        return empty_like(parameter, info.properties.dtype)
+        return torch.empty_like(parameter, dtype=info.properties.dtype)
     return torch.empty(info.size, dtype=info.properties.dtype)
 
 

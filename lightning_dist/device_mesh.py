@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_dist.mesh import MeshShape
@@ -22,12 +21,3 @@ def build_data_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
     axes = {"dp_replicate": shape.dp_replicate} if shape.dp_replicate > 1 else {}
     axes["dp_shard"] = shape.dp_shard
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Lists this rank's process groups of a mesh.
-
-    Args:
-        mesh: Any.
-    """
-    return list(mesh.get_all_groups())

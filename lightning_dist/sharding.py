@@ -128,15 +128,6 @@ def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(root.get_submodule(path), attribute, tensor)
 
 
-def units_of(root: nn.Module) -> list[FSDPModule]:
-    """Lists the sharded modules of a tree, the root among them.
-
-    Args:
-        root: Sharded.
-    """
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
-
-
 def reshard(root: nn.Module) -> None:
     """Frees gathered parameters, so that those of the modules are the sharded ones again.
 
@@ -145,8 +136,9 @@ def reshard(root: nn.Module) -> None:
     Args:
         root: Sharded.
     """
-    for module in units_of(root):
-        module.reshard()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def recover(root: nn.Module) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -50,16 +49,6 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
         shape=cut.shape,
         stride=cut.stride(),
     )
-
-
-def empty_like(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Makes room for values that are spread over a mesh as another tensor's.
-
-    Args:
-        like: Sharded or not.
-        dtype: Of the result.
-    """
-    return torch.empty_like(like, dtype=dtype, requires_grad=False)
 
 
 def whole(tensor: Tensor) -> Tensor:

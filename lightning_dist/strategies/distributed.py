@@ -29,9 +29,10 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
+from lightning_dist.rng import seed_all
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.last_resort import never_destroy
-from lightning_dist.strategies.random_state import seed_data_rank, share_random_state
+from lightning_dist.strategies.random_state import share_random_state
 from lightning_dist.strategies.reduction import reduce_tensor
 from lightning_dist.strategies.run_guard import RunGuard
 
@@ -217,7 +218,9 @@ class DistributedStrategy(ParallelStrategy):
         """Seeds this rank's generators by the batch at hand, if ranks read different data.
 
         To be called at the start of each training step, and with ``reading`` before a training
-        loader begins an epoch and before each batch of it.
+        loader begins an epoch and before each batch of it. The numbers depend on nothing else, so a
+        resumed run draws what the uninterrupted one would have. The state before is not put back:
+        the backward may draw too, where it recomputes activations.
 
         Args:
             reading: Whether the next batch is read, or a step begins.
@@ -225,7 +228,8 @@ class DistributedStrategy(ParallelStrategy):
         if self.mesh.data_size > 1:
             batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
             data_index = self.mesh.data_index(self.global_rank)
-            seed_data_rank(self._seed, data_index, batch_index, self.root_device, reading=reading)
+            name = (self._seed, data_index, batch_index, int(reading))
+            seed_all(*name, device=self.root_device)
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Gives this rank's gloo group along some mesh axes; each rank must ask alike.

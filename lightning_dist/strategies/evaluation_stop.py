@@ -55,10 +55,6 @@ class EvaluationStop(pl.Callback):
             0 if float("inf") in same else min(same) for same in zip(*everyone, strict=False)
         ]
 
-    def _before_batch(self, trainer: pl.Trainer, batch_idx: int, dataloader_idx: int) -> None:
-        if batch_idx < self._common[dataloader_idx]:
-            self._guard.stop_if_agreed(trainer)
-
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start(trainer.num_val_batches)
@@ -80,26 +76,7 @@ class EvaluationStop(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._before_batch(trainer, batch_idx, dataloader_idx)
+        if batch_idx < self._common[dataloader_idx]:
+            self._guard.stop_if_agreed(trainer)
 
-    @override
-    def on_test_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._before_batch(trainer, batch_idx, dataloader_idx)
-
-    @override
-    def on_predict_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._before_batch(trainer, batch_idx, dataloader_idx)
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_dist.deferred.tape import Tape
 from lightning_dist.deferred_init import deferred_init, named_tensors
-from lightning_dist.device_mesh import build_data_mesh, groups_of
+from lightning_dist.device_mesh import build_data_mesh
 from lightning_dist.mesh import MeshShape
 from lightning_dist.sharding import ShardingOptions, fill
 from lightning_dist.shards import is_spread
@@ -40,6 +40,7 @@ from lightning_dist.strategies.fsdp_options import ActivationCheckpointing, Offl
 from lightning_dist.strategies.random_state import first_ranks_numbers
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.sharded_module import ShardedModule, UnitOptions
+from lightning_dist.strategies.whole_model_checks import check_callbacks, check_optimizers
 from lightning_dist.wrap import WrapPolicy, parse_policy
 from lightning_dist.wrap_summary import WrapSummary
 
@@ -170,17 +171,17 @@ class FSDPStrategy(DataParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            checks.check_callbacks(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            check_callbacks(trainer)
         if self._sharded is None or self._sharded.module is not self.module:
             self._sharded = self._shard()
-        if trainer.state.fn == TrainerFn.FITTING:
+        self.hook_into(trainer)
+        if is_fitting:
             rank_zero_info(str(self.describe()))
             self._undo += (clip_by_global_norm(self.precision_plugin),)
-        self.hook_into(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            checks.check_optimizers(self.optimizers)
+            check_optimizers(self.optimizers)
             self.name_optimizer_groups()
         self.setup_precision_plugin()
 
@@ -255,7 +256,7 @@ class FSDPStrategy(DataParallelStrategy):
     @property
     @override
     def process_groups(self) -> list[dist.ProcessGroup | None]:
-        mesh = [] if self._device_mesh is None else groups_of(self._device_mesh)
+        mesh = [] if self._device_mesh is None else self._device_mesh.get_all_groups()
         return [*super().process_groups, *mesh]
 
     # --- steps -------------------------------------------------------------------------------

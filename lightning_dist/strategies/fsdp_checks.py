@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import get_args
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import LBFGS, Optimizer
 
 from lightning_dist.strategies.fsdp_options import (
     ActivationCheckpointing,
     Offload,
     ReduceDtype,
 )
-from lightning_dist.strategies.lightning_private import callbacks_of
 
 
 def check_arguments(
@@ -134,37 +130,4 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
         raise ValueError(
             f"The parameters {scalars} have no dimension to shard. Give them one:"
             " `torch.zeros(1)` in place of `torch.tensor(0.0)`."
-        )
-
-
-def check_callbacks(trainer: pl.Trainer) -> None:
-    """Checks that no callback copies weights without regard to shards.
-
-    Args:
-        trainer: Set up to fit.
-
-    Raises:
-        ValueError: One does.
-    """
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            raise ValueError(
-                f"{type(callback).__name__} copies the whole model, of which each rank has shards"
-                " only. Use `lightning_dist.callbacks.ShardedWeightAveraging`."
-            )
-
-
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Checks what ``configure_optimizers`` returned.
-
-    Args:
-        optimizers: All of them.
-
-    Raises:
-        ValueError: One looks at all parameters as one vector.
-    """
-    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise ValueError(
-            "LBFGS lays all parameters out as one vector and evaluates a batch as often as it"
-            " likes, and shards have no such vector. Use another optimizer, or DDPStrategy."
         )

@@ -39,7 +39,7 @@ from lightning_dist.pipeline.cut import cut, foreign_state_names, whole
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.timeline import Timeline
-from lightning_dist.strategies import lightning_private, pipeline_checks
+from lightning_dist.strategies import lightning_private, pipeline_checks, whole_model_checks
 from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.clipping import clip_by_global_norm
 from lightning_dist.strategies.distributed import StartMethod
@@ -193,7 +193,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         """Lets the user group the whole model's parameters, as on a single device."""
         with whole(self._sequence, torch.device("cpu")), pipeline_checks.one_optimizer():
             self.setup_optimizers(trainer)
-            pipeline_checks.check_optimizers(self.optimizers)
+            whole_model_checks.check_optimizers(self.optimizers)
             self.name_optimizer_groups()
         for optimizer in self.optimizers:
             lightning_private.mark_optimizer_called(optimizer)

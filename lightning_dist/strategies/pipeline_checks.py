@@ -7,20 +7,16 @@ same ``ValueError``. The strategy's own arguments check themselves, in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.optim import LBFGS, Optimizer
 
 from lightning_dist.strategies.lightning_private import callbacks_of
+from lightning_dist.strategies.whole_model_checks import check_callbacks
 
 
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, asynchronous: bool) -> None:
@@ -44,12 +40,7 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, asynchronous:
             f"precision={trainer.precision!r} scales the loss of an undivided batch, which a"
             " pipeline does not have. Use precision='bf16-mixed'."
         )
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            raise ValueError(
-                f"{type(callback).__name__} keeps a copy of the whole model, of which each rank has"
-                " its own stage only. Use `lightning_dist.callbacks.ShardedWeightAveraging`."
-            )
+    check_callbacks(trainer)
     if not asynchronous:
         return
     accumulates = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks_of(trainer))
@@ -64,22 +55,6 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, asynchronous:
             f"gradient_clip_val={trainer.gradient_clip_val} with schedule='pipedream' clips by the"
             " norm of each stage's own gradients: the stages' updates belong to different batches,"
             " and a norm over all stages would make them wait for each other."
-        )
-
-
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Checks what ``configure_optimizers`` returned.
-
-    Args:
-        optimizers: All of them.
-
-    Raises:
-        ValueError: One wants to run a batch several times in a step.
-    """
-    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise ValueError(
-            "LBFGS evaluates a batch as often as it likes, and differently on each stage. Use an"
-            " optimizer that takes one gradient per step."
         )
 
 

@@ -17,8 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_dist.rng import seed_all
-
 
 def share_random_state(group: dist.ProcessGroup) -> None:
     """Gives all ranks of a group the first one's generators: Python's, numpy's and torch's.
@@ -59,22 +57,3 @@ def _set_states(states: list[Any]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-
-
-def seed_data_rank(
-    seed: int, data_index: int, batch_index: int, device: torch.device, *, reading: bool
-) -> None:
-    """Seeds this rank's generators for one batch: Python's, numpy's and torch's.
-
-    The numbers depend on nothing else, so a resumed run draws what the uninterrupted one would
-    have. The state before is not put back: the backward may draw too, where it recomputes
-    activations.
-
-    Args:
-        seed: The run's.
-        data_index: This rank's place along the data axes.
-        batch_index: Number of the batch since the start of training.
-        device: Whose generator is seeded beside the CPU's.
-        reading: Whether the numbers are for reading the next batch, or for the step with this one.
-    """
-    seed_all(seed, data_index, batch_index, int(reading), device=device)

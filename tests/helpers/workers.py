@@ -110,6 +110,7 @@ def _run_case(
 ) -> Any:
     import torch.distributed as dist
 
+    before = dict(os.environ)
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -123,6 +124,8 @@ def _run_case(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        os.environ.clear()  # a seed that a case has set, for one, is not for the next
+        os.environ.update(before)
 
 
 # What Lightning and torch themselves warn about; anything else is an error in the workers too.

@@ -84,7 +84,6 @@ def fit_in_pool(arguments: list[str]) -> str:
             main()
     finally:
         sys.argv = before
-        del os.environ["COLUMNS"]
     return output.getvalue() + "".join(str(warning.message) for warning in caught)
 
 

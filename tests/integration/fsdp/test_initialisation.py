@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -40,8 +41,8 @@ class BuiltLate(Classifier):
         self.initial["steps"] = self.model.steps.clone()
 
 
-def fit(options: dict[str, Any] | None, devices: int) -> Any:
-    torch.manual_seed(7)
+def fit(options: dict[str, Any] | None, devices: int, seeds_differ: bool = False) -> Any:
+    torch.manual_seed(7 + int(os.environ["RANK"]) if seeds_differ else 7)
     module = BuiltLate()
     strategy = "auto" if options is None else FSDPStrategy(**options)
     trainer = make_trainer(devices=devices, strategy=strategy, precision="64-true", max_steps=2)
@@ -65,3 +66,14 @@ def test_the_same_seed_gives_the_same_weights_on_any_number_of_shards(
         for name, value in initial.items():
             assert torch.equal(initial_here[name], value), name
         assert_close(final_here, final)
+
+
+@pytest.mark.parametrize("meta_init", [True, False])
+def test_ranks_that_nobody_seeded_begin_with_the_first_ones_weights(
+    workers: WorkerPool, meta_init: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected, _, _ = fit(None, 1)
+    for initial, _, _ in workers.run(2, fit, {"meta_init": meta_init}, 2, True):
+        for name, value in expected.items():
+            assert torch.equal(initial[name], value), name

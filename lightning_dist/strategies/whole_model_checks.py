@@ -1,0 +1,45 @@
+"""Refuse what needs the whole model on each rank, where a rank has a stage or shards only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch.optim import LBFGS, Optimizer
+
+from lightning_dist.strategies.lightning_private import callbacks_of
+
+
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Checks that no callback copies the model.
+
+    Args:
+        trainer: Set up to fit.
+
+    Raises:
+        ValueError: One does.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} copies the whole model, of which each rank has a part"
+                " only. Use `lightning_dist.callbacks.ShardedWeightAveraging`."
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Checks that no optimizer looks at all parameters as one vector.
+
+    Args:
+        optimizers: What ``configure_optimizers`` returned.
+
+    Raises:
+        ValueError: One does.
+    """
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS lays all parameters out as one vector, of which each rank has a part only, and"
+            " evaluates a batch as often as it likes. Use an optimizer that takes one gradient per"
+            " step, or DDPStrategy."
+        )
