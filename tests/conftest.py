@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers.forked_runs import WarmPython
 from tests.helpers.workers import NAMED_WARNINGS, WorkerPool
 
 
@@ -18,3 +19,11 @@ def workers() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    """Forks ranks for runs in which something goes wrong."""
+    python = WarmPython()
+    yield python
+    python.close()

@@ -62,7 +62,8 @@ class Report(L.Callback):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--task", default="fit", choices=("fit", "validate", "predict"))
-    parser.add_argument("--devices", type=int, default=2)
+    world_size = int(os.environ.get("WORLD_SIZE", "2"))
+    parser.add_argument("--devices", type=int, default=world_size)
     parser.add_argument("--stage", type=int, default=0, help="the rank with the trouble")
     parser.add_argument("--trouble", default="none")
     parser.add_argument("--at", type=int, default=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,9 +40,9 @@ def group_exists(group: int) -> bool:
     return True
 
 
-def child_of(pid: int) -> int:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(children[0])
+def errors_in(output: str) -> list[str]:
+    """Lists the exceptions that were printed, in their order."""
+    return re.findall(r"^(?:\[rank\d\]: )?(\w*(?:\.\w+)*(?:Error|Exception)): .*", output, re.M)
 
 
 @contextmanager

@@ -49,31 +49,12 @@ SHORT_DIGITS = [
 EARLIER = {"gpt_ddp_powersgd": ["--trainer.strategy.init_args.powersgd_start_step=2"]}
 
 
-def run(*command: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
-    result = subprocess.run(
-        [sys.executable, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-        env={**environment, "COLUMNS": "100"},
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout
-    return result.stdout
-
-
 def words(config: Path, root: Path, *extra: str) -> list[str]:
     logger = f"--trainer.logger.init_args.save_dir={root}"
     return ["fit", f"--config={config}", *SHORT, logger, *extra]
 
 
-def fit(config: Path, root: Path, *extra: str, launcher: tuple[str, ...] = ("-m",)) -> str:
-    return run(*launcher, "recipes.train", *words(config, root, *extra))
-
-
-def fit_in_pool(arguments: list[str]) -> str:
+def run_in_pool(arguments: list[str]) -> str:
     """Runs the command line in a process that is there already, as torchrun's would be."""
     before, output = sys.argv, io.StringIO()
     sys.argv = ["recipes.train", *arguments]
@@ -82,6 +63,9 @@ def fit_in_pool(arguments: list[str]) -> str:
         with warnings.catch_warnings(record=True) as caught, redirect_stdout(output):
             warnings.simplefilter("always")
             main()
+    except SystemExit as end:  # a help does so, with code 0
+        if end.code:
+            raise
     finally:
         sys.argv = before
     return output.getvalue() + "".join(str(warning.message) for warning in caught)
@@ -91,7 +75,7 @@ def fit_in_pool(arguments: list[str]) -> str:
 def test_each_config_trains(workers: WorkerPool, config: Path, tmp_path: Path) -> None:
     arguments = words(config, tmp_path, *EARLIER.get(config.stem, []))
     num_devices = yaml.safe_load(config.read_text())["trainer"]["devices"]
-    output, *others = workers.run(num_devices, fit_in_pool, arguments)
+    output, *others = workers.run(num_devices, run_in_pool, arguments)
     assert not any("Run summary" in other for other in others)
     version = tmp_path / config.stem / "version_0"
     assert "bigram baseline" in output
@@ -113,9 +97,11 @@ def test_each_config_trains(workers: WorkerPool, config: Path, tmp_path: Path) -
         assert sent[0] == sent[1] > 2 * sent[2]
 
 
-def test_the_digits_are_trained_and_tested_on_two_replicas(tmp_path: Path) -> None:
+def test_the_digits_are_trained_and_tested_on_two_replicas(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
     logger = f"--trainer.logger.init_args.save_dir={tmp_path}"
-    output = run("-m", "recipes.train", "fit", f"--config={DIGITS}", *SHORT_DIGITS, logger)
+    output, _ = workers.run(2, run_in_pool, ["fit", f"--config={DIGITS}", *SHORT_DIGITS, logger])
     version = tmp_path / "digits_ddp" / "version_0"
     assert output.count("Run summary") == 1
     assert "of 360 images" in output
@@ -170,22 +156,36 @@ def test_metrics_of_two_replicas_are_those_of_one_device(workers: WorkerPool) ->
         assert confusion.diagonal().sum() == right[239:].sum()
 
 
-def test_the_same_config_runs_on_one_device(tmp_path: Path) -> None:
+def test_the_same_config_runs_on_one_device(workers: WorkerPool, tmp_path: Path) -> None:
     config = Path("recipes/configs/gpt_pipedream.yaml")
-    output = fit(config, tmp_path, "--trainer.strategy=auto", "--trainer.devices=1")
+    plain = ("--trainer.strategy=auto", "--trainer.devices=1")
+    (output,) = workers.run(1, run_in_pool, words(config, tmp_path, *plain))
+    assert "bigram baseline" in output
     assert "bubble fraction" not in output
 
 
 def test_the_same_config_runs_under_torchrun(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m")
-    output = fit(Path("recipes/configs/gpt_pipedream.yaml"), tmp_path, launcher=launcher)
-    assert output.count("Run summary") == 1
-
-
-def test_help_reads_well() -> None:
-    text = run(
-        "-m", "recipes.train", "fit", "--trainer.strategy.help", "lightning_dist.PipelineStrategy"
+    config = Path("recipes/configs/gpt_pipedream.yaml")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
+        *("-m", "recipes.train", *words(config, tmp_path)),
+    ]
+    result = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        env={k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")},
+        check=False,
     )
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("Run summary") == 1
+
+
+def test_help_reads_well(workers: WorkerPool) -> None:
+    strategy = ("--trainer.strategy.help", "lightning_dist.PipelineStrategy")
+    (text,) = workers.run(1, run_in_pool, ["fit", *strategy])
     for dial in ("num_stages", "schedule", "num_microbatches", "partition", "timeout_s"):
         assert f"--trainer.strategy.{dial}" in text
     assert "the backward of a batch" in " ".join(text.split())

@@ -3,52 +3,50 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lightning_dist import DDPStrategy
+from tests.helpers.forked_runs import WarmPython
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
-from tests.helpers.script_runs import STARTUP_SECONDS, child_of, script, training_script
+from tests.helpers.script_runs import errors_in
 from tests.helpers.workers import WorkerPool
 
 
-def test_a_users_exception_ends_all_ranks_and_is_shown_first() -> None:
-    with script("--schedule", "ddp", "--trouble", "raise", "--stage", "1") as run:
-        assert run.wait(STARTUP_SECONDS) == 1
-    errors = re.findall(
-        r"^(?:\[rank\d\]: )?(\w*(?:\.\w+)*(?:Error|Exception)): .*", run.output, re.M
-    )
-    assert errors[0] == "KeyError", errors
+def test_a_users_exception_ends_all_ranks_and_is_shown_first(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
+    with warm_python.ranks(
+        tmp_path, "--schedule", "ddp", "--trouble", "raise", "--stage", "1"
+    ) as run:
+        assert run.wait(10) == [1, 1]
+    assert errors_in(run.output)[0] == "KeyError", run.output
     assert "the user's own mistake" in run.output
 
 
-def test_a_killed_rank_ends_the_other_and_is_named() -> None:
-    with script("--schedule", "ddp", "--trouble", "sigkill", "--stage", "1") as run:
-        start = time.monotonic()
-        assert run.wait(STARTUP_SECONDS + 30) != 0
-        assert time.monotonic() - start < STARTUP_SECONDS
+def test_a_killed_rank_ends_the_other_and_is_named(warm_python: WarmPython, tmp_path: Path) -> None:
+    with warm_python.ranks(
+        tmp_path, "--schedule", "ddp", "--trouble", "sigkill", "--stage", "1"
+    ) as run:
+        assert run.wait(30) == [1, -signal.SIGKILL]
     assert "process of rank 1 was lost" in run.output
 
 
-def test_sigterm_ends_all_ranks_at_one_batch_boundary(tmp_path: Path) -> None:
-    with training_script(tmp_path, "--schedule", "ddp", "--pause", "0.02") as run:
-        time.sleep(0.3)
-        os.killpg(run.process.pid, signal.SIGTERM)
-        assert run.wait(15) == 0, run.output
-    reports = [(tmp_path / f"report.{rank}").read_text().splitlines() for rank in (0, 1)]
-    assert len(reports[0]) == len(reports[1])
-
-
-def test_sigterm_ends_an_evaluation_at_one_batch_boundary(tmp_path: Path) -> None:
-    with training_script(
-        tmp_path, "--schedule", "ddp", "--task", "validate", "--pause", "0.02"
+@pytest.mark.parametrize(("task", "ranks"), [("fit", [0, 1]), ("validate", [1])], ids=str)
+def test_sigterm_ends_all_ranks_at_one_batch_boundary(
+    warm_python: WarmPython, tmp_path: Path, task: str, ranks: list[int]
+) -> None:
+    with warm_python.training(
+        tmp_path, "--schedule", "ddp", "--task", task, "--pause", "0.02"
     ) as run:
         time.sleep(0.3)
-        os.kill(child_of(run.process.pid), signal.SIGTERM)
-        assert run.wait(15) == 0, run.output
+        for rank in ranks:
+            run.send(signal.SIGTERM, rank)
+        assert run.wait(15) == [0, 0], run.output
     reports = [(tmp_path / f"report.{rank}").read_text().splitlines() for rank in (0, 1)]
     assert len(reports[0]) == len(reports[1]) < 500
     assert "Error" not in run.output, run.output

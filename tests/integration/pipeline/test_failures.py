@@ -11,72 +11,90 @@ from pathlib import Path
 import pytest
 
 from lightning_dist.checkpoint import load_full
-from tests.helpers.script_runs import STARTUP_SECONDS, child_of, script, training_script
+from tests.helpers.forked_runs import WarmPython
+from tests.helpers.script_runs import STARTUP_SECONDS, errors_in, script, training_script
 
 
-@pytest.mark.parametrize(("devices", "stage"), [(2, 1), (3, 0)])
-def test_a_users_exception_ends_all_ranks_and_is_shown_first(devices: int, stage: int) -> None:
-    with script("--trouble", "raise", "--stage", str(stage), "--devices", str(devices)) as run:
+def check_users_exception(output: str, stage: int) -> None:
+    assert "timed out" not in output.lower()
+    assert errors_in(output)[0] == "KeyError", output
+    assert "the user's own mistake" in output
+    assert f"While rank {stage} ran action {stage}F" in output
+    assert re.search(r"rank +0 .*F0", output), "the schedule must be drawn"
+    assert re.search(r">F\d<", output), "with the action marked"
+
+
+def test_a_users_exception_ends_all_ranks_and_is_shown_first(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
+    with warm_python.ranks(tmp_path, "--trouble", "raise", "--stage", "0", devices=3) as run:
+        assert run.wait(STARTUP_SECONDS) == [1, 1, 1]
+    check_users_exception(run.output, 0)
+
+
+def test_a_users_exception_ends_what_the_launcher_started() -> None:
+    with script("--trouble", "raise", "--stage", "1") as run:
         assert run.wait(STARTUP_SECONDS) == 1
-    assert "timed out" not in run.output.lower()
-    errors = re.findall(
-        r"^(?:\[rank\d\]: )?(\w*(?:\.\w+)*(?:Error|Exception)): .*", run.output, re.M
-    )
-    assert errors[0] == "KeyError", errors
-    assert "the user's own mistake" in run.output
-    assert f"While rank {stage} ran action {stage}F" in run.output
-    assert re.search(r"rank +0 .*F0", run.output), "the schedule must be drawn"
-    assert re.search(r">F\d<", run.output), "with the action marked"
+    check_users_exception(run.output, 1)
 
 
-# The launcher, and a stage with a neighbour on either side.
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path, victim: int) -> None:
-    root = tmp_path / "checkpoints"
-    arguments = ["--devices", "3", "--root", str(root), "--trouble", "sigkill", "--at", "9"]
-    with script(*arguments, "--stage", str(victim)) as run:
-        start = time.monotonic()
-        assert run.wait(STARTUP_SECONDS + 30) != 0
-        assert time.monotonic() - start < STARTUP_SECONDS
-    if victim == 0:  # the launcher itself is gone; its children speak for themselves
-        assert "the process of rank 0 was lost" in run.output
-    assert f"process of rank {victim} was lost" in run.output
+def check_checkpoints(root: Path) -> None:
     saved = finished_in(root)
     assert saved
     for path in saved:
         assert load_full(path)["global_step"] > 0
 
 
+KILLED = ("--trouble", "sigkill", "--at", "9")
+
+
+def test_a_killed_rank_ends_its_neighbours_and_is_named(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoints"
+    with warm_python.ranks(
+        tmp_path, *KILLED, "--stage", "1", "--root", str(root), devices=3
+    ) as run:
+        assert run.wait(30) == [1, -signal.SIGKILL, 1]
+    assert "process of rank 1 was lost" in run.output
+    check_checkpoints(root)
+
+
+def test_a_killed_launcher_ends_its_children_and_is_named(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    with script(*KILLED, "--devices", "3", "--stage", "0", "--root", str(root)) as run:
+        assert run.wait(STARTUP_SECONDS) == -signal.SIGKILL
+    assert "the process of rank 0 was lost" in run.output  # its children speak for themselves
+    check_checkpoints(root)
+
+
+def check_end_at_one_boundary(folder: Path, output: str) -> None:
+    reports = [(folder / f"report.{rank}").read_text().splitlines() for rank in (0, 1)]
+    assert reports[0][-1].split()[0] == reports[1][-1].split()[0]
+    assert len(reports[0]) == len(reports[1]) < 500
+    assert "Error" not in output, output
+
+
+def test_sigterm_of_the_launcher_ends_all_ranks_at_one_batch_boundary(tmp_path: Path) -> None:
+    with training_script(tmp_path, "--schedule", "1f1b", "--pause", "0.02") as run:
+        time.sleep(0.3)
+        run.process.terminate()
+        assert run.wait(15) == 0, run.output
+    check_end_at_one_boundary(tmp_path, run.output)
+
+
 @pytest.mark.parametrize(
-    ("schedule", "to_whom"), [("1f1b", "launcher"), ("pipedream", "child"), ("pipedream", "group")]
+    ("task", "ranks"), [("fit", [1]), ("fit", [0, 1]), ("predict", [1])], ids=str
 )
 def test_sigterm_ends_all_ranks_at_one_batch_boundary(
-    tmp_path: Path, schedule: str, to_whom: str
+    warm_python: WarmPython, tmp_path: Path, task: str, ranks: list[int]
 ) -> None:
-    with training_script(tmp_path, "--schedule", schedule, "--pause", "0.02") as run:
+    with warm_python.training(tmp_path, "--task", task, "--pause", "0.02") as run:
         time.sleep(0.3)
-        if to_whom == "group":
-            os.killpg(run.process.pid, signal.SIGTERM)
-        elif to_whom == "launcher":
-            run.process.terminate()
-        else:
-            os.kill(child_of(run.process.pid), signal.SIGTERM)
-        assert run.wait(15) == 0, run.output
-    last = [
-        (tmp_path / f"report.{rank}").read_text().splitlines()[-1].split()[0] for rank in (0, 1)
-    ]
-    assert last[0] == last[1]
-    assert "Error" not in run.output, run.output
-
-
-def test_sigterm_ends_an_evaluation_at_one_batch_boundary(tmp_path: Path) -> None:
-    with training_script(tmp_path, "--task", "predict", "--pause", "0.02") as run:
-        time.sleep(0.3)
-        os.kill(child_of(run.process.pid), signal.SIGTERM)
-        assert run.wait(15) == 0, run.output
-    reports = [(tmp_path / f"report.{rank}").read_text().splitlines() for rank in (0, 1)]
-    assert len(reports[0]) == len(reports[1]) < 500
-    assert "Error" not in run.output, run.output
+        for rank in ranks:
+            run.send(signal.SIGTERM, rank)
+        assert run.wait(15) == [0, 0], run.output
+    check_end_at_one_boundary(tmp_path, run.output)
 
 
 def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:
@@ -97,15 +115,18 @@ def is_saving(root: Path) -> bool:
         return False
 
 
-def test_a_kill_while_saving_leaves_the_checkpoint_before_whole(tmp_path: Path) -> None:
+def test_a_kill_while_saving_leaves_the_checkpoint_before_whole(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
     root = tmp_path / "checkpoints"
-    with training_script(tmp_path, "--root", str(root)) as run:
+    with warm_python.training(tmp_path, "--root", str(root)) as run:
         deadline = time.monotonic() + STARTUP_SECONDS
         while time.monotonic() < deadline:
             if is_saving(root) and len(finished_in(root)) >= 2:
-                os.killpg(run.process.pid, signal.SIGKILL)
+                for rank in (0, 1):
+                    run.send(signal.SIGKILL, rank)
                 break
-        run.process.wait()
+        assert run.wait(5) == [-signal.SIGKILL] * 2
     finished = finished_in(root)
     assert len(finished) >= 2
     for path in finished:
