@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,12 @@ def timed_loop(count: int, run: Callable[[Tensor, Tensor], None], size: int = BA
             start = time.perf_counter()
         run(x, y)
     return (time.perf_counter() - start) / count
+
+
+def ratio(reference: list[float], own: list[float]) -> str:
+    """Gives the throughput beside another's: the median over the rounds, neighbours in time."""
+    rounds = [theirs / seconds for theirs, seconds in zip(reference, own, strict=False)]
+    return f"{statistics.median(rounds):.3f}" if rounds else "-"
 
 
 # --- without Lightning ---------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tests.benchmarks.contestants import (
     in_lightning,
     loss_of,
     model,
+    ratio,
     timed_loop,
 )
 
@@ -120,7 +121,6 @@ def print_data_parallel(times: dict[str, list[float]]) -> None:
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, seconds in medians.items():
         low, high = min(times[name]) * 1e3, max(times[name]) * 1e3
-        references = [medians.get(reference) for reference in REFERENCES[name]]
-        ratios = [f"{r / seconds:.3f}" if r else "-" for r in references]
+        ratios = [ratio(times.get(other, []), times[name]) for other in REFERENCES[name]]
         table.add_row(name, f"{seconds * 1e3:.0f}", f"{low:.0f} - {high:.0f}", *ratios)
     Console(width=110).print(table)

@@ -1,7 +1,7 @@
 """Throughput and bubbles, side by side in one run: ``python -m tests.benchmarks.pipeline``.
 
 Not a test: it prints tables. Each contestant runs several times, in turns, so that a machine whose
-speed drifts is fair to all; the tables show medians and ratios of medians.
+speed drifts is fair to all; the tables show medians, and medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def print_throughput(times: dict[str, list[float]]) -> None:
     table = Table(title="6.4 M parameter GPT, batch 8 x 128, two processes of one thread")
     for heading in ("", "ms per batch", "x one process", "of the ideal", f"x {BASELINE}"):
         table.add_column(heading, justify="left" if not heading else "right")
-    references = [medians.get(name) for name in (ONE_PROCESS, IDEAL, BASELINE)]
+    references = [times.get(name, []) for name in (ONE_PROCESS, IDEAL, BASELINE)]
     for name, seconds in medians.items():
-        ratios = [f"{r / seconds:.3f}" if r else "-" for r in references]
+        ratios = [c.ratio(reference, times[name]) for reference in references]
         table.add_row(name, f"{seconds * 1e3:.0f}", *ratios)
     Console(width=110).print(table)
 
