@@ -36,7 +36,9 @@ def test_a_killed_rank_ends_the_other_and_is_named(warm_python: WarmPython, tmp_
     assert "process of rank 1 was lost" in run.output
 
 
-@pytest.mark.parametrize(("task", "ranks"), [("fit", [0, 1]), ("validate", [1])], ids=str)
+@pytest.mark.parametrize(
+    ("task", "ranks"), [("fit", [0, 1]), ("validate", [1]), ("predict", [0])], ids=str
+)
 def test_sigterm_ends_all_ranks_at_one_batch_boundary(
     warm_python: WarmPython, tmp_path: Path, task: str, ranks: list[int]
 ) -> None:

@@ -77,3 +77,21 @@ def test_ranks_that_nobody_seeded_begin_with_the_first_ones_weights(
     for initial, _, _ in workers.run(2, fit, {"meta_init": meta_init}, 2, True):
         for name, value in expected.items():
             assert torch.equal(initial[name], value), name
+
+
+def fit_built_early() -> dict[str, Tensor]:
+    torch.manual_seed(7 + int(os.environ["RANK"]))
+    module = Classifier()
+    trainer = make_trainer(devices=2, strategy=FSDPStrategy(), precision="64-true", max_steps=0)
+    trainer.fit(module, make_loader(16), make_loader(8))
+    return parameters_of(module)
+
+
+def test_a_model_that_each_rank_has_built_begins_with_the_first_ones_weights(
+    workers: WorkerPool,
+) -> None:
+    torch.manual_seed(7)
+    expected = dict(Classifier().double().named_parameters())
+    for initial in workers.run(2, fit_built_early):
+        for name, value in expected.items():
+            assert torch.equal(initial[name], value), name
