@@ -8,7 +8,8 @@ from lightning_dist.registration import register_strategies
 from lightning_dist.strategies.ddp import DDPStrategy
 from lightning_dist.strategies.fsdp import FSDPStrategy
 from lightning_dist.strategies.pipeline import PipelineStrategy
+from lightning_dist.strategies.tensor_parallel import TensorParallelStrategy
 
-__all__ = ["DDPStrategy", "FSDPStrategy", "PipelineStrategy"]
+__all__ = ["DDPStrategy", "FSDPStrategy", "PipelineStrategy", "TensorParallelStrategy"]
 
 register_strategies()

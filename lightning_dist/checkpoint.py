@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_dist.named_optimizer import to_numbers
-from lightning_dist.shards import is_spread
+from lightning_dist.shards import is_storable, storable
 
 _METADATA_FILE = "lightning.pt"
 _REPLACED_SUFFIX = ".replaced"
@@ -191,7 +191,7 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
         rest[key] = {}
         for name, value in checkpoint[key].items():
             if isinstance(value, Tensor):
-                tensors[f"{_SECTIONS[key]}.{name}"] = value
+                tensors[f"{_SECTIONS[key]}.{name}"] = storable(value)
             else:
                 rest[key][name] = value
     states = []
@@ -200,7 +200,7 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
         for name, entries in state["state"].items():
             for key, value in entries.items():
                 if isinstance(value, Tensor):
-                    tensors[f"optimizer.{index}.{name}.{key}"] = value
+                    tensors[f"optimizer.{index}.{name}.{key}"] = storable(value)
                 else:
                     kept.setdefault(name, {})[key] = value
         states.append({**state, "state": kept})
@@ -253,7 +253,7 @@ def _read_tensors(
 
 def _room_for(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
     """Makes the tensor to read into; optimizer state of a parameter's shape lies as that does."""
-    if parameter is not None and is_spread(parameter) and parameter.shape == info.size:
+    if parameter is not None and is_storable(parameter) and parameter.shape == info.size:
         return torch.empty_like(parameter, dtype=info.properties.dtype)
     return torch.empty(info.size, dtype=info.properties.dtype)
 

@@ -1,4 +1,4 @@
-"""torch's mesh of ranks for the axes over which replicas and shards are spread."""
+"""torch's mesh of ranks, for what is spread over several of them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_dist.mesh import MeshShape
 
 
-def build_data_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
-    """Makes the mesh that FSDP2 shards over; all ranks must call it.
+def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
+    """Makes the mesh of all ranks; all ranks must call it.
 
     Args:
-        shape: Of all ranks; has data axes only.
+        shape: The sizes.
         device_type: ``"cpu"`` or ``"cuda"``.
 
     Returns:
-        With the axis ``dp_shard``, behind ``dp_replicate`` where there is more than one replica.
+        With each axis of :data:`lightning_dist.mesh.AXES` that has more than one rank; with
+        ``dp_shard`` beside ``dp_replicate`` too, and where there is no other.
     """
-    assert shape.world_size == shape.data_size
-    axes = {"dp_replicate": shape.dp_replicate} if shape.dp_replicate > 1 else {}
-    axes["dp_shard"] = shape.dp_shard
+    axes = {name: size for name, size in shape.sizes.items() if size > 1}
+    if not axes or shape.dp_replicate > 1:
+        axes = {n: s for n, s in shape.sizes.items() if s > 1 or n == "dp_shard"}
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def axis(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
+    """Gives this rank's part of a mesh along some axes.
+
+    Args:
+        mesh: From :func:`build_mesh`.
+        names: Of axes.
+
+    Returns:
+        With those of the axes that the mesh has; None if it has none of them.
+    """
+    present = tuple(name for name in names if name in (mesh.mesh_dim_names or ()))
+    return mesh[present] if present else None

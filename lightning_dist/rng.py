@@ -31,8 +31,8 @@ def seeded(*identity: int, device: torch.device) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    seed = _seed_of(identity)
-    generators = _generators(device)
+    seed = seed_of(identity)
+    generators = generators_of(device)
     states = [generator.get_state() for generator in generators]
     for generator in generators:
         generator.manual_seed(seed)
@@ -50,8 +50,8 @@ def seed_all(*identity: int, device: torch.device) -> None:
         identity: As for :func:`seeded`.
         device: As for :func:`seeded`.
     """
-    seed = _seed_of(identity)
-    for generator in _generators(device):
+    seed = seed_of(identity)
+    for generator in generators_of(device):
         generator.manual_seed(seed)
     seed_python(*identity)
 
@@ -62,7 +62,7 @@ def seed_python(*identity: int) -> None:
     Args:
         identity: As for :func:`seeded`.
     """
-    seed = _seed_of(identity)
+    seed = seed_of(identity)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
@@ -84,12 +84,14 @@ def python_state_kept() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
-def _seed_of(identity: tuple[int, ...]) -> int:
+def seed_of(identity: tuple[int, ...]) -> int:
+    """Makes one seed of a few integers."""
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Lists torch's generators that work on a device draws from: the CPU's, and its own."""
     # Not `torch.manual_seed`: without CUDA it formats a stack trace at each call.
     if device.type != "cuda":
         return [torch.default_generator]

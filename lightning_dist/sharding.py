@@ -21,8 +21,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from lightning_dist.shards import shard_like
+from lightning_dist.tensor.placements import stacked_dim
 from lightning_dist.wrap import Unit
 
 
@@ -75,6 +77,7 @@ def shard(
             reshard_after_forward=options.reshard_after_forward if own is None else own,
             mp_policy=_in_fp32(precision) if unit.keep_fp32 else precision,
             offload_policy=offload,
+            shard_placement_fn=_shard_dim,
         )
     # What the root gets is the user's batch, targets too: their dtype is not ours to change.
     fully_shard(
@@ -83,9 +86,16 @@ def shard(
         reshard_after_forward=options.reshard_after_forward,
         mp_policy=replace(precision, cast_forward_inputs=False),
         offload_policy=offload,
+        shard_placement_fn=_shard_dim,
     )
     assert isinstance(root, FSDPModule)
     return root
+
+
+def _shard_dim(parameter: nn.Parameter) -> Shard | None:
+    """Leaves the dim alone along which a tensor-parallel rank has pieces from all over."""
+    dim = stacked_dim(parameter)
+    return None if dim is None else Shard(1 - dim)
 
 
 def _in_fp32(precision: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -7,11 +7,14 @@ whole tensor together must all ranks of its mesh meet.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
+from lightning_dist.tensor.placements import stacked_dim
 from lightning_dist.tree import map_leaves
 
 
@@ -36,18 +39,33 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """
     if not isinstance(like, DTensor) or isinstance(full, DTensor):
         return full
+    return cut(full, like.device_mesh, like.placements)
+
+
+def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Cuts this rank's part out of a whole tensor; no rank waits for another.
+
+    Args:
+        full: The same on all ranks; may be on the meta device.
+        mesh: Of the ranks.
+        placements: One for each axis of the mesh.
+
+    Returns:
+        On the device of the mesh.
+    """
+    on_device = full.detach()
+    if not on_device.is_meta:
+        on_device = on_device.to(mesh.device_type)
     # Without a source rank each one takes its part of what it has, in place of a scatter.
-    mesh = like.device_mesh
-    on_device = full.detach().to(mesh.device_type)
-    cut = distribute_tensor(on_device, mesh, like.placements, src_data_rank=None)
+    part = distribute_tensor(on_device, mesh, placements, src_data_rank=None)
     # A copy, for a shard can be a view that would keep the whole alive.
     return DTensor.from_local(
-        cut.to_local().clone(),
-        cut.device_mesh,
-        cut.placements,
+        part.to_local().clone(),
+        mesh,
+        placements,
         run_check=False,
-        shape=cut.shape,
-        stride=cut.stride(),
+        shape=part.shape,
+        stride=part.stride(),
     )
 
 
@@ -58,6 +76,26 @@ def whole(tensor: Tensor) -> Tensor:
         tensor: Sharded, or not; then it is returned.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_storable(tensor: Tensor) -> bool:
+    """Whether a tensor is spread so that each rank has one piece of it.
+
+    Args:
+        tensor: Any.
+    """
+    return isinstance(tensor, DTensor) and stacked_dim(tensor) is None
+
+
+def storable(tensor: Tensor) -> Tensor:
+    """Gives a tensor as distributed checkpoints take it; all ranks of its mesh must call it.
+
+    Args:
+        tensor: Any. If a rank has several pieces of it, they become one.
+    """
+    if not isinstance(tensor, DTensor) or stacked_dim(tensor) is None:
+        return tensor
+    return tensor.redistribute(tensor.device_mesh, [*tensor.placements[:-1], Replicate()])
 
 
 def local_part(tensor: Tensor) -> Tensor:

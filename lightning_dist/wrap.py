@@ -21,7 +21,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -32,6 +31,7 @@ from lightning_dist.module_tree import (
     shardable_modules,
     without_splits,
 )
+from lightning_dist.name_pattern import fits, with_stars
 from lightning_dist.repeated_blocks import repeated_blocks
 from lightning_dist.suggestion import nearest, shorten
 from lightning_dist.wrap_policy import Unit, WrapPolicy
@@ -124,9 +124,9 @@ class ByName(WrapPolicy):
         }
         units = []
         for pattern in self.patterns:
-            found = [first for name, first in everywhere.items() if _fits(name, pattern)]
+            found = [first for name, first in everywhere.items() if fits(name, pattern)]
             if not found:
-                shown = list(dict.fromkeys(_with_stars(name) for name in everywhere))
+                shown = list(dict.fromkeys(with_stars(name) for name in everywhere))
                 near = [*shown, *everywhere]
                 raise ValueError(_no_match(f"The pattern {pattern!r}", pattern, near, shown))
             units += [Unit(name) for name in found]
@@ -269,15 +269,6 @@ def _is_a(module: nn.Module, wanted: str) -> bool:
         wanted in (cls.__name__, qualified_name(cls)) or cls is public
         for cls in original_class(module).__mro__
     )
-
-
-def _fits(name: str, pattern: str) -> bool:
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
-
-
-def _with_stars(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _check_list(field: str, values: object) -> None:

@@ -52,11 +52,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``(B, T, width)`` to the same shape."""
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.num_heads, -1)  # (B, T, 3, H, D)
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
         mixed = F.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
-        merged: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        merged: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return merged
 
 

@@ -6,15 +6,18 @@ up to sqrt(2) times the bound. The precision plugin is the one place where it do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from lightning_dist.shards import whole
+from lightning_dist.shards import local_part
 
 
 def clip_by_global_norm(
@@ -32,8 +35,10 @@ def clip_by_global_norm(
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = [p for p in precision_plugin.main_params(optimizer) if p.grad is not None]
-        norm = _norm([p.grad for p in parameters if p.grad is not None], group)
-        clip_grads_with_norm_(parameters, float(clip_val), norm)
+        kinds = _alike(parameters)
+        norm = _norm(kinds, group)
+        for alike in kinds:
+            clip_grads_with_norm_(alike, float(clip_val), norm.to(alike[0].device, alike[0].dtype))
 
     precision_plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
 
@@ -43,10 +48,29 @@ def clip_by_global_norm(
     return undo
 
 
-def _norm(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
-    norm = whole(get_total_norm(gradients))
-    if group is None:
-        return norm
-    squared = norm.double().square().cpu()
-    dist.all_reduce(squared, group=group)
-    return squared.sqrt().to(norm)
+def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Groups what torch's functions for many tensors take together: spread in one way, or not."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        spread = isinstance(parameter, DTensor)
+        key = (parameter.device_mesh, parameter.placements) if spread else None
+        kinds.setdefault(key, []).append(parameter)
+    return list(kinds.values())
+
+
+def _norm(kinds: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None) -> Tensor:
+    squared = torch.zeros((), dtype=torch.float64)
+    for alike in kinds:
+        squared += _squared_norm([p.grad for p in alike if p.grad is not None]).cpu()
+    if group is not None:
+        dist.all_reduce(squared, group=group)
+    return squared.sqrt()
+
+
+def _squared_norm(gradients: Sequence[Tensor]) -> Tensor:
+    own = get_total_norm([local_part(g) for g in gradients]).double().square()
+    first = gradients[0]
+    if not isinstance(first, DTensor):
+        return own
+    summands = [Replicate() if p.is_replicate() else Partial() for p in first.placements]
+    return DTensor.from_local(own, first.device_mesh, summands, run_check=False).full_tensor()

@@ -2,59 +2,25 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import lightning.pytorch as pl
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_dist.strategies.fsdp_options import (
-    ActivationCheckpointing,
-    Offload,
-    ReduceDtype,
-)
 
-
-def check_arguments(
-    offload: str,
-    reduce_dtype: str,
-    activation_checkpointing: str | list[str],
-    compile: bool,
-    compression: str,
-) -> None:
-    """Checks the strategy's arguments on their own.
+def check_compression(compression: str) -> None:
+    """Checks that gradients are to travel as they are.
 
     Args:
-        offload: As given to the strategy.
-        reduce_dtype: As given to the strategy.
-        activation_checkpointing: As given to the strategy.
-        compile: As given to the strategy.
         compression: As given to the strategy.
 
     Raises:
-        ValueError: One of them is unknown, or they do not go together.
+        ValueError: They are not.
     """
-    _check_one_of("offload", offload, get_args(Offload))
-    _check_one_of("reduce_dtype", reduce_dtype, get_args(ReduceDtype))
-    if isinstance(activation_checkpointing, str):
-        _check_one_of(
-            "activation_checkpointing", activation_checkpointing, get_args(ActivationCheckpointing)
-        )
-    if compile and activation_checkpointing == "selective":
-        raise ValueError(
-            "activation_checkpointing='selective' looks at each operation, and with compile=True it"
-            " sees none. Use 'full', or leave compile out."
-        )
     if compression != "none":
         raise ValueError(
             f"compression={compression!r} is DDPStrategy's: shards of gradients are sent as they"
             " are. To send less, train with precision='bf16-mixed' and reduce_dtype='bfloat16', or"
             " use DDPStrategy."
         )
-
-
-def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {known}.")
 
 
 def check_shard_size(shard_size: int, world_size: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,62 +18,67 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.activation_checkpointing import checkpoint_activations
-from lightning_dist.sharding import ShardingOptions, recover, reshard, shard
+from lightning_dist.device_mesh import axis
+from lightning_dist.sharding import ShardingOptions, recover, reshard
+from lightning_dist.sharding import shard as fully_shard
+from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.step_module import StepModule
-from lightning_dist.wrap import ByClass, Unit, WrapPolicy
+from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.tensor.discovery import find_plan
+from lightning_dist.tensor.plan import resolve_plan
+from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
+from lightning_dist.wrap import ByClass, Unit
 from lightning_dist.wrap_summary import WrapSummary, describe
-
-
-@dataclass(frozen=True)
-class UnitOptions:
-    """What is done to the units before they are sharded.
-
-    Attributes:
-        activation_checkpointing: As given to the strategy.
-        compile: As given to the strategy.
-    """
-
-    activation_checkpointing: str | list[str] = "none"
-    compile: bool = False
 
 
 class ShardedModule:
     """A module whose parameters are spread over a mesh.
 
+    The order in which it is composed is the specification: tensor parallelism, compilation,
+    activation checkpointing, shards.
+
     Args:
         module: The user's module; changed. Parameters may be on the meta device.
-        policy: Chooses the units.
-        mesh: One axis to shard over, or replicas and shards.
+        mesh: From :func:`~lightning_dist.device_mesh.build_mesh`.
         sharding: How units are sharded.
-        options: What else is done to them.
+        shard: What else the user has asked for.
+        tensor: How layers are spread, where the mesh has tensor-parallel ranks.
 
     Raises:
-        ValueError: The policy matches nothing.
+        ValueError: A policy or plan matches nothing, or a size cannot be shared out.
     """
 
     def __init__(
         self,
         module: pl.LightningModule,
-        policy: WrapPolicy,
         mesh: DeviceMesh,
         sharding: ShardingOptions,
-        options: UnitOptions,
+        shard: ShardConfig,
+        tensor: TensorConfig,
     ) -> None:
-        units = _sharded_already(module) if policy.is_manual else policy.select(module)
         self.module = module
-        half = sharding.param_dtype
-        reshard_by_default = sharding.reshard_after_forward
-        self.summary: WrapSummary = describe(
-            module,
-            units,
-            bytes_per_element=None if half is None else half.itemsize,
-            reshard_after_forward=True if reshard_by_default is None else reshard_by_default,
-        )
-        _prepare(module, units, options)
         self._root = StepModule(module)
-        new = [] if policy.is_manual else units
-        self._units: FSDPModule = shard(self._root, module, new, mesh, sharding)
         self._was_entered = False
+        self._spread = _spread(module, axis(mesh, "tp"), tensor)
+        policy = shard.policy
+        units = _sharded_already(module) if policy.is_manual else policy.select(module)
+        self.summary: WrapSummary = _describe(module, units, sharding)
+        _prepare(module, units, shard)
+        data_mesh = axis(mesh, "dp_replicate", "dp_shard")
+        self._units: FSDPModule | None = None
+        if data_mesh is not None:
+            new = [] if policy.is_manual else units
+            self._units = fully_shard(self._root, module, new, data_mesh, sharding)
+
+    @property
+    def spread(self) -> SpreadModule | None:
+        """The layers that are spread over tensor-parallel ranks."""
+        return self._spread
+
+    def add_gradients(self) -> None:
+        """Completes the gradients of which each tensor-parallel rank has a summand, once a step."""
+        if self._spread is not None:
+            self._spread.add_gradients()
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a step whose result will be differentiated.
@@ -114,7 +118,9 @@ class ShardedModule:
 
     def recover(self) -> None:
         """Makes the module's parameters the sharded ones after an exception inside of a step."""
-        if self._was_entered:  # until then nothing is gathered, and FSDP2 not set up
+        if (
+            self._was_entered and self._units is not None
+        ):  # until then nothing is gathered, and FSDP2 not set up
             recover(self._root)
 
     @contextmanager
@@ -124,6 +130,9 @@ class ShardedModule:
         Yields:
             Nothing.
         """
+        if self._units is None:
+            yield
+            return
         self._units.set_requires_gradient_sync(False)
         try:
             yield
@@ -136,13 +145,34 @@ def _sharded_already(module: nn.Module) -> list[Unit]:
     return [Unit(name) for name, part in parts if name and isinstance(part, FSDPModule)]
 
 
-def _prepare(module: nn.Module, units: list[Unit], options: UnitOptions) -> None:
+def _spread(
+    module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig
+) -> SpreadModule | None:
+    if mesh is None:
+        return None
+    styles = find_plan(module) if config.plan == "auto" else resolve_plan(module, config.plan)
+    return SpreadModule(
+        module, styles, mesh, SpreadOptions(config.sequence_parallel, config.loss_parallel)
+    )
+
+
+def _describe(module: nn.Module, units: list[Unit], sharding: ShardingOptions) -> WrapSummary:
+    half, reshard_by_default = sharding.param_dtype, sharding.reshard_after_forward
+    return describe(
+        module,
+        units,
+        bytes_per_element=None if half is None else half.itemsize,
+        reshard_after_forward=True if reshard_by_default is None else reshard_by_default,
+    )
+
+
+def _prepare(module: nn.Module, units: list[Unit], options: ShardConfig) -> None:
     if options.compile:  # first, for the compiler does not see through checkpointing
         for unit in _outermost(module, units) or [module]:
             unit.forward = torch.compile(unit.forward)
     mode = options.activation_checkpointing
-    if isinstance(mode, list):
-        units = ByClass(mode).select(module)
+    if not isinstance(mode, str):
+        units = ByClass(list(mode)).select(module)
     elif mode == "none":
         units = []
     checkpoint_activations(_outermost(module, units), keep_products=mode == "selective")

@@ -8,7 +8,7 @@ from functools import partial
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
+from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy, TensorParallelStrategy
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Entry:
     replicas: int
     make: Callable[[], Strategy]
 
+
+PLAN = {"model.*.linear": "colwise_gather"}
 
 ENTRIES: dict[str, Entry] = {
     "pipeline-gpipe-2": Entry(2, 1, partial(PipelineStrategy, schedule="gpipe")),
@@ -33,4 +35,6 @@ ENTRIES: dict[str, Entry] = {
     "fsdp-2x2": Entry(4, 4, partial(FSDPStrategy, shard_size=2)),
     "fsdp-2-microsteps": Entry(2, 2, partial(FSDPStrategy, sync_every_microstep=True)),
     "fsdp-2-recompute": Entry(2, 2, partial(FSDPStrategy, activation_checkpointing="full")),
+    "tp-2": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN)),
+    "tp-2x2": Entry(4, 2, partial(TensorParallelStrategy, tp_size=2, plan=PLAN)),
 }

@@ -1,0 +1,234 @@
+"""What strategies share that spread the parameters of a model: over shards, tensor ranks, or both.
+
+The steps run inside of one :class:`~lightning_dist.strategies.sharded_module.ShardedModule`, which
+has composed the parallelisms. This class is what Lightning's loop meets: a model that is built
+without memory, exact clipping, gradients that travel once for each update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_info
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_dist.deferred.tape import Tape
+from lightning_dist.deferred_init import deferred_init, named_tensors
+from lightning_dist.device_mesh import axis, build_mesh
+from lightning_dist.sharding import ShardingOptions, fill
+from lightning_dist.shards import is_spread
+from lightning_dist.strategies import data_parallel_checks
+from lightning_dist.strategies import fsdp_checks as checks
+from lightning_dist.strategies.clipping import clip_by_global_norm
+from lightning_dist.strategies.data_parallel import DataParallelStrategy
+from lightning_dist.strategies.random_state import first_ranks_numbers
+from lightning_dist.strategies.replicas import broadcast_state
+from lightning_dist.strategies.shard_config import ShardConfig
+from lightning_dist.strategies.sharded_module import ShardedModule
+from lightning_dist.strategies.whole_model_checks import check_callbacks, check_optimizers
+from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.wrap_summary import WrapSummary
+
+
+class ShardedStrategy(DataParallelStrategy):
+    """Base class; see the module's docstring.
+
+    Args:
+        shard: How the parameters are spread over the data axes.
+        tensor: How layers are spread over the tensor-parallel ranks.
+        meta_init: Build in ``configure_model`` without memory, and give values part by part.
+        arguments: Of :class:`~lightning_dist.strategies.distributed.DistributedStrategy`.
+    """
+
+    def __init__(
+        self, shard: ShardConfig, tensor: TensorConfig, meta_init: bool, **arguments: Any
+    ) -> None:
+        super().__init__(**arguments)
+        self._shard_config = shard
+        self._tensor_config = tensor
+        self._policy = shard.policy
+        self._meta_init = meta_init
+        self._device_mesh: DeviceMesh | None = None
+        self._tape: Tape | None = None
+        self._sharded: ShardedModule | None = None
+        self._is_accumulating = False
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Torch's mesh of the data axes: ``dp_shard``, behind ``dp_replicate`` with replicas.
+
+        For a ``configure_model`` that calls ``fully_shard`` itself (``wrap="manual"``).
+        """
+        mesh = axis(self._mesh_of_ranks, "dp_replicate", "dp_shard")
+        assert mesh is not None, "there is one replica, and nothing is sharded"
+        return mesh
+
+    @property
+    def _mesh_of_ranks(self) -> DeviceMesh:
+        if self._device_mesh is None:
+            self._device_mesh = build_mesh(self.mesh, self.root_device.type)
+        return self._device_mesh
+
+    def describe(self) -> WrapSummary:
+        """Tells which modules are units, their sizes, and the most that is whole at one time.
+
+        Known once a run has been set up.
+        """
+        return self.sharded.summary
+
+    # --- the model ---------------------------------------------------------------------------
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Builds what ``configure_model`` makes without memory, with the first rank's numbers."""
+        with first_ranks_numbers(self.group(*self.mesh.sizes)):
+            if self._policy.is_manual or not self._meta_init:
+                yield
+                return
+            with deferred_init() as self._tape:
+                yield
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            check_callbacks(trainer)
+        if self._sharded is None or self._sharded.module is not self.module:
+            self._sharded = self._shard()
+        self.hook_into(trainer)
+        if is_fitting:
+            rank_zero_info(str(self.describe()))
+            self._undo += (clip_by_global_norm(self.precision_plugin),)
+            self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers)
+            self.name_optimizer_groups()
+        self.setup_precision_plugin()
+
+    @override
+    @contextmanager
+    def summarised_module(self) -> Iterator[None]:
+        # Only a step gathers all parameters, and an example's forward is none.
+        example, self.module.example_input_array = self.module.example_input_array, None
+        try:
+            yield
+        finally:
+            self.module.example_input_array = example
+
+    def _shard(self) -> ShardedModule:
+        everyone = self.group(*self.mesh.sizes)
+        data_parallel_checks.check_module(self.module, everyone)
+        checks.check_shardable(self.module, self._policy.is_manual)
+        tensors = named_tensors(self.module)  # before others are put in their place
+        self.model = self.precision_plugin.convert_module(self.module)
+        self.synchronise_layers()
+        state = [*self.module.parameters(), *self.module.buffers()]
+        broadcast_state([t for t in state if not t.is_meta and not is_spread(t)], everyone)
+        sharded = ShardedModule(
+            self.module,
+            self._mesh_of_ranks,
+            self._sharding_options(),
+            self._shard_config,
+            self._tensor_config,
+        )
+        if self._tape is not None:
+            tape, self._tape = self._tape, None
+            deferred = [name for name, tensor in tensors.items() if tensor.is_meta]
+            fill(self.module, deferred, lambda n: tape.materialize(tensors[n]), self.root_device)
+        if self._shard_config.offload == "none":
+            self.module.to(self.root_device)
+        return sharded
+
+    def _sharding_options(self) -> ShardingOptions:
+        config = self._shard_config
+        reshard = config.reshard_after_forward
+        precision = self.precision_plugin
+        half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+        param_dtype = half[precision.precision] if isinstance(precision, MixedPrecision) else None
+        return ShardingOptions(
+            reshard_after_forward=None if reshard == "auto" else reshard,
+            param_dtype=param_dtype,
+            reduce_dtype=None if param_dtype is None else getattr(torch, config.reduce_dtype),
+            offload=config.offload == "cpu",
+        )
+
+    @property
+    def sharded(self) -> ShardedModule:
+        """The user's module as it is spread; exists once a run has been set up."""
+        assert self._sharded is not None, "the model has not been sharded yet"
+        return self._sharded
+
+    @override
+    def drain(self) -> None:
+        """Makes the replicas' buffers (running statistics) the first rank's; all must call it.
+
+        Validation, checkpoints and the end of training do so by themselves.
+        """
+        if self.is_running:
+            self.sharded.reshard()
+            self.share_buffers()
+
+    @override
+    def close_session(self) -> None:
+        super().close_session()
+        if self._sharded is not None and not self.is_running:
+            self._sharded.recover()
+
+    @property
+    @override
+    def process_groups(self) -> list[dist.ProcessGroup | None]:
+        mesh = [] if self._device_mesh is None else self._device_mesh.get_all_groups()
+        return [*super().process_groups, *mesh]
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.seed_data_rank(reading=False)
+        with self.precision_plugin.train_step_context():
+            return self.sharded.train(self.module.training_step, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self.sharded.evaluate(self.module.validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self.sharded.evaluate(self.module.test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self.sharded.evaluate(self.module.predict_step, *args, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self._is_accumulating:
+            return
+        self.sharded.add_gradients()
+        if not self._shard_config.find_unused_parameters:
+            data_parallel_checks.check_gradients(self.module)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        stays = nullcontext() if self._shard_config.sync_every_microstep else self.sharded.no_sync()
+        self._is_accumulating = True
+        try:
+            with stays:
+                yield
+        finally:
+            self._is_accumulating = False

@@ -1,0 +1,93 @@
+"""Tensor parallelism: each layer's weights, and the work with them, spread over ranks.
+
+What Megatron-LM does by hand, done to the user's own layers: a projection is cut by its output
+features, the one behind it by its input features, and between the two each rank has features of its
+own. :mod:`lightning_dist.tensor` has the parts; the user's steps see plain tensors of full size.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from typing_extensions import override
+
+from lightning_dist.mesh import MeshShape
+from lightning_dist.strategies import tensor_checks as checks
+from lightning_dist.strategies.distributed import StartMethod
+from lightning_dist.strategies.shard_config import ShardConfig
+from lightning_dist.strategies.sharded import ShardedStrategy
+from lightning_dist.tensor.config import TensorConfig
+
+
+class TensorParallelStrategy(ShardedStrategy):
+    """Spreads a model's layers over ranks, and trains replicas of it if there are more.
+
+    The world size is ``tp_size`` times the number of data replicas.
+
+    Args:
+        tp_size: Ranks that share each layer; ``"auto"`` takes all.
+        plan: What is done with which layer: patterns of module names (``*`` stands for one part of
+            a name) and styles, such as ``{"layers.*.q_proj": "colwise"}``; see
+            :mod:`lightning_dist.tensor.styles`. ``"auto"`` takes the module's own
+            ``tensor_parallel_plan()``, a Hugging Face model's, or finds the layers of transformers.
+        sequence_parallel: Between the layers each rank has a part of the sequence, so that norms,
+            dropout and residual sums are shared out, too. It takes no more traffic.
+        loss_parallel: Computes ``F.cross_entropy`` on each rank's part of the vocabulary; the whole
+            logits exist nowhere.
+        meta_init: Build in ``configure_model`` without memory, and give values part by part.
+        timeout_s: Seconds that a rank waits for another before it gives up.
+        save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
+        accelerator: As for any Lightning strategy.
+        parallel_devices: As for any Lightning strategy.
+        cluster_environment: As for any Lightning strategy.
+        checkpoint_io: As for any Lightning strategy.
+        precision_plugin: As for any Lightning strategy.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
+        start_method: Only ``"popen"``, which runs the script once per device.
+
+    Raises:
+        ValueError: An argument is unknown.
+    """
+
+    def __init__(
+        self,
+        tp_size: int | Literal["auto"] = "auto",
+        plan: Literal["auto"] | dict[str, str] = "auto",
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        meta_init: bool = True,
+        timeout_s: float = 1800.0,
+        save_full: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        super().__init__(
+            ShardConfig(),
+            TensorConfig(plan, sequence_parallel, loss_parallel),
+            meta_init,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout_s=timeout_s,
+            start_method=start_method,
+            save_full=save_full,
+        )
+        self._tp_size = tp_size
+
+    @override
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        size = world_size if self._tp_size == "auto" else self._tp_size
+        checks.check_tp_size(size, world_size)
+        return MeshShape(dp_replicate=world_size // size, tp=size)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: one layer's weights, and the work with them, spread over ranks."""

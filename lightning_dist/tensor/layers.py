@@ -1,0 +1,194 @@
+"""One layer, spread over the tensor-parallel ranks.
+
+A weight becomes a ``DTensor``, which knows the whole's shape and this rank's place in it; optimizers,
+clipping and checkpoints need nothing else. The layer computes with the local part, a plain tensor,
+and so does what the user has written around it.
+
+A bias that is not cut stays an ordinary parameter, whole on each rank: that of a ``rowwise`` layer,
+which is added to the sum, and that of stacked matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from lightning_dist.shards import is_spread, local_part
+from lightning_dist.tensor import boundary
+from lightning_dist.tensor.placements import stacked
+from lightning_dist.tensor.projection import input_dim, output_dim, project
+from lightning_dist.tensor.randomness import RegionRandomness
+
+Place = Callable[[nn.Module, str, Placement], None]
+"""Cuts a layer's parameter, by its name in the layer, wherever else the model uses it too."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where each rank has other features, and how an activation gets in and out.
+
+    Attributes:
+        mesh: The tensor-parallel ranks.
+        randomness: Of this rank; None where it is switched further outside.
+        dim: Along which each rank has a part of the activation outside; None where all have the
+            same.
+    """
+
+    mesh: DeviceMesh
+    randomness: RegionRandomness | None
+    dim: int | None = None
+
+    def begin(self, *, training: bool) -> None:
+        """Notes that what follows is this rank's own."""
+        if self.randomness is not None and training:
+            self.randomness.enter()
+
+    def end(self) -> None:
+        """Notes that what follows is the same on all ranks."""
+        if self.randomness is not None:
+            self.randomness.leave()
+
+
+@dataclass
+class Entry:
+    """The way into a region, for all layers that open it together.
+
+    Query, key and value projections read one activation: it enters once, so that its gradient is
+    summed over the ranks once.
+
+    Attributes:
+        region: The region.
+        is_open: Whether something around the layers has let the activation in already.
+    """
+
+    region: Region
+    is_open: bool = False
+    _outside: tuple[Tensor, int] | None = field(default=None, repr=False)
+    _inside: Tensor | None = field(default=None, repr=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Lets an activation in."""
+        if self.is_open:
+            return x
+        known = self._outside
+        # Written to since, it is another activation.
+        if known is None or known[0] is not x or known[1] != x._version or self._inside is None:
+            inside = boundary.enter(x, self.region.mesh, self.region.dim)
+            self._outside, self._inside = (x, x._version), inside
+        return self._inside
+
+    def forget(self) -> None:
+        """Lets go of the activation."""
+        self._outside = self._inside = None
+
+
+def colwise(layer: nn.Module, place: Place, entry: Entry, num_stacked: int = 1) -> None:
+    """Gives each rank some of a layer's output features.
+
+    Args:
+        layer: A projection; changed.
+        place: Cuts its parameters.
+        entry: Shared with the layers that read the same activation.
+        num_stacked: Matrices of one size that the weight holds on top of each other.
+    """
+    mesh, dim = entry.region.mesh, output_dim(layer)
+    place(layer, "weight", Shard(dim) if num_stacked == 1 else stacked(dim, num_stacked))
+    if layer.bias is not None and num_stacked == 1:
+        place(layer, "bias", Shard(0))
+
+    def bias() -> Tensor | None:
+        if layer.bias is None or is_spread(layer.bias):
+            return None if layer.bias is None else local_part(layer.bias)
+        parts = layer.bias.view(num_stacked, mesh.size(), -1)
+        return parts[:, mesh.get_local_rank()].reshape(-1)
+
+    def forward(x: Tensor) -> Tensor:
+        features = project(layer, entry(x), local_part(layer.weight), bias())
+        entry.region.begin(training=layer.training)
+        return features
+
+    layer.forward = forward
+
+
+def colwise_gather(layer: nn.Module, place: Place, entry: Entry) -> None:
+    """Computes some output features on each rank, and joins them.
+
+    Args:
+        layer: A projection; changed.
+        place: Cuts its parameters.
+        entry: Shared with the layers that read the same activation.
+    """
+    colwise(layer, place, entry)
+    compute: Callable[[Tensor], Tensor] = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        features = boundary.gather(compute(x), entry.region.mesh)
+        entry.region.end()
+        return features
+
+    layer.forward = forward
+
+
+def colwise_apart(layer: nn.Module, place: Place, entry: Entry) -> None:
+    """Computes some output features on each rank, for a loss that takes them so.
+
+    Args:
+        layer: A projection; changed. Returns a ``DTensor``.
+        place: Cuts its parameters.
+        entry: Shared with the layers that read the same activation.
+    """
+    colwise(layer, place, entry)
+    compute: Callable[[Tensor], Tensor] = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        features = compute(x)
+        entry.region.end()
+        mesh = entry.region.mesh
+        return DTensor.from_local(features, mesh, [Shard(features.dim() - 1)], run_check=False)
+
+    layer.forward = forward
+
+
+def rowwise(layer: nn.Module, place: Place, region: Region) -> None:
+    """Lets each rank sum up over its input features, and adds the sums.
+
+    Args:
+        layer: A projection; changed.
+        place: Cuts its parameters.
+        region: What ends here.
+    """
+    place(layer, "weight", Shard(input_dim(layer)))
+
+    def forward(x: Tensor) -> Tensor:
+        region.end()
+        own = project(layer, x, local_part(layer.weight), None)
+        summed = boundary.leave(own, region.mesh, region.dim)
+        return summed if layer.bias is None else summed + layer.bias
+
+    layer.forward = forward
+
+
+def vocab(layer: nn.Embedding, place: Place, mesh: DeviceMesh) -> None:
+    """Gives each rank some of an embedding's rows.
+
+    Args:
+        layer: Changed.
+        place: Cuts its parameters.
+        mesh: The tensor-parallel ranks.
+    """
+    place(layer, "weight", Shard(0))
+    first = layer.num_embeddings // mesh.size() * mesh.get_local_rank()
+
+    def forward(tokens: Tensor) -> Tensor:
+        rows = local_part(layer.weight)
+        own = tokens - first
+        is_foreign = (own < 0) | (own >= rows.shape[0])
+        found = F.embedding(own.masked_fill(is_foreign, 0), rows)
+        return boundary.leave(found.masked_fill(is_foreign[..., None], 0), mesh)
+
+    layer.forward = forward  # type: ignore[method-assign]

@@ -1,0 +1,79 @@
+"""A tensor-parallel plan: which layers are spread in which way.
+
+A plan is written with plain strings, so that it can stand in YAML: patterns of module names (see
+:mod:`lightning_dist.name_pattern`) and the styles of :mod:`lightning_dist.tensor.styles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_dist.name_pattern import fits, with_stars
+from lightning_dist.suggestion import nearest, shorten
+from lightning_dist.tensor.projection import is_projection
+from lightning_dist.tensor.styles import Style
+
+
+def resolve_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
+    """Finds the modules that a plan is about.
+
+    Args:
+        module: The model.
+        plan: Style by pattern; where several fit a module the last one counts.
+
+    Returns:
+        Style by module name, in the order of the model.
+
+    Raises:
+        ValueError: A style is unknown, a pattern fits nothing, or a module cannot be spread so.
+    """
+    names = [name for name, _ in module.named_modules() if name]
+    found: dict[str, Style] = {}
+    for pattern, style_name in plan.items():
+        style = parse_style(style_name, pattern)
+        fitting = [name for name in names if fits(name, pattern)]
+        if not fitting:
+            shown = list(dict.fromkeys(map(with_stars, names)))
+            raise ValueError(
+                f"The plan's pattern {pattern!r} fits no module.{nearest(pattern, [*shown, *names])}"
+                f" There are: {shorten(shown)}."
+            )
+        found |= dict.fromkeys(fitting, style)
+    for name, style in found.items():
+        _check_kind(name, module.get_submodule(name), style)
+    return {name: found[name] for name in names if name in found}
+
+
+def parse_style(name: str, pattern: str) -> Style:
+    """Reads a style.
+
+    Args:
+        name: As in a plan.
+        pattern: Which it stands beside, for the error.
+
+    Raises:
+        ValueError: There is no such style.
+    """
+    styles = {style.value: style for style in Style}
+    if name not in styles:
+        raise ValueError(
+            f"The style {name!r} of {pattern!r} is unknown.{nearest(str(name), styles)} Use one of"
+            f" {', '.join(styles)}."
+        )
+    return styles[name]
+
+
+def _check_kind(name: str, layer: nn.Module, style: Style) -> None:
+    if style is Style.VOCAB:
+        is_right, wanted = isinstance(layer, nn.Embedding), "an nn.Embedding"
+    elif style.cuts_a_matrix:
+        is_right, wanted = is_projection(layer), "an nn.Linear"
+    else:
+        return
+    if not is_right:
+        raise ValueError(
+            f"The plan spreads {name!r} as {style.value!r}, which needs {wanted}, but it is a"
+            f" {type(layer).__name__}. Name the layers inside it, or take another style."
+        )

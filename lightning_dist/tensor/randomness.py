@@ -1,0 +1,46 @@
+"""Random numbers that are the same on all ranks outside of a region, and differ inside.
+
+Dropout on an activation that all ranks hold must drop the same elements on all of them. Where each
+rank holds other features, or another part of the sequence, the same mask on each rank would make one
+mask of a few copies. A region's own numbers are seeded by one number that is drawn outside, the same
+on all ranks, and by the rank; behind the region the state is what it was after that draw. So they
+are drawn again, the same, when activation checkpointing computes a region a second time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_dist.rng import generators_of, seed_of
+
+
+class RegionRandomness:
+    """Switches torch's generators at the borders of regions; regions do not nest.
+
+    Args:
+        index: This rank's place among the tensor-parallel ranks.
+        device: Whose generator is switched beside the CPU's.
+    """
+
+    def __init__(self, index: int, device: torch.device) -> None:
+        self._index = index
+        self._device = device
+        self._outside: list[torch.Tensor] = []
+
+    def enter(self) -> None:
+        """Goes on with numbers of this rank's own; does nothing inside of a region."""
+        if self._outside:
+            return
+        shared = int(torch.randint(2**62, ()))
+        generators = generators_of(self._device)
+        self._outside = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(seed_of((shared, self._index)))
+
+    def leave(self) -> None:
+        """Goes on with the numbers that all ranks share; does nothing outside of a region."""
+        states, self._outside = self._outside, []
+        if not states:
+            return
+        for generator, state in zip(generators_of(self._device), states, strict=True):
+            generator.set_state(state)

@@ -1,0 +1,246 @@
+"""Spread a model over tensor-parallel ranks, layer by layer, as a plan says.
+
+*A region* is what lies between the layers that give each rank features of its own and the layer that
+sums up over them. :mod:`lightning_dist.tensor.layers` spreads the layers;
+:mod:`lightning_dist.tensor.boundary` says what crosses the border. With sequence parallelism
+(:mod:`lightning_dist.tensor.sequence`) what lies between the regions is cut, too.
+
+Parameters that are whole on each rank, but meet other features or another part of the sequence on
+each, get a summand of their gradient there; :meth:`SpreadModule.add_gradients` adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from lightning_dist.shards import cut, is_spread
+from lightning_dist.tensor import boundary, layers
+from lightning_dist.tensor.heads import check_heads, keep_own_heads
+from lightning_dist.tensor.layers import Entry, Region
+from lightning_dist.tensor.projection import input_dim, output_dim
+from lightning_dist.tensor.randomness import RegionRandomness
+from lightning_dist.tensor.sequence import (
+    SEQUENCE_DIM,
+    change_activation,
+    cut_sequence,
+    find_stacks,
+)
+from lightning_dist.tensor.styles import Style
+
+Styles = Mapping[str, Style]
+
+# Their weight has the query, key and value of one head next to each other, so that a contiguous
+# piece of it is whole heads.
+_INTERLEAVED = ("query_key_value",)
+
+
+@dataclass(frozen=True)
+class SpreadOptions:
+    """How a plan is carried out.
+
+    Attributes:
+        sequence_parallel: Cut the sequence between the regions.
+        loss_parallel: Leave logits apart, for a loss that takes them so.
+    """
+
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+
+
+class SpreadModule:
+    """A module whose layers are spread over tensor-parallel ranks.
+
+    Args:
+        module: Changed in place. Parameters may be on the meta device.
+        styles: By module name, in the order of the model.
+        mesh: The tensor-parallel ranks, of one axis.
+        options: How.
+
+    Raises:
+        ValueError: A size cannot be shared out over the ranks, or a style makes no sense.
+    """
+
+    def __init__(
+        self, module: nn.Module, styles: Styles, mesh: DeviceMesh, options: SpreadOptions
+    ) -> None:
+        check_styles(module, styles, mesh.size(), options.sequence_parallel)
+        self.module = module
+        self._mesh = mesh
+        self._options = options
+        self._randomness = RegionRandomness(mesh.get_local_rank(), torch.device(mesh.device_type))
+        stacks = find_stacks(module) if options.sequence_parallel else []
+        self._blocks = [name for stack in stacks for name in stack]
+        self._uses = _uses(module)
+        partial = list(self._partial_names(styles))
+        self._entries: dict[str, Entry] = {}
+        for name, style in styles.items():
+            self._spread(name, style, stacked_in(module, styles, name))
+        for parent in self._entries:
+            keep_own_heads(module.get_submodule(parent), mesh.size())
+        for stack in stacks:
+            first, last = (module.get_submodule(name) for name in (stack[0], stack[-1]))
+            cut_sequence(first, last, mesh, self._randomness)
+        parameters = dict(module.named_parameters())
+        self._partial = [n for n in partial if n in parameters and not is_spread(parameters[n])]
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Adds up the gradients of which each rank has a summand; all ranks must call it.
+
+        Once for each update, and not more often.
+        """
+        parameters = dict(self.module.named_parameters())
+        gradients = [g for n in self._partial if (g := parameters[n].grad) is not None]
+        boundary.add_up(gradients, self._mesh)
+
+    def _spread(self, name: str, style: Style, num_stacked: int) -> None:
+        layer = self.module.get_submodule(name)
+        region = self._region(name)
+        if style is Style.VOCAB:
+            assert isinstance(layer, nn.Embedding)
+            layers.vocab(layer, self._place, self._mesh)
+        elif style.sums_up:
+            layers.rowwise(layer, self._place, region)
+        elif style is Style.COLWISE:
+            layers.colwise(layer, self._place, self._entry(name, region), num_stacked)
+        elif style is Style.COLWISE_GATHER:
+            apart = self._options.loss_parallel
+            spread = layers.colwise_apart if apart else layers.colwise_gather
+            spread(layer, self._place, Entry(region))
+
+    def _region(self, name: str) -> Region:
+        if self._options.sequence_parallel and self._is_in_block(name):
+            return Region(self._mesh, None, SEQUENCE_DIM)
+        return Region(self._mesh, self._randomness)
+
+    def _entry(self, name: str, region: Region) -> Entry:
+        """Gives the way in that a layer shares with those beside it."""
+        parent_name = name.rpartition(".")[0]
+        if parent_name not in self._entries:
+            self._entries[parent_name] = entry = Entry(region)
+            parent = self.module.get_submodule(parent_name)
+            parent.register_forward_hook(lambda *_: entry.forget(), always_call=True)
+            if region.dim is not None and parent_name not in self._blocks:
+                # It may look at the length of what it is given, which is that of its layers' then.
+                entry.is_open = True
+                outer = Entry(region)
+                change_activation(parent, outer)
+                parent.register_forward_hook(lambda *_: outer.forget(), always_call=True)
+        return self._entries[parent_name]
+
+    def _is_in_block(self, name: str) -> bool:
+        return any(name == block or name.startswith(f"{block}.") for block in self._blocks)
+
+    def _place(self, layer: nn.Module, name: str, placement: Placement) -> None:
+        whole = getattr(layer, name)
+        if is_spread(whole):  # tied to one that came before
+            if whole.placements != (placement,):
+                raise ValueError(
+                    "Two layers share a parameter, but the plan spreads them in different ways."
+                    " Spread both by rows, an embedding as 'vocab' and a head as 'colwise_gather'."
+                )
+            return
+        part = nn.Parameter(cut(whole, self._mesh, [placement]), requires_grad=whole.requires_grad)
+        for holder, attribute in self._uses[whole]:
+            setattr(holder, attribute, part)
+
+    def _partial_names(self, styles: Styles) -> Iterator[str]:
+        """Lists the parameters, cut ones too, whose gradients would be summands if whole."""
+        for name, _ in self.module.named_parameters():
+            path, _, attribute = name.rpartition(".")
+            parts = path.split(".")
+            ancestors = {".".join(parts[: i + 1]) for i in range(len(parts))}
+            found = {styles[a] for a in ancestors if a in styles}
+            is_stacked_bias = attribute == "bias" and styles.get(path) is Style.COLWISE
+            if Style.LOCAL in found or is_stacked_bias or self._is_in_block(name):
+                yield name
+
+
+def stacked_in(module: nn.Module, styles: Styles, name: str) -> int:
+    """Counts the matrices that a layer's weight stacks.
+
+    Each of them has as many output features as the layer that sums up takes.
+
+    Args:
+        module: The model.
+        styles: By module name.
+        name: Of the layer.
+
+    Raises:
+        ValueError: They are not of one size, so that no cut is between heads.
+    """
+    path, _, own = name.rpartition(".")
+    if styles[name] is not Style.COLWISE or own in _INTERLEAVED:
+        return 1
+    partner = _partner(styles, name)
+    if partner is None:
+        return 1
+    layer, end = module.get_submodule(name), module.get_submodule(partner)
+    features = layer.weight.shape[output_dim(layer)]
+    taken = end.weight.shape[input_dim(end)]
+    if features > taken and features % taken:
+        raise ValueError(
+            f"The {features} output features of {name!r} are no multiple of the {taken} input"
+            f" features of {partner!r}: queries, keys and values of different sizes in one layer"
+            " cannot be cut between heads. Leave both out of the plan, or split the layer."
+        )
+    return max(1, features // taken)
+
+
+def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_parallel: bool) -> None:
+    """Checks that all sizes can be shared out.
+
+    Args:
+        module: The model.
+        styles: By module name.
+        tp_size: Tensor-parallel ranks.
+        sequence_parallel: As in :class:`SpreadOptions`.
+
+    Raises:
+        ValueError: One cannot, or a style makes no sense.
+    """
+    for name, style in styles.items():
+        if style.needs_sequence_parallel and not sequence_parallel:
+            raise ValueError(f"The style {style.value!r} of {name!r} needs sequence_parallel=True.")
+        layer = module.get_submodule(name)
+        if style is Style.VOCAB:
+            assert isinstance(layer, nn.Embedding)
+            _check_size(name, "rows", layer.num_embeddings, tp_size)
+        elif style.sums_up:
+            _check_size(name, "input features", layer.weight.shape[input_dim(layer)], tp_size)
+        elif style.takes_whole_input:
+            num_stacked = stacked_in(module, styles, name)
+            features = layer.weight.shape[output_dim(layer)] // num_stacked
+            if style is Style.COLWISE:
+                parent = name.rpartition(".")[0]
+                check_heads(parent, module.get_submodule(parent), tp_size)
+            _check_size(name, "output features", features, tp_size)
+
+
+def _check_size(name: str, what: str, size: int, tp_size: int) -> None:
+    if size % tp_size:
+        raise ValueError(
+            f"The {size} {what} of {name!r} cannot be shared out over tp_size={tp_size} ranks. Use"
+            f" a size that divides them, or pad them to {-(-size // tp_size) * tp_size}."
+        )
+
+
+def _partner(styles: Styles, name: str) -> str | None:
+    """Finds the layer that sums up what another one has given each rank."""
+    names = list(styles)
+    after = names[names.index(name) + 1 :]
+    return next((other for other in after if styles[other].sums_up), None)
+
+
+def _uses(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            uses.setdefault(parameter, []).append((part, name))
+    return uses
