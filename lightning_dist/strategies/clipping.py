@@ -52,8 +52,9 @@ def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Groups what torch's functions for many tensors take together: spread in one way, or not."""
     kinds: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        spread = isinstance(parameter, DTensor)
-        key = (parameter.device_mesh, parameter.placements) if spread else None
+        key = None
+        if isinstance(parameter, DTensor):
+            key = (parameter.device_mesh, parameter.placements)
         kinds.setdefault(key, []).append(parameter)
     return list(kinds.values())
 

@@ -118,9 +118,8 @@ class ShardedModule:
 
     def recover(self) -> None:
         """Makes the module's parameters the sharded ones after an exception inside of a step."""
-        if (
-            self._was_entered and self._units is not None
-        ):  # until then nothing is gathered, and FSDP2 not set up
+        # Until a step was entered nothing is gathered, and FSDP2 not set up.
+        if self._was_entered and self._units is not None:
             recover(self._root)
 
     @contextmanager

@@ -1,6 +1,6 @@
 r"""How an activation crosses the borders of a tensor-parallel region.
 
-Between the input of a ``colwise`` layer and the output of its ``rowwise`` partner each rank computes
+Between the input of a ``colwise`` layer and the output of its ``rowwise`` partner each rank has
 other features. Outside, all ranks have the same activation, or each its part of the sequence. The
 four ways in and out are conjugate pairs (Megatron-LM, section 3; sequence parallelism: Korthikanti
 et al. 2022, section 4.2.2):
@@ -14,9 +14,9 @@ function              outside         forward                        backward
 :func:`leave` (dim)   part of a dim   reduce-scatter                 all-gather
 ====================  ==============  =============================  =========================
 
-:func:`gather` joins what was computed apart, :func:`split` is its inverse. All are redistributions of a ``DTensor`` that
-lives for a moment only, so that the layers, and whatever the user does between them, see plain
-tensors.
+:func:`gather` joins what was computed apart, :func:`split` is its inverse. All are redistributions
+of a ``DTensor`` that lives for a moment only, so that the layers, and whatever the user does
+between them, see plain tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One layer, spread over the tensor-parallel ranks.
 
-A weight becomes a ``DTensor``, which knows the whole's shape and this rank's place in it; optimizers,
-clipping and checkpoints need nothing else. The layer computes with the local part, a plain tensor,
-and so does what the user has written around it.
+A weight becomes a ``DTensor``, which knows the whole's shape and this rank's place in it;
+optimizers, clipping and checkpoints need nothing else. The layer computes with the local part, a
+plain tensor, and so does what the user has written around it.
 
 A bias that is not cut stays an ordinary parameter, whole on each rank: that of a ``rowwise`` layer,
 which is added to the sum, and that of stacked matrices.
@@ -87,7 +87,7 @@ class Entry:
         self._outside = self._inside = None
 
 
-def colwise(layer: nn.Module, place: Place, entry: Entry, num_stacked: int = 1) -> None:
+def colwise(layer: nn.Linear, place: Place, entry: Entry, num_stacked: int = 1) -> None:
     """Gives each rank some of a layer's output features.
 
     Args:
@@ -112,10 +112,10 @@ def colwise(layer: nn.Module, place: Place, entry: Entry, num_stacked: int = 1) 
         entry.region.begin(training=layer.training)
         return features
 
-    layer.forward = forward
+    layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def colwise_gather(layer: nn.Module, place: Place, entry: Entry) -> None:
+def colwise_gather(layer: nn.Linear, place: Place, entry: Entry) -> None:
     """Computes some output features on each rank, and joins them.
 
     Args:
@@ -131,10 +131,10 @@ def colwise_gather(layer: nn.Module, place: Place, entry: Entry) -> None:
         entry.region.end()
         return features
 
-    layer.forward = forward
+    layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def colwise_apart(layer: nn.Module, place: Place, entry: Entry) -> None:
+def colwise_apart(layer: nn.Linear, place: Place, entry: Entry) -> None:
     """Computes some output features on each rank, for a loss that takes them so.
 
     Args:
@@ -151,10 +151,10 @@ def colwise_apart(layer: nn.Module, place: Place, entry: Entry) -> None:
         mesh = entry.region.mesh
         return DTensor.from_local(features, mesh, [Shard(features.dim() - 1)], run_check=False)
 
-    layer.forward = forward
+    layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def rowwise(layer: nn.Module, place: Place, region: Region) -> None:
+def rowwise(layer: nn.Linear, place: Place, region: Region) -> None:
     """Lets each rank sum up over its input features, and adds the sums.
 
     Args:
@@ -170,7 +170,7 @@ def rowwise(layer: nn.Module, place: Place, region: Region) -> None:
         summed = boundary.leave(own, region.mesh, region.dim)
         return summed if layer.bias is None else summed + layer.bias
 
-    layer.forward = forward
+    layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def vocab(layer: nn.Embedding, place: Place, mesh: DeviceMesh) -> None:
@@ -191,4 +191,4 @@ def vocab(layer: nn.Embedding, place: Place, mesh: DeviceMesh) -> None:
         found = F.embedding(own.masked_fill(is_foreign, 0), rows)
         return boundary.leave(found.masked_fill(is_foreign[..., None], 0), mesh)
 
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward  # type: ignore[method-assign, assignment]

@@ -1,9 +1,9 @@
 """Where a rank's rows are in a weight that holds several matrices on top of each other.
 
-Each rank needs its heads of a fused query, key and value, so its rows are no contiguous piece. torch
-has a placement for that, made for parameters that are sharded over two axes of a mesh, and private:
-no public one describes such rows. A test compares what it cuts out, and puts together again, with
-plain indexing.
+Each rank needs its heads of a fused query, key and value, so its rows are no contiguous piece.
+torch has a placement for that, made for parameters that are sharded over two axes of a mesh, and
+private: no public one describes such rows. A test compares what it cuts out, and puts together
+again, with plain indexing.
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]
         fitting = [name for name in names if fits(name, pattern)]
         if not fitting:
             shown = list(dict.fromkeys(map(with_stars, names)))
+            near = nearest(pattern, [*shown, *names])
             raise ValueError(
-                f"The plan's pattern {pattern!r} fits no module.{nearest(pattern, [*shown, *names])}"
-                f" There are: {shorten(shown)}."
+                f"The plan's pattern {pattern!r} fits no module.{near} There are: {shorten(shown)}."
             )
         found |= dict.fromkeys(fitting, style)
     for name, style in found.items():

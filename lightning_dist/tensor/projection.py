@@ -1,19 +1,14 @@
-"""What a layer must be to be cut by rows or columns: a matrix, and perhaps a bias."""
+"""Layers that can be cut by rows or columns: ``nn.Linear``, and GPT-2's ``Conv1D``.
+
+The matrix of a ``Conv1D`` lies across: its rows are the input features.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol, TypeGuard
+from typing import TypeGuard
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-class Projection(Protocol):
-    """A layer with a matrix: ``nn.Linear``, or the ``Conv1D`` of GPT-2, whose matrix lies across."""
-
-    weight: Tensor
-    bias: Tensor | None
-    training: bool
 
 
 def is_projection(module: nn.Module) -> TypeGuard[nn.Linear]:

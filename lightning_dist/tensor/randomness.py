@@ -1,10 +1,10 @@
 """Random numbers that are the same on all ranks outside of a region, and differ inside.
 
 Dropout on an activation that all ranks hold must drop the same elements on all of them. Where each
-rank holds other features, or another part of the sequence, the same mask on each rank would make one
-mask of a few copies. A region's own numbers are seeded by one number that is drawn outside, the same
-on all ranks, and by the rank; behind the region the state is what it was after that draw. So they
-are drawn again, the same, when activation checkpointing computes a region a second time.
+rank holds other features, or another part of the sequence, the same mask on each rank would make
+one mask of a few copies. A region's own numbers are seeded by one number that is drawn outside, the
+same on all ranks, and by the rank; behind the region the state is what it was after that draw. So
+they are drawn again, the same, when activation checkpointing computes a region a second time.
 """
 
 from __future__ import annotations

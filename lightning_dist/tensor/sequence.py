@@ -1,8 +1,8 @@
 """Sequence parallelism: between the regions each rank has a part of the sequence.
 
 (Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022,
-section 4.2.2.) The sequence is cut where the first of a stack of blocks begins, and joined where the
-last one ends, so that embeddings, positions and the head need not know of it.
+section 4.2.2.) The sequence is cut where the first of a stack of blocks begins, and joined where
+the last one ends, so that embeddings, positions and the head need not know of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Spread a model over tensor-parallel ranks, layer by layer, as a plan says.
 
-*A region* is what lies between the layers that give each rank features of its own and the layer that
-sums up over them. :mod:`lightning_dist.tensor.layers` spreads the layers;
+*A region* is what lies between the layers that give each rank features of its own and the layer
+that sums up over them. :mod:`lightning_dist.tensor.layers` spreads the layers;
 :mod:`lightning_dist.tensor.boundary` says what crosses the border. With sequence parallelism
 (:mod:`lightning_dist.tensor.sequence`) what lies between the regions is cut, too.
 
@@ -11,7 +11,7 @@ each, get a summand of their gradient there; :meth:`SpreadModule.add_gradients` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from lightning_dist.shards import cut, is_spread
 from lightning_dist.tensor import boundary, layers
 from lightning_dist.tensor.heads import check_heads, keep_own_heads
 from lightning_dist.tensor.layers import Entry, Region
-from lightning_dist.tensor.projection import input_dim, output_dim
+from lightning_dist.tensor.projection import input_dim, is_projection, output_dim
 from lightning_dist.tensor.randomness import RegionRandomness
 from lightning_dist.tensor.sequence import (
     SEQUENCE_DIM,
@@ -105,7 +105,9 @@ class SpreadModule:
         if style is Style.VOCAB:
             assert isinstance(layer, nn.Embedding)
             layers.vocab(layer, self._place, self._mesh)
-        elif style.sums_up:
+        if not is_projection(layer):
+            return
+        if style.sums_up:
             layers.rowwise(layer, self._place, region)
         elif style is Style.COLWISE:
             layers.colwise(layer, self._place, self._entry(name, region), num_stacked)
@@ -181,9 +183,7 @@ def stacked_in(module: nn.Module, styles: Styles, name: str) -> int:
     partner = _partner(styles, name)
     if partner is None:
         return 1
-    layer, end = module.get_submodule(name), module.get_submodule(partner)
-    features = layer.weight.shape[output_dim(layer)]
-    taken = end.weight.shape[input_dim(end)]
+    features, taken = _size(module, name, output_dim), _size(module, partner, input_dim)
     if features > taken and features % taken:
         raise ValueError(
             f"The {features} output features of {name!r} are no multiple of the {taken} input"
@@ -213,14 +213,20 @@ def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_paral
             assert isinstance(layer, nn.Embedding)
             _check_size(name, "rows", layer.num_embeddings, tp_size)
         elif style.sums_up:
-            _check_size(name, "input features", layer.weight.shape[input_dim(layer)], tp_size)
+            _check_size(name, "input features", _size(module, name, input_dim), tp_size)
         elif style.takes_whole_input:
             num_stacked = stacked_in(module, styles, name)
-            features = layer.weight.shape[output_dim(layer)] // num_stacked
+            features = _size(module, name, output_dim) // num_stacked
             if style is Style.COLWISE:
                 parent = name.rpartition(".")[0]
                 check_heads(parent, module.get_submodule(parent), tp_size)
             _check_size(name, "output features", features, tp_size)
+
+
+def _size(module: nn.Module, name: str, dim: Callable[[nn.Module], int]) -> int:
+    layer = module.get_submodule(name)
+    assert is_projection(layer)
+    return int(layer.weight.shape[dim(layer)])
 
 
 def _check_size(name: str, what: str, size: int, tp_size: int) -> None:
