@@ -50,6 +50,10 @@ PAIRS = [
     ("fsdp-4", "fsdp-2x2"),
     ("fsdp-4", "pipeline-gpipe-2"),
     ("fsdp-2x2", "fsdp-4"),
+    ("fsdp-4", "tp-2"),
+    ("tp-2x2", SINGLE),
+    ("tp-2x2", "fsdp-2"),
+    ("tp-2", "tp-2x2"),
 ]
 
 

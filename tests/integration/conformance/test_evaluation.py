@@ -20,7 +20,8 @@ def evaluate(name: str | None) -> Any:
     (tested,) = trainer.test(module, share(trainer, entry, 44), verbose=False)
     predicted = trainer.predict(module, share(trainer, entry, 44))
     assert predicted is not None
-    return {**validated, **tested}, torch.cat(list(predicted))
+    place = trainer.strategy.distributed_sampler_kwargs["rank"] if entry else 0
+    return {**validated, **tested}, torch.cat(list(predicted)), place
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -29,9 +30,10 @@ def test_equals_a_single_device(
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     entry = ENTRIES[name]
-    metrics, predictions = evaluate(None)
+    metrics, predictions, _ = evaluate(None)
     ranks = workers.run(entry.devices, evaluate, name)
-    for rank, (found, predicted) in enumerate(ranks):
+    assert {place for _, _, place in ranks} == set(range(entry.replicas))
+    for found, predicted, place in ranks:
         assert found == pytest.approx(metrics, abs=TOLERANCE)
-        own = predictions[rank % entry.replicas :: entry.replicas]
+        own = predictions[place :: entry.replicas]
         assert float((predicted - own).abs().max()) < TOLERANCE

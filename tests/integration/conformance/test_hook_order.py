@@ -101,7 +101,7 @@ def once(calls: list[str]) -> list[str]:
     return [call for call, before in pairs if call != before or not call.endswith("_step")]
 
 
-@pytest.mark.parametrize("name", ["pipeline-gpipe-2", "ddp-2", "ddp-2-static", "fsdp-2"])
+@pytest.mark.parametrize("name", ["pipeline-gpipe-2", "ddp-2", "ddp-2-static", "fsdp-2", "tp-2"])
 def test_equals_a_single_device(
     workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
