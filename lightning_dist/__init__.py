@@ -7,9 +7,16 @@ Importing this package registers its strategies' names, so that
 from lightning_dist.registration import register_strategies
 from lightning_dist.strategies.ddp import DDPStrategy
 from lightning_dist.strategies.fsdp import FSDPStrategy
+from lightning_dist.strategies.mesh import MeshStrategy
 from lightning_dist.strategies.pipeline import PipelineStrategy
 from lightning_dist.strategies.tensor_parallel import TensorParallelStrategy
 
-__all__ = ["DDPStrategy", "FSDPStrategy", "PipelineStrategy", "TensorParallelStrategy"]
+__all__ = [
+    "DDPStrategy",
+    "FSDPStrategy",
+    "MeshStrategy",
+    "PipelineStrategy",
+    "TensorParallelStrategy",
+]
 
 register_strategies()

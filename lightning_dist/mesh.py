@@ -7,7 +7,9 @@ frequent; ``pp`` is outermost, for it sends the least.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Literal
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -99,3 +101,57 @@ class MeshShape:
         """Lists all groups of :meth:`peers`, each once, in the same order on each rank."""
         found = [self.peers(rank, *axes) for rank in range(self.world_size)]
         return [list(group) for group in dict.fromkeys(tuple(g) for g in found)]
+
+
+def fill_mesh(world_size: int, **sizes: int | Literal["auto"]) -> MeshShape:
+    """Makes a mesh of all ranks.
+
+    Args:
+        world_size: All ranks.
+        sizes: By axis; at most one is ``"auto"`` and takes what is left.
+
+    Raises:
+        ValueError: The sizes do not multiply to the world size.
+    """
+    given = {name: size for name, size in sizes.items() if size != "auto"}
+    asked = MeshShape(**{name: int(size) for name, size in given.items()})
+    open_axes = sorted(sizes.keys() - given.keys())
+    assert len(open_axes) <= 1
+    rest, left_over = divmod(world_size, asked.world_size)
+    if left_over or rest < 1 or (rest > 1 and not open_axes):
+        shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"The sizes {shown} must multiply to the world size of {world_size}. The nearest that"
+            f" do are {_nearest(asked, world_size, sizes)}."
+        )
+    return MeshShape(**asked.sizes | dict.fromkeys(open_axes, rest))
+
+
+def _nearest(
+    asked: MeshShape, world_size: int, axes: Mapping[str, int | str], num_shown: int = 3
+) -> str:
+    """Lists the meshes of a size that change the fewest axes by the least."""
+
+    def distance(shape: MeshShape) -> tuple[int, float]:
+        pairs = [(shape.sizes[a], asked.sizes[a]) for a in AXES if axes.get(a) != "auto"]
+        return sum(a != b for a, b in pairs), sum(max(a / b, b / a) for a, b in pairs)
+
+    possible = [m for m in _meshes(world_size) if all(m.sizes[a] == 1 for a in {*AXES} - {*axes})]
+    shapes = sorted(possible, key=distance)[:num_shown]
+    texts = [
+        " x ".join(f"{name}={size}" for name, size in shape.sizes.items() if size > 1)
+        for shape in shapes
+    ]
+    return ", or ".join(text or "a single rank" for text in texts)
+
+
+def _meshes(world_size: int) -> list[MeshShape]:
+    def divisors(number: int) -> list[int]:
+        return [d for d in range(1, number + 1) if number % d == 0]
+
+    return [
+        MeshShape(pp, replicate, shard, world_size // (pp * replicate * shard))
+        for pp in divisors(world_size)
+        for replicate in divisors(world_size // pp)
+        for shard in divisors(world_size // (pp * replicate))
+    ]

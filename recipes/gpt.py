@@ -214,7 +214,8 @@ class GPT(L.LightningModule):
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
         logits = self(inputs)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.flatten(0, 1).to(precise), targets.flatten())
 
     @override
     def configure_optimizers(self) -> Any:

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.deferred.tape import Tape
@@ -29,6 +30,7 @@ from lightning_dist.shards import is_spread
 from lightning_dist.strategies import data_parallel_checks
 from lightning_dist.strategies import fsdp_checks as checks
 from lightning_dist.strategies.clipping import clip_by_global_norm
+from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.random_state import first_ranks_numbers
 from lightning_dist.strategies.replicas import broadcast_state
@@ -108,6 +110,7 @@ class ShardedStrategy(DataParallelStrategy):
         if self._sharded is None or self._sharded.module is not self.module:
             self._sharded = self._shard()
         self.hook_into(trainer)
+        self._undo += (reduce_metrics_over(self.module, self.data_group),)
         if is_fitting:
             rank_zero_info(str(self.describe()))
             self._undo += (clip_by_global_norm(self.precision_plugin),)
@@ -213,6 +216,13 @@ class ShardedStrategy(DataParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
             return self.sharded.evaluate(self.module.predict_step, *args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        with self.sharded.backward_context():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

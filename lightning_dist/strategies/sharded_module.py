@@ -8,7 +8,7 @@ parameters that belong to no unit are gathered for the whole step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
 
 from lightning_dist.activation_checkpointing import checkpoint_activations
 from lightning_dist.device_mesh import axis
@@ -25,6 +26,7 @@ from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.step_module import StepModule
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.discovery import find_plan
+from lightning_dist.tensor.logits import LogitsApart, joined
 from lightning_dist.tensor.plan import resolve_plan
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
 from lightning_dist.wrap import ByClass, Unit
@@ -60,6 +62,7 @@ class ShardedModule:
         self._root = StepModule(module)
         self._was_entered = False
         self._spread = _spread(module, axis(mesh, "tp"), tensor)
+        self._has_logits_apart = self._spread is not None and tensor.loss_parallel
         policy = shard.policy
         units = _sharded_already(module) if policy.is_manual else policy.select(module)
         self.summary: WrapSummary = _describe(module, units, sharding)
@@ -88,7 +91,7 @@ class ShardedModule:
             args: Of the step.
             kwargs: Of the step.
         """
-        return self._root(self._entered(step), *args, **kwargs)
+        return self._run(step, args, kwargs)
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a step without gradients.
@@ -101,16 +104,23 @@ class ShardedModule:
         # Gathered parameters made under `inference_mode` could not be trained with later.
         with torch.inference_mode(False), torch.no_grad():
             try:
-                return self._root(self._entered(step), *args, **kwargs)
+                return self._run(step, args, kwargs)
             finally:
                 self.reshard()
 
-    def _entered(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def backward_context(self) -> AbstractContextManager[None]:
+        """Gives what the backward of a step's loss runs in."""
+        return loss_parallel() if self._has_logits_apart else nullcontext()
+
+    def _run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         def entered(*args: Any, **kwargs: Any) -> Any:
             self._was_entered = True
-            return step(*args, **kwargs)
+            if not self._has_logits_apart:
+                return step(*args, **kwargs)
+            with LogitsApart():
+                return joined(step(*args, **kwargs))
 
-        return entered
+        return self._root(entered, *args, **kwargs)
 
     def reshard(self) -> None:
         """Makes the module's parameters the sharded ones, whatever has run last."""

@@ -63,9 +63,9 @@ def cut_sequence(
 
     def join(_: nn.Module, args: Any, output: Any) -> Any:
         randomness.leave()
-        if isinstance(output, Tensor):
-            return boundary.gather(output, mesh, SEQUENCE_DIM)
-        return (boundary.gather(output[0], mesh, SEQUENCE_DIM), *output[1:])
+        first, *rest = (output,) if isinstance(output, Tensor) else output
+        whole = boundary.gather(first, mesh, SEQUENCE_DIM).clone()  # FSDP2 wants no view of a unit
+        return whole if isinstance(output, Tensor) else (whole, *rest)
 
     change_activation(first, cut)
     last.register_forward_hook(join)

@@ -127,13 +127,13 @@ class SpreadModule:
         if parent_name not in self._entries:
             self._entries[parent_name] = entry = Entry(region)
             parent = self.module.get_submodule(parent_name)
-            parent.register_forward_hook(lambda *_: entry.forget(), always_call=True)
+            parent.register_forward_hook(lambda *_: entry.forget())
             if region.dim is not None and parent_name not in self._blocks:
                 # It may look at the length of what it is given, which is that of its layers' then.
                 entry.is_open = True
                 outer = Entry(region)
                 change_activation(parent, outer)
-                parent.register_forward_hook(lambda *_: outer.forget(), always_call=True)
+                parent.register_forward_hook(lambda *_: outer.forget())
         return self._entries[parent_name]
 
     def _is_in_block(self, name: str) -> bool:

@@ -11,6 +11,7 @@ import atexit
 import multiprocessing
 import os
 import socket
+import sys
 import time
 import traceback
 import warnings
@@ -124,8 +125,21 @@ def _run_case(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+            _forget_meshes()
         os.environ.clear()  # a seed that a case has set, for one, is not for the next
         os.environ.update(before)
+
+
+def _forget_meshes() -> None:
+    """Clears what torch keeps by mesh: the next case's may be equal, but its groups are others."""
+    redistribution = sys.modules.get("torch.distributed.tensor._redistribute")
+    if redistribution is None:
+        return
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+    redistribution._planner_cache.clear()
+    redistribution._gen_transform_infos.cache_clear()
 
 
 # What Lightning and torch themselves warn about; anything else is an error in the workers too.

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dist.mesh import MeshShape
+from lightning_dist.mesh import MeshShape, fill_mesh
 
 sizes = st.integers(1, 3)
 
@@ -29,3 +29,31 @@ def test_tp_is_innermost_and_pp_outermost() -> None:
 def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="`tp`.*0"):
         MeshShape(tp=0)
+
+
+def test_an_open_axis_takes_what_is_left() -> None:
+    assert fill_mesh(8, dp_replicate=1, dp_shard="auto", tp=2) == MeshShape(dp_shard=4, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (
+            {"dp_replicate": 1, "dp_shard": "auto", "tp": 3},
+            ["tp=3", "dp_shard=2 x tp=4", "dp_shard=4 x tp=2"],
+        ),
+        (
+            {"dp_replicate": 2, "dp_shard": 2, "tp": 1},
+            ["dp_replicate=2 x dp_shard=4"],
+        ),
+        ({"dp_replicate": 16, "dp_shard": "auto", "tp": 1}, ["dp_replicate=16", "dp_replicate=8"]),
+    ],
+)
+def test_sizes_that_do_not_fill_the_world_are_refused(
+    sizes: dict[str, int], words: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="world size of 8") as caught:
+        fill_mesh(8, **sizes)
+    for word in words:
+        assert word in str(caught.value)
+    assert "pp=" not in str(caught.value), "an axis that was not asked for"

@@ -8,7 +8,14 @@ from functools import partial
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy, TensorParallelStrategy
+from lightning_dist import (
+    DDPStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+)
+from lightning_dist.tensor.config import TensorConfig
 
 
 @dataclass(frozen=True)
@@ -36,5 +43,6 @@ ENTRIES: dict[str, Entry] = {
     "fsdp-2-microsteps": Entry(2, 2, partial(FSDPStrategy, sync_every_microstep=True)),
     "fsdp-2-recompute": Entry(2, 2, partial(FSDPStrategy, activation_checkpointing="full")),
     "tp-2": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN)),
+    "shard-2-tp-2": Entry(4, 2, partial(MeshStrategy, tp=2, tensor=TensorConfig(plan=PLAN))),
     "tp-2x2": Entry(4, 2, partial(TensorParallelStrategy, tp_size=2, plan=PLAN)),
 }

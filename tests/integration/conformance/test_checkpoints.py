@@ -54,6 +54,8 @@ PAIRS = [
     ("tp-2x2", SINGLE),
     ("tp-2x2", "fsdp-2"),
     ("tp-2", "tp-2x2"),
+    ("shard-2-tp-2", SINGLE),
+    ("pipeline-2x2", "shard-2-tp-2"),
 ]
 
 

@@ -1,0 +1,265 @@
+"""A model spread over tensor-parallel ranks computes what it computes alone."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from lightning_dist.shards import local_part, whole
+from lightning_dist.tensor.plan import resolve_plan
+from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
+from recipes.gpt import Attention, build_gpt
+from tests.helpers.workers import WorkerPool
+
+DEPTH = 2
+PLAN = {
+    "0.token": "vocab",
+    "*.attention.qkv": "colwise",
+    "*.attention.out": "rowwise",
+    "*.up": "colwise",
+    "*.down": "rowwise",
+    f"{DEPTH + 1}.logits": "colwise_gather",
+}
+
+
+def ranks() -> DeviceMesh:
+    dist.init_process_group("gloo")
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def gpt(**options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return build_gpt(width=32, depth=DEPTH, **options).double()
+
+
+def tokens(seed: int = 1) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(256, (2, 3, 8), generator=torch.Generator().manual_seed(seed))
+    return drawn[0], drawn[1]
+
+
+def loss_of(network: nn.Module) -> Tensor:
+    inputs, targets = tokens()
+    return F.cross_entropy(network(inputs).flatten(0, 1), targets.flatten())
+
+
+def differences(sequence_parallel: bool) -> list[float]:
+    alone, together = gpt(), gpt()
+    spread = SpreadModule(
+        together, resolve_plan(together, PLAN), ranks(), SpreadOptions(sequence_parallel)
+    )
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (alone, together)]
+    found = []
+    for _ in range(3):
+        losses = [loss_of(alone), loss_of(together)]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        spread.add_gradients()
+        pairs = list(zip(together.parameters(), alone.parameters(), strict=True))
+        found += [float((whole(a.grad) - b.grad).abs().max()) for a, b in pairs]
+        found.append(abs(losses[0].item() - losses[1].item()))
+        for optimizer in optimizers:
+            optimizer.step()
+        found += [float((whole(a.detach()) - b.detach()).abs().max()) for a, b in pairs]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_equals_the_whole_model(workers: WorkerPool, size: int, sequence_parallel: bool) -> None:
+    for found in workers.run(size, differences, sequence_parallel):
+        assert max(found) < 1e-12
+
+
+def held_elements() -> tuple[int, int]:
+    network = gpt()
+    SpreadModule(network, resolve_plan(network, PLAN), ranks(), SpreadOptions())
+    own = sum(local_part(p).numel() for p in network.parameters())
+    return own, sum(p.numel() for p in network.parameters())
+
+
+def test_a_rank_holds_its_share(workers: WorkerPool) -> None:
+    norms = (2 * DEPTH + 1) * 32
+    for own, total in workers.run(2, held_elements):
+        assert own - norms == (total - norms) / 2
+
+
+class PlainBlock(nn.Module):
+    """A block that calls each module once: torch's counter loses count of one called twice."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.attention = Attention(width, num_heads=4)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def collectives(sequence_parallel: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Counts those of all blocks together, forward and backward."""
+    network = nn.Sequential(*(PlainBlock() for _ in range(DEPTH)))
+    plan = {pattern: style for pattern, style in PLAN.items() if pattern.startswith("*")}
+    SpreadModule(network, resolve_plan(network, plan), ranks(), SpreadOptions(sequence_parallel))
+    counts = []
+    activation = torch.randn(3, 8, 16, requires_grad=True)
+    with CommDebugMode() as forward:
+        loss = network(activation).sum()
+    counts.append({str(op): n for op, n in forward.get_comm_counts().items()})
+    with CommDebugMode() as backward:
+        loss.backward()
+    counts.append({str(op): n for op, n in backward.get_comm_counts().items()})
+    return counts[0], counts[1]
+
+
+def by_kind(counts: dict[str, int]) -> Counter[str]:
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    return Counter({kind: n for kind in kinds for op, n in counts.items() if kind in op})
+
+
+def test_two_all_reduces_for_each_block_and_direction(workers: WorkerPool) -> None:
+    for forward, backward in workers.run(2, collectives, False):
+        assert by_kind(forward) == {"all_reduce": 2 * DEPTH}
+        assert by_kind(backward) == {"all_reduce": 2 * DEPTH}
+
+
+def test_sequence_parallelism_takes_no_more_traffic(workers: WorkerPool) -> None:
+    """An all-reduce is a reduce-scatter and an all-gather; and one more to join, one to cut."""
+    for forward, backward in workers.run(2, collectives, True):
+        assert by_kind(forward) == {"reduce_scatter": 2 * DEPTH, "all_gather": 2 * DEPTH + 1}
+        assert by_kind(backward) == {"reduce_scatter": 2 * DEPTH, "all_gather": 2 * DEPTH + 1}
+
+
+class Noisy(nn.Module):
+    """Drops inside of a region, behind it, and draws in a block of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 64, bias=False)
+        self.down = nn.Linear(64, 8, bias=False)
+        self.inside: Tensor | None = None
+        self.outside: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside = F.dropout(torch.ones_like(self.up(x)), 0.5, self.training)
+        summed = self.down(self.up(x) * self.inside)
+        self.outside = F.dropout(torch.ones_like(summed), 0.5, self.training)
+        return x + summed * self.outside
+
+
+def masks(sequence_parallel: bool, seed: int) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    network = nn.Sequential(Noisy(), Noisy())
+    SpreadModule(
+        network,
+        resolve_plan(network, {"*.up": "colwise", "*.down": "rowwise"}),
+        ranks(),
+        SpreadOptions(sequence_parallel),
+    )
+    torch.manual_seed(seed)
+    network(torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(5)))
+    return [(block.inside, block.outside) for block in network] + [torch.get_rng_state()]
+
+
+def test_dropout_differs_inside_of_a_region_only(workers: WorkerPool) -> None:
+    *first, state = workers.run(2, masks, False, 1)[0]
+    *second, other_state = workers.run(2, masks, False, 1)[1]
+    for (inside, outside), (other_inside, other_outside) in zip(first, second, strict=True):
+        assert not torch.equal(inside, other_inside)
+        assert torch.equal(outside, other_outside)
+        assert 0.4 < float((inside == 0).double().mean()) < 0.6
+    assert torch.equal(state, other_state)
+    again = workers.run(2, masks, False, 1)[0][0]
+    assert torch.equal(again[0], first[0][0]), "the same seed draws the same"
+    other = workers.run(2, masks, False, 2)[0][0]
+    assert not torch.equal(other[0], first[0][0])
+
+
+def test_dropout_differs_between_parts_of_the_sequence(workers: WorkerPool) -> None:
+    one, other = workers.run(2, masks, True, 1)
+    for (_, outside), (_, other_outside) in zip(one[:-1], other[:-1], strict=True):
+        assert outside.shape == (3, 4, 8)
+        assert not torch.equal(outside, other_outside)
+    assert torch.equal(one[-1], other[-1])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(self.embedding(x))))
+
+
+def tied_difference() -> tuple[float, bool]:
+    torch.manual_seed(0)
+    alone = Tied().double()
+    together = deepcopy(alone)
+    styles = resolve_plan(together, {"embedding": "vocab", "head": "colwise_gather"})
+    SpreadModule(together, styles, ranks(), SpreadOptions())
+    x = torch.arange(16).view(2, 8)
+    for network in (alone, together):
+        network(x).square().sum().backward()
+    gradient = together.embedding.weight.grad
+    assert gradient is not None
+    difference = (whole(gradient) - alone.embedding.weight.grad).abs().max()
+    return float(difference), together.head.weight is together.embedding.weight
+
+
+def test_a_tied_parameter_stays_one(workers: WorkerPool) -> None:
+    for difference, is_one in workers.run(2, tied_difference):
+        assert difference < 1e-12
+        assert is_one
+
+
+def refusal(plan: dict[str, str], heads: int, length: int, sequence_parallel: bool) -> str:
+    assert os.environ["RANK"]
+    network = gpt(num_heads=heads)
+    mesh = ranks()
+
+    def spread_and_call() -> None:
+        SpreadModule(network, resolve_plan(network, plan), mesh, SpreadOptions(sequence_parallel))
+        network(torch.zeros(1, length, dtype=torch.int64))
+
+    with pytest.raises(ValueError, match=r".") as caught:
+        spread_and_call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "heads", "length", "sequence_parallel", "words"),
+    [
+        (PLAN, 1, 8, False, ["num_heads=1", "1.attention", "tp_size=2", "[1]"]),
+        (PLAN, 4, 7, True, ["sequence of 7", "tp_size=2", "8"]),
+        ({"1.mlp_norm": "sequence"}, 4, 8, False, ["'1.mlp_norm'", "sequence_parallel=True"]),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(
+    workers: WorkerPool,
+    plan: dict[str, str],
+    heads: int,
+    length: int,
+    sequence_parallel: bool,
+    words: list[str],
+) -> None:
+    first, second = workers.run(2, refusal, plan, heads, length, sequence_parallel)
+    assert first == second
+    for word in words:
+        assert word in first
