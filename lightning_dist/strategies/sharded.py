@@ -38,6 +38,7 @@ from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.sharded_module import ShardedModule
 from lightning_dist.strategies.whole_model_checks import check_callbacks, check_optimizers
 from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.tensor.summary import TensorSummary
 from lightning_dist.wrap_summary import WrapSummary
 
 
@@ -80,12 +81,12 @@ class ShardedStrategy(DataParallelStrategy):
             self._device_mesh = build_mesh(self.mesh, self.root_device.type)
         return self._device_mesh
 
-    def describe(self) -> WrapSummary:
-        """Tells which modules are units, their sizes, and the most that is whole at one time.
+    def describe(self) -> WrapSummary | TensorSummary:
+        """Tells how the model is spread: which modules are units, or what a rank holds of a layer.
 
-        Known once a run has been set up.
+        Known once a run has been set up. As text, a table.
         """
-        return self.sharded.summary
+        return self.sharded.tensor_summary or self.sharded.summary
 
     # --- the model ---------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.logits import LogitsApart, joined
 from lightning_dist.tensor.plan import resolve_plan
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
+from lightning_dist.tensor.summary import TensorSummary, summarise
 from lightning_dist.wrap import ByClass, Unit
 from lightning_dist.wrap_summary import WrapSummary, describe
 
@@ -74,9 +75,9 @@ class ShardedModule:
             self._units = fully_shard(self._root, module, new, data_mesh, sharding)
 
     @property
-    def spread(self) -> SpreadModule | None:
-        """The layers that are spread over tensor-parallel ranks."""
-        return self._spread
+    def tensor_summary(self) -> TensorSummary | None:
+        """What this rank holds of each layer, if layers are spread."""
+        return None if self._spread is None else summarise(self.module, self._spread.styles)
 
     def add_gradients(self) -> None:
         """Completes the gradients of which each tensor-parallel rank has a summand, once a step."""

@@ -71,6 +71,7 @@ class SpreadModule:
     ) -> None:
         check_styles(module, styles, mesh.size(), options.sequence_parallel)
         self.module = module
+        self.styles = styles
         self._mesh = mesh
         self._options = options
         self._randomness = RegionRandomness(mesh.get_local_rank(), torch.device(mesh.device_type))

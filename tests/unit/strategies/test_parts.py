@@ -25,7 +25,8 @@ def test_the_strategies_have_names() -> None:
     names = ["pipeline", "pipeline_gpipe", "pipeline_1f1b", "pipeline_pipedream"]
     assert set(names) <= set(StrategyRegistry.available_strategies())
     assert StrategyRegistry.get("pipeline_pipedream").asynchronous
-    assert lightning_dist.__all__ == ["DDPStrategy", "FSDPStrategy", "PipelineStrategy"]
+    kinds = ("DDP", "FSDP", "Mesh", "Pipeline", "TensorParallel")
+    assert lightning_dist.__all__ == [f"{kind}Strategy" for kind in kinds]
 
 
 def test_an_update_gets_the_learning_rate_of_its_batch() -> None:

@@ -1,0 +1,113 @@
+"""What each rank holds of a model that is spread over tensor-parallel ranks, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_dist.name_pattern import with_stars
+from lightning_dist.shards import local_part
+from lightning_dist.tensor.placements import stacked_dim
+from lightning_dist.tensor.styles import Style
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """Parameters that are alike but for the number of their layer.
+
+    Attributes:
+        pattern: Of their names.
+        count: How many.
+        style: Of the layer, or empty.
+        shape: Of each, whole.
+        held: What this rank holds of each.
+        placement: How it lies on the tensor-parallel ranks.
+        num_bytes: That this rank holds of all of them.
+    """
+
+    pattern: str
+    count: int
+    style: str
+    shape: tuple[int, ...]
+    held: tuple[int, ...]
+    placement: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSummary:
+    """All parameters; as text, a table.
+
+    Attributes:
+        rows: In the order of the model.
+    """
+
+    rows: tuple[TensorRow, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank holds."""
+        return sum(row.num_bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        """Draws the table."""
+        lines: list[tuple[str, ...]] = [
+            ("parameters", "", "style", "whole", "on each rank", "", "bytes")
+        ]
+        lines += [_line(row) for row in self.rows]
+        lines.append(("all", "", "", "", "", "", f"{self.num_bytes:,}"))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if index in (1, 6) else cell.ljust(width)
+                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+
+def summarise(module: nn.Module, styles: Mapping[str, Style]) -> TensorSummary:
+    """Describes a module that has been spread.
+
+    Args:
+        module: The model.
+        styles: By module name, as it was spread.
+    """
+    rows: dict[TensorRow, int] = {}
+    for name, parameter in module.named_parameters():
+        style, own = styles.get(name.rpartition(".")[0]), local_part(parameter)
+        row = TensorRow(
+            with_stars(name),
+            1,
+            "" if style is None else style.value,
+            tuple(parameter.shape),
+            tuple(own.shape),
+            _placement(parameter),
+            own.numel() * own.element_size(),
+        )
+        rows[row] = rows.get(row, 0) + 1
+    return TensorSummary(
+        tuple(
+            replace(row, count=count, num_bytes=count * row.num_bytes)
+            for row, count in rows.items()
+        )
+    )
+
+
+def _placement(parameter: Tensor) -> str:
+    if not isinstance(parameter, DTensor):
+        return "the whole"
+    dim = stacked_dim(parameter)
+    if dim is not None:
+        return f"several pieces along dim {dim}"
+    placement = parameter.placements[-1]
+    return f"a piece along dim {placement.dim}" if isinstance(placement, Shard) else "the whole"
+
+
+def _line(row: TensorRow) -> tuple[str, ...]:
+    count = "" if row.count == 1 else f"x{row.count}"
+    whole, held = (" x ".join(map(str, shape)) for shape in (row.shape, row.held))
+    return (row.pattern, count, row.style, whole, held, row.placement, f"{row.num_bytes:,}")

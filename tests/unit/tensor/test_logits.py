@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_dist.tensor.logits import LogitsApart, joined
+
+
+@pytest.fixture
+def apart() -> Iterator[DTensor]:
+    """Logits of a single rank, so that apart is whole."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    mesh = init_device_mesh("cpu", (1,))
+    logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    yield DTensor.from_local(logits, mesh, [Shard(1)], run_check=False)
+    dist.destroy_process_group()
+
+
+def test_beside_plain_tensors_they_are_joined(apart: DTensor) -> None:
+    other = torch.ones(5, 3)
+    with LogitsApart():
+        assert type(apart + other) is torch.Tensor
+        assert type(torch.cat([apart, other])) is torch.Tensor
+        assert isinstance(apart * 2, DTensor)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        _ = apart + other
+
+
+def test_the_loss_is_a_plain_tensor(apart: DTensor) -> None:
+    targets = torch.tensor([0, 1, 2, 0, 1])
+    with LogitsApart():
+        loss = F.cross_entropy(apart, targets)
+        same = torch.nn.CrossEntropyLoss()(apart, targets)
+    assert type(loss) is type(same) is torch.Tensor
+    expected = F.cross_entropy(apart.to_local(), targets)
+    assert float(loss) == float(same) == pytest.approx(float(expected))
+
+
+def test_a_step_returns_plain_tensors(apart: DTensor) -> None:
+    result = joined({"logits": apart, "name": "a"})
+    assert type(result["logits"]) is torch.Tensor
+    assert result["name"] == "a"
