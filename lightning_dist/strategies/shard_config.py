@@ -13,7 +13,7 @@ ActivationCheckpointing = Literal["none", "full", "selective"]
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which the command line's parser does not take
 class ShardConfig:
     """The arguments of :class:`~lightning_dist.FSDPStrategy` of the same names.
 

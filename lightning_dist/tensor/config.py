@@ -9,7 +9,7 @@ from typing import Literal
 from lightning_dist.tensor.plan import parse_style
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which the command line's parser does not take
 class TensorConfig:
     """The arguments of :class:`~lightning_dist.TensorParallelStrategy` of the same names.
 
