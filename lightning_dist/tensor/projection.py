@@ -17,7 +17,13 @@ def is_projection(module: nn.Module) -> TypeGuard[nn.Linear]:
     Args:
         module: Any.
     """
-    return isinstance(module, nn.Linear) or _lies_across(module)
+    if "weight" not in module._parameters:  # computed, by a parametrization
+        return False
+    if isinstance(module, nn.Linear):
+        # One that computes something else, with an adapter for instance, would lose that.
+        is_plain = type(module).forward is nn.Linear.forward
+        return is_plain or type(module).__name__ == "FalconLinear"
+    return _lies_across(module)
 
 
 def output_dim(layer: nn.Module) -> int:
@@ -28,6 +34,16 @@ def output_dim(layer: nn.Module) -> int:
 def input_dim(layer: nn.Module) -> int:
     """Gives the dim of the weight that counts the input features."""
     return 1 - output_dim(layer)
+
+
+def output_size(layer: nn.Module) -> int:
+    """Counts the output features."""
+    return _size(layer, output_dim(layer))
+
+
+def input_size(layer: nn.Module) -> int:
+    """Counts the input features."""
+    return _size(layer, input_dim(layer))
 
 
 def project(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -43,6 +59,11 @@ def project(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         ``(..., out)``.
     """
     return F.linear(x, weight.T if _lies_across(layer) else weight, bias)
+
+
+def _size(layer: nn.Module, dim: int) -> int:
+    assert is_projection(layer)
+    return int(layer.weight.shape[dim])
 
 
 def _lies_across(module: nn.Module) -> bool:
