@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_dist.shards import is_spread, local_part
 from lightning_dist.tensor import boundary
+from lightning_dist.tensor.embedding import look_up
 from lightning_dist.tensor.placements import stacked
 from lightning_dist.tensor.projection import input_dim, output_dim, project
 from lightning_dist.tensor.randomness import RegionRandomness
@@ -188,7 +188,7 @@ def vocab(layer: nn.Embedding, place: Place, mesh: DeviceMesh) -> None:
         rows = local_part(layer.weight)
         own = tokens - first
         is_foreign = (own < 0) | (own >= rows.shape[0])
-        found = F.embedding(own.masked_fill(is_foreign, 0), rows)
+        found = look_up(layer, own.masked_fill(is_foreign, 0), rows, first)
         return boundary.leave(found.masked_fill(is_foreign[..., None], 0), mesh)
 
     layer.forward = forward  # type: ignore[method-assign, assignment]

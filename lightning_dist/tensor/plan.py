@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_dist.name_pattern import fits, with_stars
 from lightning_dist.suggestion import nearest, shorten
+from lightning_dist.tensor.embedding import is_token_table
 from lightning_dist.tensor.projection import is_projection
 from lightning_dist.tensor.styles import Style
 
@@ -67,9 +68,10 @@ def parse_style(name: str, pattern: str) -> Style:
 
 def _check_kind(name: str, layer: nn.Module, style: Style) -> None:
     if style is Style.VOCAB:
-        is_right, wanted = isinstance(layer, nn.Embedding), "an nn.Embedding"
+        is_right = is_token_table(layer)
+        wanted = "an nn.Embedding without max_norm, scale_grad_by_freq and sparse"
     elif style.cuts_a_matrix:
-        is_right, wanted = is_projection(layer), "an nn.Linear"
+        is_right, wanted = is_projection(layer), "a plain nn.Linear"
     else:
         return
     if not is_right:
