@@ -22,6 +22,7 @@ between them, see plain tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ def leave(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
         The sum, or this rank's part of it.
     """
     outside: Placement = Replicate() if dim is None else Shard(dim)
-    return _from_local(x, mesh, Partial()).redistribute(mesh, [outside]).to_local()
+    return _to_local(_from_local(x, mesh, Partial()).redistribute(mesh, [outside]))
 
 
 def gather(x: Tensor, mesh: DeviceMesh, dim: int = -1) -> Tensor:
@@ -74,7 +75,8 @@ def gather(x: Tensor, mesh: DeviceMesh, dim: int = -1) -> Tensor:
     Returns:
         The whole, the same on all ranks, each of which goes on with it in the same way.
     """
-    return _from_local(x, mesh, Shard(dim % x.dim())).redistribute(mesh, [Replicate()]).to_local()
+    parts = _from_local(x, mesh, Shard(dim % x.dim()))
+    return _to_local(parts.redistribute(mesh, [Replicate()]))
 
 
 def split(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
@@ -85,7 +87,7 @@ def split(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         mesh: The tensor-parallel ranks.
         dim: Along which to cut.
     """
-    return _from_local(x, mesh, Replicate()).redistribute(mesh, [Shard(dim)]).to_local()
+    return _to_local(_from_local(x, mesh, Replicate()).redistribute(mesh, [Shard(dim)]))
 
 
 def add_up(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
@@ -107,3 +109,20 @@ def add_up(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
 
 def _from_local(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     return DTensor.from_local(x, mesh, [placement], run_check=False)
+
+
+def _to_local(x: DTensor) -> Tensor:
+    local: Tensor = _NoView.apply(x.to_local())  # type: ignore[no-untyped-call]
+    return local
+
+
+class _NoView(torch.autograd.Function):
+    """Lets the user write into a tensor, as autograd forbids for what a ``DTensor`` gives out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
