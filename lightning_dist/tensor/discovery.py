@@ -1,12 +1,65 @@
-"""Find a tensor-parallel plan by looking at the model."""
+"""Find a tensor-parallel plan by looking at the model.
+
+What the user's module says comes first, then what a Hugging Face model says, then names and sizes
+that are usual for transformers. What is not surely one of these stays whole: that costs memory and
+time, but never changes a number.
+"""
 
 from __future__ import annotations
 
 from torch import nn
 
+from lightning_dist.module_tree import original_class
+from lightning_dist.suggestion import shorten
+from lightning_dist.tensor.attention import find_attention
+from lightning_dist.tensor.built_in_plan import built_in_plans, translate
+from lightning_dist.tensor.mlp import find_mlp
+from lightning_dist.tensor.plan import resolve_plan
 from lightning_dist.tensor.styles import Style
+from lightning_dist.tensor.vocabulary import find_vocabulary
 
 
-def find_plan(module: nn.Module) -> dict[str, Style]:
-    """Finds a plan."""
-    raise NotImplementedError
+def find_plan(module: nn.Module, tp_size: int = 1) -> dict[str, Style]:
+    """Finds out how a model can be spread.
+
+    Args:
+        module: The model; a method ``tensor_parallel_plan()`` of it says what it shall be.
+        tp_size: Ranks which the vocabulary must be shared out over, to be spread. Other sizes are
+            not looked at here.
+
+    Returns:
+        Style by module name, in the order of the model.
+
+    Raises:
+        ValueError: Nothing was found, or the module's own plan is wrong.
+    """
+    own_plan = getattr(module, "tensor_parallel_plan", None)
+    if callable(own_plan):
+        return resolve_plan(module, own_plan())
+    pairs = _find_pairs(module)
+    styles = pairs | find_vocabulary(module, pairs, tp_size)
+    if not styles:
+        classes = dict.fromkeys(original_class(part).__name__ for part in module.modules())
+        raise ValueError(
+            f"No tensor-parallel plan was found for {type(module).__name__}. Looked for a Hugging"
+            " Face model with a plan of its own, for attentions with query, key, value and output"
+            " projections, for MLPs of two projections, and for a token embedding with a head, all"
+            f" by their usual names and sizes. There are: {shorten(list(classes))}. Pass"
+            " plan={...}, style by pattern of module names, or write a method"
+            " tensor_parallel_plan() that returns one."
+        )
+    return {name: styles[name] for name, _ in module.named_modules() if name in styles}
+
+
+def _find_pairs(module: nn.Module) -> dict[str, Style]:
+    found: dict[str, Style] = {}
+    prefixes = []
+    for name, plan in built_in_plans(module).items():
+        prefix = f"{name}." if name else ""
+        prefixes.append(prefix)
+        styles = translate(module.get_submodule(name), plan)
+        found |= {prefix + inner: style for inner, style in styles.items()}
+    for name, _ in module.named_modules():
+        if not name.startswith(tuple(prefixes)):
+            found |= find_attention(module, name) | find_mlp(module, name)
+    return found

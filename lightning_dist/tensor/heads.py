@@ -6,6 +6,7 @@ usually in an attribute, and reshapes by that count: on each rank it must be tha
 
 from __future__ import annotations
 
+import inspect
 import math
 
 from torch import nn
@@ -21,9 +22,23 @@ _HEADS = (
     "n_kv_heads",
     "n_kv_head",
     "n_local_heads",
+    "n_local_kv_heads",
+    "heads",
 )
 _FEATURES = ("all_head_size", "split_size", "inner_dim")
 """Sizes of all heads together."""
+_FEATURES_OF_ONE = (
+    "head_dim",
+    "head_size",
+    "attention_head_size",
+    "dim_head",
+    "dim_per_head",
+    "size_per_head",
+    "key_value_proj_dim",
+    "d_head",
+    "d_k",
+)
+_UNRELATED = ("layer", "rotary", "num_key_value_groups", "n_rep")
 
 
 def check_heads(name: str, attention: nn.Module, tp_size: int) -> None:
@@ -59,6 +74,43 @@ def keep_own_heads(attention: nn.Module, tp_size: int) -> None:
         setattr(attention, attribute, count // tp_size)
 
 
+def count_heads(attention: nn.Module, features: int) -> int | None:
+    """Counts the heads, if the module says how many there are and would notice that some are gone.
+
+    Args:
+        attention: Holds the projections.
+        features: Of all heads together.
+
+    Returns:
+        None if it says nothing, or does not say it in an attribute that can be changed.
+    """
+    counts = _counts(attention, _HEADS)
+    sizes = _counts(attention, _FEATURES_OF_ONE)
+    if counts:
+        heads = max(counts.values())
+    elif sizes:
+        heads = features // next(iter(sizes.values()))
+    else:
+        return None
+    if heads == 0 or features % heads or _counts_elsewhere(attention, {*counts.values(), heads}):
+        return None
+    return heads
+
+
+def _counts_elsewhere(attention: nn.Module, counts: set[int]) -> bool:
+    """Whether there is a count of heads that would not be changed."""
+    forward = inspect.unwrap(type(attention).forward)
+    names_read = set(getattr(getattr(forward, "__code__", None), "co_names", ()))
+    reads_config = any(name in names_read and not hasattr(attention, name) for name in _HEADS)
+    known = _HEADS + _FEATURES + _FEATURES_OF_ONE
+    others = [
+        value
+        for name, value in vars(attention).items()
+        if type(value) is int and name not in known and not name.startswith(_UNRELATED)
+    ]
+    return reads_config or any(value in counts for value in others if value > 1)
+
+
 def _counts(holder: object, names: tuple[str, ...]) -> dict[str, int]:
     found = {name: getattr(holder, name, None) for name in names}
-    return {name: count for name, count in found.items() if isinstance(count, int)}
+    return {name: count for name, count in found.items() if type(count) is int}

@@ -1,0 +1,75 @@
+"""Find the two layers that are as large as the vocabulary: token embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from lightning_dist.tensor.embedding import is_token_table
+from lightning_dist.tensor.projection import input_size, is_projection, output_size
+from lightning_dist.tensor.styles import Style
+
+_OTHER_TABLES = ("pos", "wpe", "type", "segment", "bias")
+
+
+def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> dict[str, Style]:
+    """Finds how token embedding and head can be spread.
+
+    The head is the last projection with an output for each row of the embedding. A model without
+    one may still compute logits, with the embedding's weight: nothing is spread then, unless it is
+    a Hugging Face model, which would have a layer for that.
+
+    Args:
+        module: The model.
+        taken: Layers that are something else.
+        tp_size: Ranks which the rows must be shared out over.
+
+    Returns:
+        Style by module name; empty if there is none, or of another size.
+    """
+    tables = {
+        name: part
+        for name, part in module.named_modules()
+        if is_token_table(part) and not any(word in _own_name(name) for word in _OTHER_TABLES)
+    }
+    heads = {name: _find_head(module, part, taken) for name, part in tables.items()}
+    candidates = [name for name in tables if heads[name] or _would_have_head(module)]
+    if not candidates:
+        return {}
+    name = max(candidates, key=lambda name: (heads[name] is not None, tables[name].num_embeddings))
+    table, head = tables[name], heads[name]
+    if table.num_embeddings % tp_size:
+        return {}
+    found = {name: Style.VOCAB for name, part in tables.items() if part.weight is table.weight}
+    if head is not None:
+        found[head] = Style.COLWISE_GATHER
+    # One weight is spread in one way: for all layers that have it, or for none.
+    users = {name for name, part in module.named_modules() if table.weight in _own(part)}
+    if users <= set(found):
+        return found
+    return {} if head is None or head in users else {head: Style.COLWISE_GATHER}
+
+
+def _find_head(module: nn.Module, table: nn.Embedding, taken: Collection[str]) -> str | None:
+    heads = [
+        name
+        for name, part in module.named_modules()
+        if is_projection(part)
+        and name not in taken
+        and output_size(part) == table.num_embeddings
+        and input_size(part) == table.embedding_dim
+    ]
+    return heads[-1] if heads else None
+
+
+def _own_name(name: str) -> str:
+    return name.lower().rpartition(".")[2]
+
+
+def _own(part: nn.Module) -> set[nn.Parameter]:
+    return set(part.parameters(recurse=False))
+
+
+def _would_have_head(module: nn.Module) -> bool:
+    return any(hasattr(part, "get_output_embeddings") for part in module.modules())
