@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from lightning_dist.shards import cut, is_spread
 from lightning_dist.tensor import boundary, layers
 from lightning_dist.tensor.heads import check_heads, keep_own_heads
 from lightning_dist.tensor.layers import Entry, Region
+from lightning_dist.tensor.mlp import is_mlp_projection
 from lightning_dist.tensor.projection import input_dim, is_projection, output_dim
 from lightning_dist.tensor.randomness import RegionRandomness
 from lightning_dist.tensor.sequence import (
@@ -82,7 +84,7 @@ class SpreadModule:
         self._entries: dict[str, Entry] = {}
         for name, style in styles.items():
             self._spread(name, style, stacked_in(module, styles, name))
-        for parent in self._entries:
+        for parent in attentions(styles):
             keep_own_heads(module.get_submodule(parent), mesh.size())
         for stack in stacks:
             first, last = (module.get_submodule(name) for name in (stack[0], stack[-1]))
@@ -194,6 +196,18 @@ def stacked_in(module: nn.Module, styles: Styles, name: str) -> int:
     return max(1, features // taken)
 
 
+def attentions(styles: Styles) -> list[str]:
+    """Finds the modules with projections to heads: those that are not surely of an MLP.
+
+    A block can hold the layers of its MLP beside a number of heads that are not cut.
+
+    Args:
+        styles: By module name.
+    """
+    cut = [name.rpartition(".") for name, style in styles.items() if style is Style.COLWISE]
+    return list(dict.fromkeys(parent for parent, _, own in cut if not is_mlp_projection(own)))
+
+
 def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_parallel: bool) -> None:
     """Checks that all sizes can be shared out.
 
@@ -206,6 +220,8 @@ def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_paral
     Raises:
         ValueError: One cannot, or a style makes no sense.
     """
+    for name in attentions(styles):
+        check_heads(name, module.get_submodule(name), tp_size)
     for name, style in styles.items():
         if style.needs_sequence_parallel and not sequence_parallel:
             raise ValueError(f"The style {style.value!r} of {name!r} needs sequence_parallel=True.")
@@ -218,9 +234,6 @@ def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_paral
         elif style.takes_whole_input:
             num_stacked = stacked_in(module, styles, name)
             features = _size(module, name, output_dim) // num_stacked
-            if style is Style.COLWISE:
-                parent = name.rpartition(".")[0]
-                check_heads(parent, module.get_submodule(parent), tp_size)
             _check_size(name, "output features", features, tp_size)
 
 
@@ -239,10 +252,20 @@ def _check_size(name: str, what: str, size: int, tp_size: int) -> None:
 
 
 def _partner(styles: Styles, name: str) -> str | None:
-    """Finds the layer that sums up what another one has given each rank."""
+    """Finds the layer that sums up what another one has given each rank.
+
+    The nearest by name, for a module may list its layers in any order; of those the next one.
+    """
     names = list(styles)
-    after = names[names.index(name) + 1 :]
-    return next((other for other in after if styles[other].sums_up), None)
+    place, parts = names.index(name), name.split(".")
+
+    def distance(other: str) -> tuple[int, bool, int]:
+        pairs = zip(parts, other.split("."), strict=False)
+        num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        after = names.index(other) - place
+        return -num_shared, after < 0, abs(after)
+
+    return min((other for other in names if styles[other].sums_up), key=distance, default=None)
 
 
 def _uses(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
