@@ -43,6 +43,22 @@ class Region:
     randomness: RegionRandomness | None
     dim: int | None = None
 
+    def dim_of(self, x: Tensor) -> int | None:
+        """Gives the dim along which a rank has a part of an activation outside.
+
+        Args:
+            x: The activation.
+
+        Raises:
+            ValueError: It has no such dim.
+        """
+        if self.dim is not None and x.dim() < self.dim + 2:
+            raise ValueError(
+                f"sequence_parallel=True wants activations of batch, sequence and features, but a"
+                f" layer is given one of shape {tuple(x.shape)}. Leave sequence_parallel out."
+            )
+        return self.dim
+
     def begin(self, *, training: bool) -> None:
         """Notes that what follows is this rank's own."""
         if self.randomness is not None and training:
@@ -78,7 +94,7 @@ class Entry:
         known = self._outside
         # Written to since, it is another activation.
         if known is None or known[0] is not x or known[1] != x._version or self._inside is None:
-            inside = boundary.enter(x, self.region.mesh, self.region.dim)
+            inside = boundary.enter(x, self.region.mesh, self.region.dim_of(x))
             self._outside, self._inside = (x, x._version), inside
         return self._inside
 
@@ -167,7 +183,7 @@ def rowwise(layer: nn.Linear, place: Place, region: Region) -> None:
     def forward(x: Tensor) -> Tensor:
         region.end()
         own = project(layer, x, local_part(layer.weight), None)
-        summed = boundary.leave(own, region.mesh, region.dim)
+        summed = boundary.leave(own, region.mesh, region.dim_of(own))
         return summed if layer.bias is None else summed + layer.bias
 
     layer.forward = forward  # type: ignore[method-assign, assignment]

@@ -7,7 +7,7 @@ the last one ends, so that embeddings, positions and the head need not know of i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_dist.repeated_blocks import repeated_blocks
 from lightning_dist.tensor import boundary
 from lightning_dist.tensor.randomness import RegionRandomness
+from lightning_dist.tensor.styles import Style
+from lightning_dist.tree import flatten
 
 SEQUENCE_DIM = 1
 _ACTIVATION_KEYWORDS = ("hidden_states", "x", "input")
@@ -98,11 +100,14 @@ def change_activation(module: nn.Module, change: Callable[[Tensor], Tensor]) -> 
     """
 
     def changed(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], Tensor):
-            return (change(args[0]), *args[1:]), kwargs
-        for keyword in _ACTIVATION_KEYWORDS:
-            if isinstance(kwargs.get(keyword), Tensor):
-                return args, {**kwargs, keyword: change(kwargs[keyword])}
+        candidates = [*args[:1], *(kwargs.get(keyword) for keyword in _ACTIVATION_KEYWORDS)]
+        activation = next((value for value in candidates if isinstance(value, Tensor)), None)
+        if activation is not None:
+            _check_others(module, activation, (args, kwargs))
+            new = change(activation)
+            # It can be query, key and value at once.
+            args = tuple(new if value is activation else value for value in args)
+            return args, {k: new if v is activation else v for k, v in kwargs.items()}
         raise ValueError(
             f"A {type(module).__name__} is called without an activation: neither its first argument"
             f" nor one of the keywords {_ACTIVATION_KEYWORDS} is a tensor. Leave sequence_parallel"
@@ -110,3 +115,37 @@ def change_activation(module: nn.Module, change: Callable[[Tensor], Tensor]) -> 
         )
 
     module.register_forward_pre_hook(changed, with_kwargs=True)
+
+
+def _check_others(module: nn.Module, activation: Tensor, arguments: Any) -> None:
+    tensors, _ = flatten(arguments)
+    # Each rank would have a summand of its gradient.
+    if any(tensor.requires_grad and tensor is not activation for tensor in tensors):
+        raise ValueError(
+            f"sequence_parallel=True cuts the sequence for a {type(module).__name__}, but it is"
+            " called with a second tensor that has a gradient, as for cross-attention. Leave"
+            " sequence_parallel out."
+        )
+
+
+def check_blocks(module: nn.Module, blocks: list[str], styles: Mapping[str, Style]) -> None:
+    """Checks that nothing in the blocks mixes a sequence of which each rank has a part.
+
+    Args:
+        module: The model.
+        blocks: Names of its blocks.
+        styles: By module name. What is spread gets the whole sequence.
+
+    Raises:
+        ValueError: A layer with a matrix is in no plan.
+    """
+    for block in blocks:
+        for inner, part in module.get_submodule(block).named_modules(prefix=block):
+            is_known = any(inner == name or inner.startswith(f"{name}.") for name in styles)
+            has_matrix = any(p.dim() > 1 for p in part.parameters(recurse=False))
+            if has_matrix and not is_known:
+                raise ValueError(
+                    f"sequence_parallel=True cuts the sequence in {block!r}, but {inner!r} is not"
+                    " spread and may look at all of it. Spread it, or name it 'replicate' if it"
+                    " treats each position by itself, or leave sequence_parallel out."
+                )

@@ -30,6 +30,7 @@ from lightning_dist.tensor.randomness import RegionRandomness
 from lightning_dist.tensor.sequence import (
     SEQUENCE_DIM,
     change_activation,
+    check_blocks,
     cut_sequence,
     find_stacks,
 )
@@ -79,6 +80,7 @@ class SpreadModule:
         self._randomness = RegionRandomness(mesh.get_local_rank(), torch.device(mesh.device_type))
         stacks = find_stacks(module) if options.sequence_parallel else []
         self._blocks = [name for stack in stacks for name in stack]
+        check_blocks(module, self._blocks, styles)
         self._uses = _uses(module)
         partial = list(self._partial_names(styles))
         self._entries: dict[str, Entry] = {}
