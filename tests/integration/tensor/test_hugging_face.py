@@ -1,0 +1,77 @@
+"""Models of transformers, spread by the plan that is found, give what they give alone.
+
+Transformers is no dependency of the package or of its tests: each test is skipped where there is
+none. These ran with transformers 5.23.0.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dist.tensor.discovery import find_plan
+from lightning_dist.tensor.plan_summary import describe_plan
+from tests.helpers.hugging_face import MODELS, build, loss_of
+from tests.helpers.spread_parity import largest_difference
+from tests.helpers.workers import WorkerPool
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
+TOLERANCE = 1e-9
+
+# A norm over all heads, a fused weight with grouped heads, a bias for each head.
+WHOLE_ATTENTION = ("Olmo2ForCausalLM", "Phi3ForCausalLM", "T5ForConditionalGeneration")
+REFUSED = dict.fromkeys(WHOLE_ATTENTION, "is not spread and may look at all of it")
+REFUSED["OPTForCausalLM"] = "a layer is given one of shape (18, 32)"
+
+
+def _compare(name: str, sequence_parallel: bool) -> float | str:
+    tokens = torch.randint(96, (3, 12), generator=torch.Generator().manual_seed(2))
+    tokens[0, -2:] = 0  # padding
+    model = build(name)
+    try:
+        return largest_difference(
+            model,
+            find_plan(model),
+            lambda net: loss_of(net, tokens),
+            sequence_parallel=sequence_parallel,
+        )
+    except ValueError as error:
+        return str(error)
+
+
+def case_all(names: list[str], sequence_parallel: bool) -> dict[str, float | str]:
+    dist.init_process_group("gloo")
+    # Some norms compute in float32, whatever the model's dtype.
+    double = patch.object(torch.Tensor, "float", torch.Tensor.double)
+    with double, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own
+        return {name: _compare(name, sequence_parallel) for name in names}
+
+
+def test_a_spread_model_learns_what_it_learns_alone(workers: WorkerPool) -> None:
+    differences = workers.run(2, case_all, list(MODELS), False, timeout=110)[0]
+    assert len(differences) == 20
+    assert {n: d for n, d in differences.items() if isinstance(d, str) or d > TOLERANCE} == {}
+
+
+def test_with_a_cut_sequence_it_learns_the_same_or_says_why_not(workers: WorkerPool) -> None:
+    differences = workers.run(2, case_all, list(MODELS), True, timeout=110)[0]
+    refused = {name: why for name, why in differences.items() if isinstance(why, str)}
+    assert max(d for d in differences.values() if not isinstance(d, str)) < TOLERANCE
+    assert refused.keys() == REFUSED.keys()
+    for name, why in refused.items():
+        assert REFUSED[name] in why
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_leaves_out_what_would_be_wrong_with_some_heads(name: str) -> None:
+    model = build(name)
+    left_out = describe_plan(model, find_plan(model)).partition("left out: ")[2]
+    assert ("ttention." in left_out or "self_attn." in left_out) == (name in WHOLE_ATTENTION)
