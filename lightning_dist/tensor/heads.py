@@ -11,6 +11,8 @@ import math
 
 from torch import nn
 
+from lightning_dist.tensor.forward_code import mixes_widths
+
 _HEADS = (
     "num_heads",
     "n_heads",
@@ -94,7 +96,7 @@ def count_heads(attention: nn.Module, features: int) -> int | None:
         return None
     if heads == 0 or features % heads or _counts_elsewhere(attention, {*counts.values(), heads}):
         return None
-    return heads
+    return None if mixes_widths(attention, _HEADS, _FEATURES, features) else heads
 
 
 def _counts_elsewhere(attention: nn.Module, counts: set[int]) -> bool:

@@ -74,6 +74,26 @@ class AsksConfig(Separate):
         return self.q(x).view(*x.shape[:2], self.config.num_heads, -1)
 
 
+class DividesWidth(Separate):
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        return self.q(x).view(batch, length, self.num_heads, WIDTH // self.num_heads)
+
+
+class RestoresWidth(Separate):
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.size()
+        return self.q(x).view(batch, length, width)
+
+
+class KnowsWidth(Separate):
+    def __init__(self) -> None:
+        super().__init__(n_embd=WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x).split(self.n_embd, dim=-1)[0]
+
+
 class KnowsHeadSize(Separate):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(head_dim=3, **attributes)
@@ -188,6 +208,9 @@ def test_an_attention_of_one_fused_projection(name: str) -> None:
         Separate(num_heads=None),
         TakesBias(),
         AsksConfig(),
+        DividesWidth(),
+        RestoresWidth(),
+        KnowsWidth(),
         nn.MultiheadAttention(WIDTH, 4),
     ],
     ids=[
@@ -204,6 +227,9 @@ def test_an_attention_of_one_fused_projection(name: str) -> None:
         "no-count",
         "passed-bias",
         "count-in-config",
+        "divides-width",
+        "restores-width",
+        "knows-width",
         "torch",
     ],
 )
