@@ -91,6 +91,9 @@ class SpreadModule:
         for stack in stacks:
             first, last = (module.get_submodule(name) for name in (stack[0], stack[-1]))
             cut_sequence(first, last, mesh, self._randomness)
+        for part in module.modules():
+            if isinstance(part, nn.TransformerEncoder):
+                part.use_nested_tensor = False  # in evaluation, with padding; none can be spread
         parameters = dict(module.named_parameters())
         self._partial = [n for n in partial if n in parameters and not is_spread(parameters[n])]
 

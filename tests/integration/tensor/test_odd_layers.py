@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -9,8 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.plan import resolve_plan
+from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
 from tests.helpers.spread_parity import largest_difference
 from tests.helpers.workers import WorkerPool
 
@@ -152,3 +157,25 @@ def test_a_layer_that_may_need_the_whole_sequence_must_be_spread(workers: Worker
     plan = {pattern: style for pattern, style in PLAN.items() if "attention" not in pattern}
     for message in workers.run(2, case_refused, Attention, False, plan):
         assert "'blocks.0.attention.out' is not spread and may look at all of it" in message
+
+
+def case_padded_evaluation() -> float:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 24, batch_first=True)
+    alone = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
+    model = deepcopy(alone)
+    styles = find_plan(model)
+    SpreadModule(model, styles, init_device_mesh("cpu", (2,)), SpreadOptions())
+    x, is_padding = torch.randn(2, 4, WIDTH), torch.zeros(2, 4, dtype=torch.bool)
+    is_padding[:, -1] = True
+    with torch.no_grad():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about the nested tensors of this one
+            expected = alone(x, src_key_padding_mask=is_padding)
+        actual = model(x, src_key_padding_mask=is_padding)
+    return float((actual - expected)[:, :-1].abs().max())
+
+
+def test_torch_s_encoder_evaluates_padded_sequences(workers: WorkerPool) -> None:
+    assert max(workers.run(2, case_padded_evaluation)) < 1e-5
