@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import wraps
+from typing import Any
 
 from torch import nn
 
@@ -74,6 +76,33 @@ def keep_own_heads(attention: nn.Module, tp_size: int) -> None:
     """
     for attribute, count in _counts(attention, _HEADS + _FEATURES).items():
         setattr(attention, attribute, count // tp_size)
+
+
+def explain_shapes(name: str, attention: nn.Module, tp_size: int) -> None:
+    """Says what to do where a module shapes its own heads as if they were all.
+
+    Args:
+        name: Of the module.
+        attention: Changed; see :func:`keep_own_heads`.
+        tp_size: Tensor-parallel ranks.
+    """
+    compute = attention.forward
+
+    @wraps(compute)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compute(*args, **kwargs)
+        except RuntimeError as error:
+            if "invalid for input of size" not in str(error):
+                raise
+            raise ValueError(
+                f"In {name!r}, a {type(attention).__name__}: {error}. Each of tp_size={tp_size}"
+                " ranks has some of its heads only, but its forward may use the width of all of"
+                " them. Write -1 there, or num_heads * head_dim, or leave its layers out of the"
+                " plan."
+            ) from error
+
+    attention.forward = forward
 
 
 def count_heads(attention: nn.Module, features: int) -> int | None:

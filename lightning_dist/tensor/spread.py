@@ -22,7 +22,7 @@ from torch.distributed.tensor import Placement
 
 from lightning_dist.shards import cut, is_spread
 from lightning_dist.tensor import boundary, layers
-from lightning_dist.tensor.heads import check_heads, keep_own_heads
+from lightning_dist.tensor.heads import check_heads, explain_shapes, keep_own_heads
 from lightning_dist.tensor.layers import Entry, Region
 from lightning_dist.tensor.mlp import is_mlp_projection
 from lightning_dist.tensor.projection import input_dim, is_projection, output_dim
@@ -88,6 +88,7 @@ class SpreadModule:
             self._spread(name, style, stacked_in(module, styles, name))
         for parent in attentions(styles):
             keep_own_heads(module.get_submodule(parent), mesh.size())
+            explain_shapes(parent, module.get_submodule(parent), mesh.size())
         for stack in stacks:
             first, last = (module.get_submodule(name) for name in (stack[0], stack[-1]))
             cut_sequence(first, last, mesh, self._randomness)
@@ -261,16 +262,16 @@ def _partner(styles: Styles, name: str) -> str | None:
 
     The nearest by name, for a module may list its layers in any order; of those the next one.
     """
-    names = list(styles)
-    place, parts = names.index(name), name.split(".")
+    places = {other: place for place, other in enumerate(styles)}
+    parts = name.split(".")
 
     def distance(other: str) -> tuple[int, bool, int]:
         pairs = zip(parts, other.split("."), strict=False)
         num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        after = names.index(other) - place
+        after = places[other] - places[name]
         return -num_shared, after < 0, abs(after)
 
-    return min((other for other in names if styles[other].sums_up), key=distance, default=None)
+    return min((other for other in styles if styles[other].sums_up), key=distance, default=None)
 
 
 def _uses(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
