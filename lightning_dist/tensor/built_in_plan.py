@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_dist.name_pattern import fits
 from lightning_dist.tensor.attention import has_cuttable_heads, is_attention_projection
-from lightning_dist.tensor.mlp import find_mlp
+from lightning_dist.tensor.mlp import find_mlp, is_featurewise
 from lightning_dist.tensor.projection import input_size, is_projection, output_size
 from lightning_dist.tensor.styles import Style
 
@@ -59,8 +59,13 @@ def translate(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
         spread.
     """
     found: dict[str, Style] = {}
+    modules = dict(model.named_modules())
     for parent, members in _by_parent(model, plan).items():
-        found |= _translate_group(model, parent, members)
+        if any(style in _JOINED for style in members.values()):
+            # A gate stacked on top of another matrix is no obstacle.
+            found |= find_mlp(model, parent)
+        else:
+            found |= _translate_group(modules, parent, members)
     return found
 
 
@@ -90,10 +95,9 @@ def _by_parent(model: nn.Module, plan: Mapping[str, str]) -> dict[str, dict[str,
     return groups
 
 
-def _translate_group(model: nn.Module, parent: str, members: Mapping[str, str]) -> dict[str, Style]:
-    if any(style in _JOINED for style in members.values()):
-        return find_mlp(model, parent)  # a gate stacked on top of another matrix is no obstacle
-    modules = dict(model.named_modules())
+def _translate_group(
+    modules: Mapping[str, nn.Module], parent: str, members: Mapping[str, str]
+) -> dict[str, Style]:
     styles = {n: _STYLES[s] for n, s in members.items() if s in _STYLES and n in modules}
     parts = {name: modules[name] for name in styles}
     downs = [name for name, style in styles.items() if style is Style.ROWWISE]
@@ -105,11 +109,12 @@ def _translate_group(model: nn.Module, parent: str, members: Mapping[str, str]) 
     taken = input_size(parts[downs[0]])
     if not all(_is_cut_alike(name, members[name], output_size(parts[name]), taken) for name in ups):
         return {}
-    is_attention = any(is_attention_projection(name.rpartition(".")[2]) for name in ups)
-    attention = model.get_submodule(parent)
-    if is_attention and not has_cuttable_heads(attention, taken, parts.values()):
-        return {}
-    return styles
+    if any(is_attention_projection(name.rpartition(".")[2]) for name in ups):
+        is_clear = has_cuttable_heads(modules[parent], taken, parts.values())
+    else:
+        own_names = [name.rpartition(".")[2] for name in (*ups, *downs)]
+        is_clear = is_featurewise(modules[parent], tuple(own_names[:-1]), own_names[-1])
+    return styles if is_clear else {}
 
 
 def _is_cut_alike(name: str, style: str, features: int, taken: int) -> bool:

@@ -79,10 +79,30 @@ def find_mlp(root: nn.Module, name: str) -> dict[str, Style]:
         ups, down = next((pair for pair in _PAIRS if _holds(mlp, *pair)), ((), ""))
     if not ups or not _sizes_agree(mlp, ups, down):
         return {}
-    if not isinstance(mlp, nn.Sequential) and not _is_featurewise(mlp, ups, down):
+    if not isinstance(mlp, nn.Sequential) and not is_featurewise(mlp, ups, down):
         return {}
     prefix = f"{name}." if name else ""
     return {prefix + up: Style.COLWISE for up in ups} | {prefix + down: Style.ROWWISE}
+
+
+def is_featurewise(mlp: nn.Module, ups: tuple[str, ...], down: str) -> bool:
+    """Whether nothing else in a module seems to work on the hidden features.
+
+    Args:
+        mlp: Holds the projections.
+        ups: Names in it of those that give hidden features.
+        down: Of the one that takes them.
+    """
+    parts = dict(mlp.named_modules())
+    hidden, width = input_size(parts[down]), output_size(parts[down])
+    own = {parameter for name in (*ups, down) for parameter in parts[name].parameters()}
+    for name, parameter in mlp.named_parameters():
+        if parameter in own or "att" in name.rpartition(".")[0].lower():
+            continue
+        is_of_width = parameter.shape == (width,) and width != hidden
+        if not is_of_width and (parameter.dim() < 2 or hidden in parameter.shape):
+            return False
+    return True
 
 
 def _holds(mlp: nn.Module, ups: tuple[str, ...], down: str) -> bool:
@@ -108,17 +128,3 @@ def _sizes_agree(mlp: nn.Module, ups: tuple[str, ...], down: str) -> bool:
     wanted = 2 * hidden if ups[0] in _STACKS_GATE else hidden
     layers = [mlp.get_submodule(up) for up in ups]
     return all(output_size(up) == wanted and input_size(up) == width for up in layers)
-
-
-def _is_featurewise(mlp: nn.Module, ups: tuple[str, ...], down: str) -> bool:
-    """Whether nothing else in the module seems to work on the hidden features."""
-    parts = dict(mlp.named_modules())
-    hidden, width = input_size(parts[down]), output_size(parts[down])
-    own = {parameter for name in (*ups, down) for parameter in parts[name].parameters()}
-    for name, parameter in mlp.named_parameters():
-        if parameter in own or "att" in name.rpartition(".")[0].lower():
-            continue
-        is_of_width = parameter.shape == (width,) and width != hidden
-        if not is_of_width and (parameter.dim() < 2 or hidden in parameter.shape):
-            return False
-    return True

@@ -374,6 +374,11 @@ def test_layers_with_a_style_of_their_own_stay_whole_with_their_partners() -> No
     assert plan_of(model).keys() == {f"layers.0.{name}" for name in MLP}
 
 
+def test_a_norm_between_the_layers_that_a_plan_forgets_keeps_them_whole() -> None:
+    model = HuggingFace(LLAMA, attention=Separate(), mlp=mlp(norm=RMSNorm(20)))
+    assert plan_of(model).keys() == {f"layers.0.{name}" for name in ATTENTION}
+
+
 def test_experts_stay_whole() -> None:
     experts = nn.Module()
     experts.up = nn.Parameter(torch.ones(4, 12, 12))
