@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -28,6 +29,7 @@ from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.logits import LogitsApart, joined
 from lightning_dist.tensor.plan import resolve_plan
+from lightning_dist.tensor.plan_summary import describe_plan
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
 from lightning_dist.tensor.summary import TensorSummary, summarise
 from lightning_dist.wrap import ByClass, Unit
@@ -160,7 +162,11 @@ def _spread(
 ) -> SpreadModule | None:
     if mesh is None:
         return None
-    styles = find_plan(module) if config.plan == "auto" else resolve_plan(module, config.plan)
+    if config.plan == "auto":
+        styles = find_plan(module, mesh.size())
+        rank_zero_info(f"The tensor-parallel plan that was found:\n{describe_plan(module, styles)}")
+    else:
+        styles = resolve_plan(module, config.plan)
     return SpreadModule(
         module, styles, mesh, SpreadOptions(config.sequence_parallel, config.loss_parallel)
     )

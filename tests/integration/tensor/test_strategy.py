@@ -68,7 +68,7 @@ def strategy_of(
     tp_size: int, replicas: bool, **options: Any
 ) -> TensorParallelStrategy | MeshStrategy:
     if replicas:
-        return TensorParallelStrategy(tp_size=tp_size, plan=PLAN, **options)
+        return TensorParallelStrategy(tp_size=tp_size, **{"plan": PLAN, **options})
     return MeshStrategy(tp=tp_size, tensor=TensorConfig(PLAN, **options))
 
 
@@ -97,10 +97,12 @@ def fit(devices: int, **options: Any) -> Any:
 
 
 BOTH = {"sequence_parallel": True, "loss_parallel": True}
-CASES: dict[str, tuple[int, int, bool, dict[str, bool]]] = {
+FOUND = {"plan": "auto"}
+CASES: dict[str, tuple[int, int, bool, dict[str, Any]]] = {
     "2": (2, 2, True, {}),
     "4": (4, 4, True, {}),
     "2, sequence": (2, 2, True, {"sequence_parallel": True}),
+    "2, plan found": (2, 2, True, FOUND),
     "2, loss": (2, 2, True, {"loss_parallel": True}),
     "2 replicas of 2, both": (4, 2, True, BOTH),
     "2 shards of 2": (4, 2, False, {}),
