@@ -36,6 +36,7 @@ from lightning_dist.strategies.random_state import first_ranks_numbers
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.sharded_module import ShardedModule
+from lightning_dist.strategies.tensor_checks import check_precision
 from lightning_dist.strategies.whole_model_checks import check_callbacks, check_optimizers
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.summary import TensorSummary
@@ -106,6 +107,7 @@ class ShardedStrategy(DataParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        check_precision(str(self.precision_plugin.precision), self.mesh.tp)
         if is_fitting:
             check_callbacks(trainer)
         if self._sharded is None or self._sharded.module is not self.module:

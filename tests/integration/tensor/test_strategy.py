@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dist import MeshStrategy, TensorParallelStrategy
 from lightning_dist.shards import whole
+from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.tensor.config import TensorConfig
 from recipes.gpt import GPT
 from tests.helpers.models import make_trainer
@@ -69,7 +70,8 @@ def strategy_of(
 ) -> TensorParallelStrategy | MeshStrategy:
     if replicas:
         return TensorParallelStrategy(tp_size=tp_size, **{"plan": PLAN, **options})
-    return MeshStrategy(tp=tp_size, tensor=TensorConfig(PLAN, **options))
+    shard = ShardConfig(activation_checkpointing=options.pop("again", "none"))
+    return MeshStrategy(tp=tp_size, shard=shard, tensor=TensorConfig(PLAN, **options))
 
 
 def fit(devices: int, **options: Any) -> Any:
@@ -106,6 +108,7 @@ CASES: dict[str, tuple[int, int, bool, dict[str, Any]]] = {
     "2, loss": (2, 2, True, {"loss_parallel": True}),
     "2 replicas of 2, both": (4, 2, True, BOTH),
     "2 shards of 2": (4, 2, False, {}),
+    "2 shards of 2, recomputed": (4, 2, False, {"again": "full", **BOTH}),
     "2 shards of 2, both": (4, 2, False, BOTH),
 }
 

@@ -17,6 +17,7 @@ from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.failure_ring import Failure, RankFailedError
 from lightning_dist.strategies.hyperparameters import HyperparameterHistory
 from lightning_dist.strategies.step_log import StepLog
+from lightning_dist.strategies.tensor_checks import check_precision
 
 
 def test_the_strategies_have_names() -> None:
@@ -177,3 +178,10 @@ def test_callbacks_and_rank_are_where_lightning_looks() -> None:
         assert rank_zero_only.rank == 3
     finally:
         rank_zero_only.rank = before
+
+
+def test_tensor_parallel_ranks_have_one_scale() -> None:
+    check_precision("16-mixed", 1)
+    check_precision("bf16-mixed", 2)
+    with pytest.raises(ValueError, match=r"'16-mixed' with tp_size=2.*'bf16-mixed'"):
+        check_precision("16-mixed", 2)
