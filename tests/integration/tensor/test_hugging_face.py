@@ -1,13 +1,11 @@
 """Models of transformers, spread by the plan that is found, give what they give alone.
 
-Transformers is no dependency of the package or of its tests: each test is skipped where there is
-none. These ran with transformers 5.23.0.
+Transformers is no dependency of the package, only of its tests.
 """
 
 from __future__ import annotations
 
 import warnings
-from importlib.util import find_spec
 from unittest.mock import patch
 
 import pytest
@@ -20,9 +18,6 @@ from tests.helpers.hugging_face import MODELS, build, loss_of
 from tests.helpers.spread_parity import largest_difference
 from tests.helpers.workers import WorkerPool
 
-pytestmark = pytest.mark.skipif(
-    find_spec("transformers") is None, reason="transformers is not installed"
-)
 TOLERANCE = 1e-9
 
 # A norm over all heads, a fused weight with grouped heads, a bias for each head.
