@@ -48,7 +48,9 @@ class FSDPStrategy(ShardedStrategy):
             for memory: between micro-steps a rank holds a shard of them, not all.
         meta_init: Build in ``configure_model`` without memory, and give values shard by shard.
         compile: Compile the units' forwards with ``torch.compile``.
-        find_unused_parameters: Allow steps that do not use all parameters.
+        find_unused_parameters: Allow steps that do not use all parameters. All ranks must still run
+            the same units in a step; they compare before each one, in each step with this option
+            and else in the first few.
         compression: Only ``"none"``; other strategies have more.
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.

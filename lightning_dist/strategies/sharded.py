@@ -147,6 +147,7 @@ class ShardedStrategy(DataParallelStrategy):
             self._sharding_options(),
             self._shard_config,
             self._tensor_config,
+            everyone,
         )
         if self._tape is not None:
             tape, self._tape = self._tape, None

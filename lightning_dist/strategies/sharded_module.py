@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,7 @@ from lightning_dist.sharding import ShardingOptions, recover, reshard
 from lightning_dist.sharding import shard as fully_shard
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.step_module import StepModule
+from lightning_dist.strategies.unit_agreement import UnitAgreement
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.logits import LogitsApart, joined
@@ -48,6 +50,7 @@ class ShardedModule:
         sharding: How units are sharded.
         shard: What else the user has asked for.
         tensor: How layers are spread, where the mesh has tensor-parallel ranks.
+        group: A gloo group of all ranks.
 
     Raises:
         ValueError: A policy or plan matches nothing, or a size cannot be shared out.
@@ -60,6 +63,7 @@ class ShardedModule:
         sharding: ShardingOptions,
         shard: ShardConfig,
         tensor: TensorConfig,
+        group: dist.ProcessGroup,
     ) -> None:
         self.module = module
         self._root = StepModule(module)
@@ -75,6 +79,12 @@ class ShardedModule:
         if data_mesh is not None:
             new = [] if policy.is_manual else units
             self._units = fully_shard(self._root, module, new, data_mesh, sharding)
+        self._agreement = UnitAgreement(
+            module,
+            [unit.name for unit in units],
+            group,
+            always=shard.find_unused_parameters,
+        )
 
     @property
     def tensor_summary(self) -> TensorSummary | None:
@@ -118,10 +128,13 @@ class ShardedModule:
     def _run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         def entered(*args: Any, **kwargs: Any) -> Any:
             self._was_entered = True
-            if not self._has_logits_apart:
-                return step(*args, **kwargs)
-            with LogitsApart():
-                return joined(step(*args, **kwargs))
+            if self._has_logits_apart:
+                with LogitsApart():
+                    result = joined(step(*args, **kwargs))
+            else:
+                result = step(*args, **kwargs)
+            self._agreement.finish_step()
+            return result
 
         return self._root(entered, *args, **kwargs)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_dist import FSDPStrategy
@@ -66,6 +66,30 @@ class ShardsItself(Classifier):
         fully_shard(self.model[0], mesh=self.trainer.strategy.device_mesh)
 
 
+class Experts(Classifier):
+    """Has an expert for each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return super().training_step((self.experts[int(os.environ["RANK"])](x), y), batch_idx)
+
+
+class Skips(Classifier):
+    """Leaves its last layers out on one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        layers = self.model[:2] if os.environ["RANK"] == "1" else self.model
+        result: Tensor = layers(batch[0]).sum()
+        return result
+
+
+BY_NAME = {"wrap": ByName(["experts.*", "model.*"])}
+
+
 def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[str, str, float]:
     start = time.monotonic()
     size = 32 + size_per_rank * int(os.environ["RANK"])
@@ -94,6 +118,9 @@ def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[s
         (Classifier, {"wrap": "manual"}, 0, "manual.*configure_model.*fully_shard"),
         (Classifier, {"shard_size": 3}, 0, r"shard_size=3.*2 processes.*\[1, 2\]"),
         (Classifier, {"reshard_after_forward": 3}, 0, "reshard_after_forward=3.*2"),
+        (Experts, BY_NAME, 0, "rank 0 at 'experts.0', rank 1 at 'experts.1'"),
+        (Experts, {**BY_NAME, "find_unused_parameters": True}, 0, "different units.*DDPStrategy"),
+        (Skips, {}, 0, "rank 0 at 'model.2', rank 1 at 'the end of the step'"),
     ],
 )
 def test_is_refused_on_each_rank(

@@ -1,0 +1,65 @@
+"""Find ranks that run different units of a sharded model, before they gather for each other.
+
+A unit's parameters come together in a collective, so all ranks must run the same units in the same
+order. When one skips a block that another runs (layers dropped at random, experts chosen by the
+data), gathers of different units meet: the step hangs, or computes with another unit's weights
+without a sign. So before a unit runs the ranks say which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_STEPS_LOOKED_AT = 8
+
+
+class UnitAgreement:
+    """Compares the units that the ranks run, in the first steps or in all of them.
+
+    Args:
+        module: The model, sharded already.
+        units: Names of its units.
+        group: A gloo group of all ranks.
+        always: Whether to look at all steps; it takes a message for each unit.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[str], group: dist.ProcessGroup, *, always: bool
+    ) -> None:
+        self._names = [*units, "the end of the step"]
+        self._group = group
+        self._always = always
+        self._num_steps = 0
+        for index, name in enumerate(units):
+            hook = partial(self._before_unit, index)
+            # Ahead of FSDP2's own, which gathers.
+            module.get_submodule(name).register_forward_pre_hook(hook, prepend=True)
+
+    def finish_step(self) -> None:
+        """Notes that a step's forward is over; all ranks must call it."""
+        self._compare(len(self._names) - 1)
+        self._num_steps += 1
+
+    def _before_unit(self, index: int, *_: object) -> None:
+        self._compare(index)
+
+    def _compare(self, index: int) -> None:
+        if not self._always and self._num_steps >= _STEPS_LOOKED_AT:
+            return
+        own = torch.tensor([index])
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(everyone, own, group=self._group)
+        found = [int(other) for other in everyone]
+        if len(set(found)) > 1:
+            where = ", ".join(f"rank {r} at {self._names[i]!r}" for r, i in enumerate(found))
+            raise ValueError(
+                f"The ranks run different units of the sharded model: {where}. Each unit is"
+                " gathered by all ranks together, so a step must run the same modules on all of"
+                " them: choose them by numbers that are the same on all ranks, make the module"
+                " around them a unit, or use DDPStrategy(find_unused_parameters=True)."
+            )
