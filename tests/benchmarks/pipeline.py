@@ -156,18 +156,21 @@ def sleeping(num_stages: int, schedule: str, count: int, seconds: float) -> Any:
     return {0: tuple(spans)}
 
 
-def print_bubbles(workers: WorkerPool) -> None:
-    table = Table(title="Bubble fraction with stages that sleep 40 ms forward, 80 ms backward")
+def print_bubbles(workers: WorkerPool, seconds: float) -> None:
+    title = f"Bubble fraction with stages that sleep {seconds:g} s forward, twice that backward"
+    table = Table(title=title)
     for heading in ("schedule", "stages", "micro-batches", "measured", "closed form", "simulated"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
     cases = [(n, s) for n in (2, 4, 8) for s in ("gpipe", "1f1b", "pipedream")]
     for num_stages, schedule in track(cases, description="bubbles"):
         count = 4 * num_stages
-        stretches = workers.run(num_stages, sleeping, num_stages, schedule, count, 0.04, timeout=90)
+        stretches = workers.run(
+            num_stages, sleeping, num_stages, schedule, count, seconds, timeout=90
+        )
         measured = MeasuredTimelines(stretches).whole.bubble_fraction
         simulated = simulate(
             build_schedule(schedule, num_stages=num_stages, num_microbatches=count),
-            StageCosts.uniform(num_stages, 0.04, 0.08),
+            StageCosts.uniform(num_stages, seconds, 2 * seconds),
         ).bubble_fraction
         # Fill and drain of n - 1 slots around count slots, for all three.
         closed = (num_stages - 1) / (count + num_stages - 1)
@@ -189,6 +192,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="contestants whose name contains one of these, parted by |"
     )
+    parser.add_argument("--sleep", type=float, default=0.1, help="seconds of a sleeping forward")
     parser.add_argument("--skip-bubbles", action="store_true")
     options = parser.parse_args()
     workers = WorkerPool()
@@ -201,7 +205,7 @@ def main() -> None:
         if replicas:
             d.print_data_parallel(replicas)
         if not options.skip_bubbles:
-            print_bubbles(workers)
+            print_bubbles(workers, options.sleep)
     finally:
         workers.close()
 
