@@ -143,7 +143,7 @@ def check_module(module: nn.Module, group: dist.ProcessGroup) -> None:
         group: A gloo group of all ranks.
 
     Raises:
-        ValueError: Parameters differ between ranks, or a part is wrapped already.
+        ValueError: Parameters or buffers differ between ranks, or a part is wrapped already.
     """
     for name, part in module.named_modules():
         if isinstance(part, DistributedDataParallel | FullyShardedDataParallel):
@@ -151,21 +151,39 @@ def check_module(module: nn.Module, group: dist.ProcessGroup) -> None:
                 f"{name!r} is wrapped in {type(part).__name__} already. Give the strategy the plain"
                 " module; it wraps it itself."
             )
-    own = {name: (tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()}
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
+    dist.all_gather_object(everyone, _described(module), group=group)
     for rank, other in enumerate(everyone):
-        for name in {**everyone[0], **other}:
-            first, here = everyone[0].get(name), other.get(name)
-            if first != here:
+        for kind, tensors in everyone[0].items():
+            difference = _difference(kind, tensors, rank, other[kind])
+            if difference:
                 raise ValueError(
-                    f"The parameter {name!r} is {_shown(first)} on rank 0 and {_shown(here)} on"
-                    f" rank {rank}. Build the same model on each rank."
+                    f"{difference} The ranks match what they send by its order and size. Build the"
+                    " same model on each rank, in the same order, with the same parameters frozen."
                 )
 
 
-def _shown(parameter: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if parameter is None else f"{parameter[0]} {parameter[1]}"
+def _described(module: nn.Module) -> dict[str, dict[str, str]]:
+    """Tells all that must be alike, in the order in which the ranks send it."""
+    return {
+        "parameter": {
+            name: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+            for name, p in module.named_parameters()
+        },
+        "buffer": {name: f"{tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()},
+    }
+
+
+def _difference(kind: str, first: dict[str, str], rank: int, other: dict[str, str]) -> str:
+    """Describes where a rank first differs from rank 0; empty if nowhere."""
+    for name in {**first, **other}:
+        there, here = first.get(name, "missing"), other.get(name, "missing")
+        if there != here:
+            return f"The {kind} {name!r} is {there} on rank 0 and {here} on rank {rank}."
+    for number, (there, here) in enumerate(zip(first, other, strict=True)):
+        if there != here:
+            return f"The {kind} number {number} is {there!r} on rank 0 and {here!r} on rank {rank}."
+    return ""
 
 
 def check_lengths(trainer: pl.Trainer, group: dist.ProcessGroup) -> None:

@@ -33,6 +33,46 @@ class Uneven(Classifier):
         self.extra = nn.Linear(2, 2 + int(os.environ["RANK"]))
 
 
+class OtherOrder(Classifier):
+    """Has the same layers on each rank, but not in the same order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ["one", "two"][:: 1 - 2 * int(os.environ["RANK"])]:
+            self.add_module(name, nn.Linear(2, 2))
+
+
+class OtherFrozen(Classifier):
+    """Has a layer that is frozen on the second rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[0].linear.requires_grad_(os.environ["RANK"] == "0")
+
+
+class OtherBuffers(Classifier):
+    """Has a buffer of its own on each rank, or none, besides one that both have."""
+
+    own: tuple[Tensor | None, Tensor | None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", self.own[int(os.environ["RANK"])], persistent=False)
+        self.register_buffer("common", torch.zeros(2))
+
+
+class MissingBuffer(OtherBuffers):
+    own = (torch.zeros(2), None)
+
+
+class LargerBuffer(OtherBuffers):
+    own = (torch.zeros(2), torch.zeros(4))
+
+
+class WiderBuffer(OtherBuffers):
+    own = (torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64))
+
+
 class Wrapped(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -61,10 +101,18 @@ def attempt(module: Any, per_rank: bool, options: dict[str, Any]) -> tuple[str, 
     [
         (Idle, False, r"does not depend on \['spare.weight', 'spare.bias'\].*find_unused"),
         (Uneven, False, r"'extra.weight' is \(2, 2\).* on rank 0 and \(3, 2\).* on rank 1"),
+        (
+            OtherOrder,
+            False,
+            "number 38 is 'one.weight' on rank 0 and 'two.weight' on rank 1",
+        ),
+        (OtherFrozen, False, "'model.0.linear.weight' is .*=True on rank 0 and .*=False on rank 1"),
+        (MissingBuffer, False, r"buffer 'steps' is \(2,\).* on rank 0 and missing on rank 1"),
+        (LargerBuffer, False, r"buffer 'steps' is \(2,\).* on rank 0 and \(4,\).* on rank 1"),
+        (WiderBuffer, False, "buffer 'steps' is .*int32 on rank 0 and .*int64 on rank 1"),
         (Wrapped, False, r"'model.0' is wrapped in Fake"),
         (Classifier, True, r"The ranks have \[4, 5\] training batches"),
     ],
-    ids=["no gradient", "other shapes", "wrapped", "other lengths"],
 )
 def test_is_refused_on_each_rank(
     workers: WorkerPool, module: Any, per_rank: bool, message: str
