@@ -192,6 +192,20 @@ class ShardedStrategy(DataParallelStrategy):
         if self._sharded is not None and not self.is_running:
             self._sharded.recover()
 
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if module is None or not any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
+            super().teardown()
+            return
+        # The run has failed before there were values. Lightning moves the module to the CPU, and
+        # the error that this would be must not take the place of the one that ended the run.
+        module.cpu = lambda: module  # type: ignore[method-assign]
+        try:
+            super().teardown()
+        finally:
+            del module.cpu
+
     @property
     @override
     def process_groups(self) -> list[dist.ProcessGroup | None]:

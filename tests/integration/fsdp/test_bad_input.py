@@ -14,7 +14,13 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_dist import FSDPStrategy
 from lightning_dist.wrap import ByClass, ByName
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.models import (
+    Classifier,
+    make_layers,
+    make_loader,
+    make_module,
+    make_trainer,
+)
 from tests.helpers.workers import WorkerPool
 
 
@@ -90,6 +96,34 @@ class Skips(Classifier):
 BY_NAME = {"wrap": ByName(["experts.*", "model.*"])}
 
 
+class BuiltLate(Classifier):
+    """Builds its layers without memory, and has no values before they are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential()
+
+    def configure_model(self) -> None:
+        if not len(self.model):
+            self.model = make_layers().double()
+
+
+class BuiltLateSwa(BuiltLate):
+    configure_callbacks = Swa.configure_callbacks
+
+
+class BuiltLateScalar(BuiltLate):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class BuiltInPart(BuiltLate):
+    def configure_model(self) -> None:
+        super().configure_model()
+        raise ValueError("the user's own mistake")
+
+
 def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[str, str, float]:
     start = time.monotonic()
     size = 32 + size_per_rank * int(os.environ["RANK"])
@@ -114,6 +148,10 @@ def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[s
         (Classifier, {}, 8, r"The ranks have \[4, 5\] training batches"),
         (Classifier, {"wrap": ByClass(["ConvLayr"])}, 0, "ConvLayr.*ConvLayer"),
         (Classifier, {"wrap": ByName(["modle.*"])}, 0, "modle"),
+        (BuiltLate, {"wrap": ByName(["modle.*"])}, 0, "modle"),
+        (BuiltLateSwa, {}, 0, "StochasticWeightAveraging copies the whole model"),
+        (BuiltLateScalar, {}, 0, r"\['scale'\] have no dimension"),
+        (BuiltInPart, {}, 0, "the user's own mistake"),
         (ShardsItself, {"meta_init": False}, 0, "sharded already.*wrap='manual'"),
         (Classifier, {"wrap": "manual"}, 0, "manual.*configure_model.*fully_shard"),
         (Classifier, {"shard_size": 3}, 0, r"shard_size=3.*2 processes.*\[1, 2\]"),
