@@ -7,7 +7,7 @@ without memory, exact clipping, gradients that travel once for each update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -32,6 +32,7 @@ from lightning_dist.strategies import fsdp_checks as checks
 from lightning_dist.strategies.clipping import clip_by_global_norm
 from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
+from lightning_dist.strategies.evaluation_lengths import check_evaluation_lengths
 from lightning_dist.strategies.random_state import first_ranks_numbers
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.shard_config import ShardConfig
@@ -113,7 +114,7 @@ class ShardedStrategy(DataParallelStrategy):
         if self._sharded is None or self._sharded.module is not self.module:
             self._sharded = self._shard()
         self.hook_into(trainer)
-        self._undo += (reduce_metrics_over(self.module, self.data_group),)
+        self._undo += (reduce_metrics_over(self.module, self.data_group), self._tie(trainer))
         if is_fitting:
             rank_zero_info(str(self.describe()))
             self._undo += (clip_by_global_norm(self.precision_plugin),)
@@ -121,6 +122,10 @@ class ShardedStrategy(DataParallelStrategy):
             check_optimizers(self.optimizers)
             self.name_optimizer_groups()
         self.setup_precision_plugin()
+
+    def _tie(self, trainer: pl.Trainer) -> Callable[[], None]:
+        tied = self.mesh.groups("dp_shard", "tp")
+        return check_evaluation_lengths(trainer, tied, self.group(*self.mesh.sizes))
 
     @override
     @contextmanager
