@@ -33,6 +33,7 @@ from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.bracket import add_first_callback
 from lightning_dist.strategies.communication_log import CommunicationLog
+from lightning_dist.strategies.communication_meter import CommunicationMeter
 from lightning_dist.strategies.compression import Compression
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.distributed import StartMethod
@@ -40,6 +41,7 @@ from lightning_dist.strategies.gradient_exchange import GradientExchange
 from lightning_dist.strategies.local_sgd import LocalSGD
 from lightning_dist.strategies.measured import MeasuredTimelines
 from lightning_dist.strategies.replicas import broadcast_state
+from lightning_dist.strategies.trainable_set import TrainableSet, average_left_gradients
 from lightning_dist.strategies.uneven_inputs import UnevenInputs
 
 
@@ -139,6 +141,7 @@ class DDPStrategy(DataParallelStrategy):
         self._uneven: UnevenInputs | None = None
         self._local: LocalSGD | None = None
         self._ddp: DistributedDataParallel | None = None
+        self._trainable: TrainableSet | None = None
         self._has_synced = False
 
     @override
@@ -183,11 +186,21 @@ class DDPStrategy(DataParallelStrategy):
             everyone = self.group(*self.mesh.sizes)
             self._communication = CommunicationLog(self.global_rank, self.root_device, everyone)
             self._undo += (add_first_callback(trainer, self._communication),)
-        meter = self._communication.meter if self._communication is not None else None
-        self._ddp = self._exchange.wrap(self.module, meter)
+        self._wrap()
+        self._trainable = TrainableSet(self.module, self.data_group)
         self._local = LocalSGD(
-            self.module, self.data_group, self._sync_every, self._sync_warmup_steps, meter
+            self.module, self.data_group, self._sync_every, self._sync_warmup_steps, self._meter
         )
+
+    @property
+    def _meter(self) -> CommunicationMeter | None:
+        return self._communication.meter if self._communication is not None else None
+
+    def _wrap(self) -> None:
+        if self._ddp is not None:
+            lightning_private.remove_gradient_hooks(self._ddp)
+        self._ddp = self._exchange.wrap(self.module, self._meter)
+        self._has_synced = False
 
     @override
     def drain(self) -> None:
@@ -219,7 +232,10 @@ class DDPStrategy(DataParallelStrategy):
         super().close_session()
         if self._uneven is not None:
             self._uneven.close(failed=not self.is_running)
+        if self._trainable is not None:
+            self._trainable.close(failed=not self.is_running)
         self._uneven = None
+        self._trainable = None
         self._ddp = None
         self._local = None
         self._has_synced = False
@@ -247,6 +263,18 @@ class DDPStrategy(DataParallelStrategy):
         return self._uneven.step_group if self._uneven is not None else None
 
     # --- steps -------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Behind the hooks that freeze and unfreeze, ahead of all contexts of the step.
+        assert self._trainable is not None
+        assert self._local is not None
+        frozen = self._trainable.begin_batch()
+        if frozen is None:
+            return
+        if not self._local.is_local(self.module.trainer.global_step):
+            average_left_gradients(frozen, self.data_group)
+        self._wrap()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -286,6 +314,8 @@ class DDPStrategy(DataParallelStrategy):
         if ddp is None or not ddp.require_backward_grad_sync:
             return
         self._has_synced = True
+        assert self._trainable is not None
+        self._trainable.check_step(exactly=self.module.automatic_optimization)
         if not self._exchange.find_unused_parameters:
             checks.check_gradients(self.module)
 

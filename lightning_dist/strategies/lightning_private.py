@@ -19,6 +19,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -78,6 +79,15 @@ def revert_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) ->
     """Undoes :func:`apply_layer_sync`."""
     if strategy._layer_sync is not None:
         strategy._layer_sync.revert(module)
+
+
+def remove_gradient_hooks(ddp: DistributedDataParallel) -> None:
+    """Takes a wrapper off its parameters; ``_remove_autograd_hooks`` has no public name.
+
+    Args:
+        ddp: Will not be used again.
+    """
+    ddp._remove_autograd_hooks()
 
 
 def keep_users_samplers(trainer: pl.Trainer) -> None:

@@ -44,6 +44,7 @@ class LocalSGD:
         self._warmup_steps = warmup_steps
         self._meter = meter
         self._num_local_steps = 0
+        self._stepped: set[nn.Parameter] = set()
 
     def is_local(self, step: int) -> bool:
         """Whether a step keeps its gradients to itself.
@@ -56,6 +57,8 @@ class LocalSGD:
     def count_step(self) -> None:
         """Notes a local step; averages the weights when they are due."""
         self._num_local_steps += 1
+        # Now, for a parameter may be frozen between its last step and the average.
+        self._stepped.update(p for p in self._module.parameters() if p.requires_grad)
         if self._num_local_steps == self._sync_every:
             self.average()
 
@@ -64,7 +67,8 @@ class LocalSGD:
         if self._num_local_steps == 0:
             return
         self._num_local_steps = 0
-        tensors = [p.data for p in self._module.parameters() if p.requires_grad]
+        tensors = [p.data for p in self._module.parameters() if p in self._stepped]
+        self._stepped.clear()
         tensors += [b for b in self._module.buffers() if b.is_floating_point()]
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         with torch.no_grad(), self._meter.sending(num_bytes) if self._meter else nullcontext():
