@@ -1,6 +1,7 @@
 """What strategies share whose ranks read different data and meet in each step.
 
-Random numbers that differ between the ranks and depend on the batch alone; BatchNorm over all ranks
+Random numbers that depend on the batch alone, and differ between the ranks but for those that share
+the data out; BatchNorm over all ranks
 on a CPU too; evaluations that end together; whoever looks at the weights (validation, a checkpoint,
 the end of training) finds them the same everywhere.
 """
@@ -8,6 +9,7 @@ the end of training) finds them the same everywhere.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,20 +19,26 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_dist.rng import seed_all
 from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.evaluation_stop import stop_evaluations_together
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
+from lightning_dist.strategies.random_state import RandomStream
 from lightning_dist.strategies.replicas import broadcast_state
+from lightning_dist.strategies.shared_draws import share_order, with_shared_draws
 from lightning_dist.strategies.synced_batch_norm import SyncedBatchNorm
+
+_HOOKS, _ITERATORS, _ORDER = range(3)  # what random numbers that all ranks share are for
 
 
 class DataParallelStrategy(LayoutFreeCheckpoints):
     """Base of strategies with data axes only; see the module's docstring."""
 
     _undo: tuple[Callable[[], None], ...] = ()
+    _num_loaders: Counter[tuple[int, bool]]
 
     @abstractmethod
     def drain(self) -> None:
@@ -59,6 +67,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         Args:
             trainer: Set up to fit, or to evaluate.
         """
+        self._num_loaders = Counter()
         self.guard.connect_signals(trainer, partial(self.seed_data_rank, reading=True))
         if trainer.state.fn != TrainerFn.FITTING:
             everyone = self.group(*self.mesh.sizes)
@@ -72,9 +81,41 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
                 on_train_epoch_end=lambda: None,
                 on_train_end=self.drain,
                 on_exception=self.on_exception,
-                on_train_epoch_start=partial(self.seed_data_rank, reading=True),
+                on_train_epoch_start=self._seed_alike,
             ),
+            self._seed_alike,  # the script goes on with numbers that are the ranks' own no more
         )
+        if self.mesh.data_size > 1:
+            streams = partial(self._shared_stream, _HOOKS)
+            wrap = partial(with_shared_draws, open_stream=streams)
+            self._undo += (lightning_private.replace_loader_hooks(trainer, wrap),)
+
+    def _shared_stream(self, *place: int) -> RandomStream:
+        """Gives random numbers that depend on the seed, the batch and a place, on no rank."""
+        batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
+        return RandomStream(self._seed, batch_index, *place)
+
+    def _seed_alike(self) -> None:
+        """Seeds the global generators by the batch at hand, alike on all ranks.
+
+        For whatever reads an iterable that is no loader of torch's: ``__iter__`` may share it out.
+        """
+        if self.mesh.data_size > 1:
+            batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
+            seed_all(self._seed, batch_index, _ITERATORS, device=self.root_device)
+
+    def _share_order(self, dataloader: object) -> None:
+        trainer = self.module.trainer
+        batch_index = trainer.fit_loop.epoch_loop.total_batch_idx
+        # Several loaders of one stage must not be shuffled alike. The number begins anew with each
+        # batch, lest it depend on how often they were reloaded before the run was resumed.
+        number = self._num_loaders[batch_index, trainer.training]
+        self._num_loaders[batch_index, trainer.training] += 1
+        stream = partial(self._shared_stream, _ORDER, int(trainer.training), number)
+        seed_reader: Callable[[], None] | None = None
+        if trainer.training:
+            seed_reader = partial(self.seed_data_rank, reading=True, early=True)
+        self._undo += (share_order(dataloader, stream, seed_reader),)
 
     @override
     def close_session(self) -> None:
@@ -94,8 +135,11 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
-        if self.module.trainer.training:
-            self.seed_data_rank(reading=True)  # its workers take their seeds next
+        trainer = self.module.trainer
+        if trainer.state.fn == TrainerFn.FITTING and self.mesh.data_size > 1:
+            self._share_order(dataloader)
+        if trainer.training:
+            self._seed_alike()  # its iterator is made next
         return dataloader
 
     @override

@@ -214,21 +214,23 @@ class DistributedStrategy(ParallelStrategy):
             device_id=device if backend == "nccl" else None,
         )
 
-    def seed_data_rank(self, *, reading: bool) -> None:
+    def seed_data_rank(self, *, reading: bool, early: bool = False) -> None:
         """Seeds this rank's generators by the batch at hand, if ranks read different data.
 
-        To be called at the start of each training step, and with ``reading`` before a training
-        loader begins an epoch and before each batch of it. The numbers depend on nothing else, so a
-        resumed run draws what the uninterrupted one would have. The state before is not put back:
-        the backward may draw too, where it recomputes activations.
+        To be called at the start of each training step, and with ``reading`` before each batch of a
+        training loader is read and when the loader's iterator is made. The numbers depend on
+        nothing else, so a resumed run draws what the uninterrupted one would have. The state before
+        is not put back: the backward may draw too, where it recomputes activations.
 
         Args:
             reading: Whether the next batch is read, or a step begins.
+            early: Whether it is read, or workers are seeded, while the iterator is made. The batch
+                that is read next has the same number then, and must not repeat the draws.
         """
         if self.mesh.data_size > 1:
             batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
             data_index = self.mesh.data_index(self.global_rank)
-            name = (self._seed, data_index, batch_index, int(reading))
+            name = (self._seed, data_index, batch_index, int(reading) + int(early))
             seed_all(*name, device=self.root_device)
 
     def group(self, *axes: str) -> dist.ProcessGroup:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 
@@ -99,6 +101,52 @@ def keep_users_samplers(trainer: pl.Trainer) -> None:
     """
     assert hasattr(trainer._accelerator_connector, "use_distributed_sampler")
     trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def replace_index_sampler(
+    loader: DataLoader[Any], wrap: Callable[[Any], Any]
+) -> Callable[[], None]:
+    """Wraps what a loader takes its indices from: its batch sampler, or its sampler without one.
+
+    A loader refuses to have these attributes set, and a new loader would not be the user's.
+
+    Args:
+        loader: Changed until the returned function is called.
+        wrap: Gives the one to use for the loader's own.
+
+    Returns:
+        Undoes the change.
+    """
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    own = loader.__dict__[name]
+    loader.__dict__[name] = wrap(own)
+    return partial(loader.__dict__.__setitem__, name, own)
+
+
+def replace_loader_hooks(
+    trainer: pl.Trainer, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
+) -> Callable[[], None]:
+    """Wraps the calls of ``train_dataloader`` and ``val_dataloader``, of modules and data modules.
+
+    Nothing public comes before these hooks; ``_data_source`` calls them.
+
+    Args:
+        trainer: About to fit; changed until the returned function is called.
+        wrap: Gives what to call in the place of each.
+
+    Returns:
+        Undoes the change.
+    """
+    loop = trainer.fit_loop
+    sources = [loop._data_source, loop.epoch_loop.val_loop._data_source]
+    for source in sources:
+        setattr(source, "dataloader", wrap(source.dataloader))  # noqa: B010
+
+    def undo() -> None:
+        for source in sources:
+            source.__dict__.pop("dataloader", None)
+
+    return undo
 
 
 def set_sampler_epoch(trainer: pl.Trainer, dataloader: object) -> None:

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lightning_dist.rng import seed_all
+
 
 def share_random_state(group: dist.ProcessGroup) -> None:
     """Gives all ranks of a group the first one's generators: Python's, numpy's and torch's.
@@ -47,6 +49,36 @@ def first_ranks_numbers(group: dist.ProcessGroup) -> Iterator[None]:
     yield
     if not were_alike:
         _set_states(own)
+
+
+class RandomStream:
+    """Random numbers apart from those of the rest of the program, by the same global generators.
+
+    Args:
+        identity: Integers that name it: streams of the same name draw the same numbers.
+    """
+
+    def __init__(self, *identity: int) -> None:
+        self._identity = identity
+        self._inside: list[Any] | None = None
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Puts this stream in the place of Python's, numpy's and torch's (CPU) numbers.
+
+        Yields:
+            Nothing. The next time it goes on where it has ended.
+        """
+        outside = _states()
+        if self._inside is None:
+            seed_all(*self._identity, device=torch.device("cpu"))
+        else:
+            _set_states(self._inside)
+        try:
+            yield
+        finally:
+            self._inside = _states()
+            _set_states(outside)
 
 
 def _states() -> list[Any]:
