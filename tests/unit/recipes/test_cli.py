@@ -99,13 +99,29 @@ def test_without_a_config_it_logs_to_csv(
     assert logger["init_args"]["save_dir"] == "runs"
 
 
+def test_the_mesh_config_parses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--config", str(CONFIGS / "gpt_mesh_2x2.yaml"))
+    changed = "--trainer.strategy.init_args.tensor.sequence_parallel=true"
+    config: Any = print_config(monkeypatch, capsys, *words, changed)
+    arguments = config["trainer"]["strategy"]["init_args"]
+    assert config["trainer"]["strategy"]["class_path"] == "lightning_dist.MeshStrategy"
+    assert (arguments["dp_shard"], arguments["tp"]) == (2, 2)
+    assert arguments["shard"]["activation_checkpointing"] == "selective"
+    assert arguments["tensor"]["sequence_parallel"] is True
+    assert arguments["tensor"]["plan"]["model.*.up"] == "colwise"
+
+
+# How many ranks read other data than the others.
+DATA_RANKS = {"gpt_ddp_powersgd": 2, "gpt_fsdp": 2, "gpt_mesh_2x2": 2}
+
+
 def test_the_configs_train_the_same_model_on_the_same_data() -> None:
-    loaded = [yaml.safe_load(path.read_text()) for path in sorted(CONFIGS.glob("gpt_*.yaml"))]
-    assert len(loaded) == 6
-    for config in loaded:
-        trainer = config["trainer"]
-        if "PipelineStrategy" not in str(trainer["strategy"]):  # each rank has its own batches
-            config["data"]["batch_size"] *= trainer["devices"]
-    for config in loaded[1:]:
+    loaded = {path.stem: yaml.safe_load(path.read_text()) for path in CONFIGS.glob("gpt_*.yaml")}
+    assert len(loaded) == 8
+    for name, config in loaded.items():
+        config["data"]["batch_size"] *= DATA_RANKS.get(name, 1)
+    for config in loaded.values():
         for key in ("model", "data", "seed_everything"):
-            assert config[key] == loaded[0][key]
+            assert config[key] == loaded["gpt_single"][key]
