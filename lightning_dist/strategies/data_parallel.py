@@ -118,7 +118,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
 
     @override
     def close_session(self) -> None:
-        for undo in self._undo:
+        for undo in reversed(self._undo):  # one loader may have been changed twice
             undo()
         self._undo = ()
 

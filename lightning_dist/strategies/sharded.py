@@ -152,7 +152,7 @@ class ShardedStrategy(DataParallelStrategy):
             self._sharding_options(),
             self._shard_config,
             self._tensor_config,
-            everyone,
+            (everyone, self.group("dp_shard", "tp")),
         )
         if self._tape is not None:
             tape, self._tape = self._tape, None

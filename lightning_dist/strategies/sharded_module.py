@@ -50,7 +50,7 @@ class ShardedModule:
         sharding: How units are sharded.
         shard: What else the user has asked for.
         tensor: How layers are spread, where the mesh has tensor-parallel ranks.
-        group: A gloo group of all ranks.
+        groups: Gloo groups: of all ranks, and of those that compute a forward together.
 
     Raises:
         ValueError: A policy or plan matches nothing, or a size cannot be shared out.
@@ -63,7 +63,7 @@ class ShardedModule:
         sharding: ShardingOptions,
         shard: ShardConfig,
         tensor: TensorConfig,
-        group: dist.ProcessGroup,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
     ) -> None:
         self.module = module
         self._root = StepModule(module)
@@ -82,7 +82,7 @@ class ShardedModule:
         self._agreement = UnitAgreement(
             module,
             [unit.name for unit in units],
-            group,
+            *groups,
             always=shard.find_unused_parameters,
         )
 

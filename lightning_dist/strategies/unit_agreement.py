@@ -24,15 +24,22 @@ class UnitAgreement:
     Args:
         module: The model, sharded already.
         units: Names of its units.
-        group: A gloo group of all ranks.
+        training_group: A gloo group of all ranks: replicas meet in the backward.
+        evaluation_group: One of the ranks that compute a forward together.
         always: Whether to look at all steps; it takes a message for each unit.
     """
 
     def __init__(
-        self, module: nn.Module, units: Sequence[str], group: dist.ProcessGroup, *, always: bool
+        self,
+        module: nn.Module,
+        units: Sequence[str],
+        training_group: dist.ProcessGroup,
+        evaluation_group: dist.ProcessGroup,
+        *,
+        always: bool,
     ) -> None:
         self._names = [*units, "the end of the step"]
-        self._group = group
+        self._groups = {True: training_group, False: evaluation_group}
         self._always = always
         self._num_steps = 0
         for index, name in enumerate(units):
@@ -51,12 +58,13 @@ class UnitAgreement:
     def _compare(self, index: int) -> None:
         if not self._always and self._num_steps >= _STEPS_LOOKED_AT:
             return
-        own = torch.tensor([index])
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(everyone, own, group=self._group)
+        own, group = torch.tensor([index]), self._groups[torch.is_grad_enabled()]
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, own, group=group)
         found = [int(other) for other in everyone]
         if len(set(found)) > 1:
-            where = ", ".join(f"rank {r} at {self._names[i]!r}" for r, i in enumerate(found))
+            pairs = zip(dist.get_process_group_ranks(group), found, strict=True)
+            where = ", ".join(f"rank {rank} at {self._names[i]!r}" for rank, i in pairs)
             raise ValueError(
                 f"The ranks run different units of the sharded model: {where}. Each unit is"
                 " gathered by all ranks together, so a step must run the same modules on all of"
