@@ -104,7 +104,7 @@ class ShardedModule:
             args: Of the step.
             kwargs: Of the step.
         """
-        return self._run(step, args, kwargs)
+        return self._run(step, args, kwargs, training=True)
 
     def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a step without gradients.
@@ -117,7 +117,7 @@ class ShardedModule:
         # Gathered parameters made under `inference_mode` could not be trained with later.
         with torch.inference_mode(False), torch.no_grad():
             try:
-                return self._run(step, args, kwargs)
+                return self._run(step, args, kwargs, training=False)
             finally:
                 self.reshard()
 
@@ -125,16 +125,14 @@ class ShardedModule:
         """Gives what the backward of a step's loss runs in."""
         return loss_parallel() if self._has_logits_apart else nullcontext()
 
-    def _run(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, step: Callable[..., Any], args: Any, kwargs: Any, *, training: bool) -> Any:
         def entered(*args: Any, **kwargs: Any) -> Any:
             self._was_entered = True
-            if self._has_logits_apart:
+            with self._agreement.step(training=training):
+                if not self._has_logits_apart:
+                    return step(*args, **kwargs)
                 with LogitsApart():
-                    result = joined(step(*args, **kwargs))
-            else:
-                result = step(*args, **kwargs)
-            self._agreement.finish_step()
-            return result
+                    return joined(step(*args, **kwargs))
 
         return self._root(entered, *args, **kwargs)
 

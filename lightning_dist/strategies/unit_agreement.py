@@ -8,7 +8,8 @@ without a sign. So before a unit runs the ranks say which it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -41,24 +42,39 @@ class UnitAgreement:
         self._names = [*units, "the end of the step"]
         self._groups = {True: training_group, False: evaluation_group}
         self._always = always
-        self._num_steps = 0
+        # Apart, for replicas may evaluate different numbers of batches, and train as many.
+        self._num_steps = {True: 0, False: 0}
+        self._is_training = False
         for index, name in enumerate(units):
             hook = partial(self._before_unit, index)
             # Ahead of FSDP2's own, which gathers.
             module.get_submodule(name).register_forward_pre_hook(hook, prepend=True)
 
-    def finish_step(self) -> None:
-        """Notes that a step's forward is over; all ranks must call it."""
+    @contextmanager
+    def step(self, *, training: bool) -> Iterator[None]:
+        """Marks a step's forward; all ranks that take part in it must enter it.
+
+        Args:
+            training: Whether its result will be differentiated.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            ValueError: The ranks run different units.
+        """
+        self._is_training = training
+        yield
         self._compare(len(self._names) - 1)
-        self._num_steps += 1
+        self._num_steps[training] += 1
 
     def _before_unit(self, index: int, *_: object) -> None:
         self._compare(index)
 
     def _compare(self, index: int) -> None:
-        if not self._always and self._num_steps >= _STEPS_LOOKED_AT:
+        if not self._always and self._num_steps[self._is_training] >= _STEPS_LOOKED_AT:
             return
-        own, group = torch.tensor([index]), self._groups[torch.is_grad_enabled()]
+        own, group = torch.tensor([index]), self._groups[self._is_training]
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everyone, own, group=group)
         found = [int(other) for other in everyone]

@@ -88,3 +88,9 @@ def test_others_run(
 ) -> None:
     answers = workers.run(len(lengths), attempt, fn, lengths, strategy, options)
     assert answers == [("", 2 if fn == "fit" else 0)] * len(lengths)
+
+
+def test_replicas_that_evaluate_more_go_on_training_with_the_others(workers: WorkerPool) -> None:
+    options = {"max_epochs": 5}
+    answers = workers.run(2, attempt, "fit", [[1], [3]], {"shard_size": 1}, options, timeout=25)
+    assert answers == [("", 10)] * 2
