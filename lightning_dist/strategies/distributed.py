@@ -35,6 +35,7 @@ from lightning_dist.strategies.last_resort import never_destroy
 from lightning_dist.strategies.random_state import share_random_state
 from lightning_dist.strategies.reduction import reduce_tensor
 from lightning_dist.strategies.run_guard import RunGuard
+from lightning_dist.strategies.script_launcher import ScriptLauncher
 
 _NEVER = timedelta(days=365)
 
@@ -177,7 +178,7 @@ class DistributedStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = lightning_private.script_launcher(
+        self._launcher = ScriptLauncher(
             self.cluster_environment, self.num_processes, self.num_nodes
         )
 

@@ -100,6 +100,7 @@ class FailureRing:
         self._successor = (rank + 1) % world_size
         self._on_failure = on_failure
         self._failure: Failure | None = None
+        self._has_said_goodbye = False
         self._lock = threading.Lock()
         self._has_news = threading.Event()
         self._sender = DistributedSender(group, self._predecessor)
@@ -125,10 +126,11 @@ class FailureRing:
         """
         if self._is_first(failure):
             self._pass_on(failure)
+            self._say_goodbye()
 
     def close(self) -> None:
         """Says goodbye, so that this rank's exit is not taken for a failure."""
-        self._sender.close()
+        self._say_goodbye()
         self._receiver.close()
         self._thread.join(_CLOSE_SECONDS)
 
@@ -149,12 +151,21 @@ class FailureRing:
             self._pass_on(failure)
         self._on_failure(failure)
         self._has_news.set()
+        # Not in `close`: this rank may sit in a collective that only the predecessor's end can
+        # break, and the predecessor does not end before it has heard a goodbye.
+        self._say_goodbye()
 
     def _is_first(self, failure: Failure) -> bool:
         with self._lock:
             is_first = self._failure is None
             self._failure = self._failure or failure
         return is_first
+
+    def _say_goodbye(self) -> None:
+        with self._lock:
+            said, self._has_said_goodbye = self._has_said_goodbye, True
+        if not said:
+            self._sender.close()
 
     def _pass_on(self, failure: Failure) -> None:
         with contextlib.suppress(PeerLostError):  # a dead predecessor needs no news

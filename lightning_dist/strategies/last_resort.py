@@ -22,7 +22,7 @@ from typing import Any
 
 from lightning_dist.strategies.failure_ring import Failure
 
-_GRACE_SECONDS = 6.0
+GRACE_SECONDS = 6.0
 _POLL_SECONDS = 0.1
 
 
@@ -40,7 +40,7 @@ def exit_after_grace(failure: Failure, has_left: Callable[[], bool]) -> None:
 
 
 def _wait_and_exit(failure: Failure, has_left: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _GRACE_SECONDS
+    deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
         if has_left():
             return

@@ -1,7 +1,8 @@
 """Every private name of Lightning, torch and torchmetrics that this package touches.
 
 Each function says which name, and why no public one serves. The tests call each of them on the real
-objects, so that a renamed attribute fails there and not in somebody's run.
+objects, so that a renamed attribute fails there and not in somebody's run. Only the launcher's are
+elsewhere, in :mod:`lightning_dist.strategies.script_launcher`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -24,13 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
-
-
-def script_launcher(
-    cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
-) -> _SubprocessScriptLauncher:
-    """Makes the launcher that runs the script once per device; the class has no public name."""
-    return _SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)
 
 
 def replace_sigterm_protocol(
