@@ -127,6 +127,27 @@ def fill_mesh(world_size: int, **sizes: int | Literal["auto"]) -> MeshShape:
     return MeshShape(**asked.sizes | dict.fromkeys(open_axes, rest))
 
 
+def fill_axis(world_size: int, name: str, size: int | Literal["auto"]) -> int:
+    """Gives the size of the one axis that a strategy has, beside the replicas.
+
+    Args:
+        world_size: All ranks.
+        name: Of the strategy's argument.
+        size: Its value; ``"auto"`` is all ranks.
+
+    Raises:
+        ValueError: Ranks would be left over.
+    """
+    if size == "auto":
+        return world_size
+    if size < 1 or world_size % size:
+        raise ValueError(
+            f"{name}={size} does not divide the world of {world_size} processes; use one of"
+            f" {_divisors(world_size)}, or 'auto' for all."
+        )
+    return size
+
+
 def _nearest(
     asked: MeshShape, world_size: int, axes: Mapping[str, int | str], num_shown: int = 3
 ) -> str:
@@ -146,12 +167,13 @@ def _nearest(
 
 
 def _meshes(world_size: int) -> list[MeshShape]:
-    def divisors(number: int) -> list[int]:
-        return [d for d in range(1, number + 1) if number % d == 0]
-
     return [
         MeshShape(pp, replicate, shard, world_size // (pp * replicate * shard))
-        for pp in divisors(world_size)
-        for replicate in divisors(world_size // pp)
-        for shard in divisors(world_size // (pp * replicate))
+        for pp in _divisors(world_size)
+        for replicate in _divisors(world_size // pp)
+        for shard in _divisors(world_size // (pp * replicate))
     ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

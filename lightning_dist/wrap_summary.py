@@ -25,6 +25,7 @@ from itertools import pairwise
 from torch import nn
 
 from lightning_dist.module_tree import bottom_up, original_class, parameter_uses
+from lightning_dist.table import draw_table
 from lightning_dist.wrap_policy import Unit
 
 ROOT = Unit("")
@@ -76,7 +77,7 @@ class WrapSummary:
         lines += [_line(rows) for rows in _equal_rows(self.rows)]
         total = (_count(self.num_parameters), _bytes(self.num_bytes))
         lines.append(("all", "", *total, f"{_bytes(self.peak_whole_bytes)} at a time"))
-        return _align(lines)
+        return draw_table(lines, right=(2, 3))
 
 
 def describe(
@@ -175,15 +176,6 @@ def _options(unit: Unit) -> list[str]:
     reshard = unit.reshard_after_forward
     said = [] if reshard is None else [f"reshard_after_forward={reshard}"]
     return [*said, "keep_fp32"] if unit.keep_fp32 else said
-
-
-def _align(lines: list[tuple[str, str, str, str, str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    name, cls, count, size, _ = widths
-    return "\n".join(
-        f"{a:<{name}}  {b:<{cls}}  {c:>{count}}  {d:>{size}}  {e}".rstrip()
-        for a, b, c, d, e in lines
-    )
 
 
 def _count(number: int) -> str:

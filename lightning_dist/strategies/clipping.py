@@ -60,12 +60,14 @@ def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _norm(kinds: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None) -> Tensor:
-    squared = torch.zeros((), dtype=torch.float64)
-    for alike in kinds:
-        squared += _squared_norm([p.grad for p in alike if p.grad is not None]).cpu()
+    squared = [_squared_norm([p.grad for p in alike if p.grad is not None]) for alike in kinds]
+    stays = group is None and squared  # waiting for a GPU only where others wait for its norm
+    total = torch.zeros((), dtype=torch.float64, device=squared[0].device if stays else "cpu")
+    for summand in squared:
+        total += summand.to(total.device)
     if group is not None:
-        dist.all_reduce(squared, group=group)
-    return squared.sqrt()
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
 
 
 def _squared_norm(gradients: Sequence[Tensor]) -> Tensor:

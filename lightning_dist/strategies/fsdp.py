@@ -17,7 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
-from lightning_dist.mesh import MeshShape
+from lightning_dist.mesh import MeshShape, fill_axis
 from lightning_dist.strategies import fsdp_checks as checks
 from lightning_dist.strategies.distributed import StartMethod
 from lightning_dist.strategies.shard_config import (
@@ -117,7 +117,6 @@ class FSDPStrategy(ShardedStrategy):
 
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:
-        size = world_size if self._shard_size == "auto" else self._shard_size
-        checks.check_shard_size(size, world_size)
+        size = fill_axis(world_size, "shard_size", self._shard_size)
         checks.check_reshard(self._shard_config.reshard_after_forward, size)
         return MeshShape(dp_replicate=world_size // size, dp_shard=size)

@@ -23,24 +23,6 @@ def check_compression(compression: str) -> None:
         )
 
 
-def check_shard_size(shard_size: int, world_size: int) -> None:
-    """Checks that the replicas of a sharded model fill the world.
-
-    Args:
-        shard_size: Ranks that share one replica.
-        world_size: All ranks.
-
-    Raises:
-        ValueError: They do not.
-    """
-    if shard_size < 1 or world_size % shard_size:
-        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        raise ValueError(
-            f"shard_size={shard_size} does not divide the world of {world_size} processes; use one"
-            f" of {divisors}, or 'auto' for all."
-        )
-
-
 def check_reshard(reshard_after_forward: bool | int | str, shard_size: int) -> None:
     """Checks that parameters can stay spread over so many ranks after the forward.
 

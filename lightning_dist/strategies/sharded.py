@@ -90,6 +90,13 @@ class ShardedStrategy(DataParallelStrategy):
         """
         return self.sharded.tensor_summary or self.sharded.summary
 
+    @property
+    def _description(self) -> str:
+        found, tells = self.sharded.plan, str(self.describe())
+        if not found or self._tensor_config.plan != "auto":
+            return tells
+        return f"The tensor-parallel plan that was found:\n{found}\n{tells}"
+
     # --- the model ---------------------------------------------------------------------------
 
     @override
@@ -116,7 +123,7 @@ class ShardedStrategy(DataParallelStrategy):
         self.hook_into(trainer)
         self._undo += (reduce_metrics_over(self.module, self.data_group), self._tie(trainer))
         if is_fitting:
-            rank_zero_info(str(self.describe()))
+            rank_zero_info(self._description)
             self._undo += (clip_by_global_norm(self.precision_plugin),)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)

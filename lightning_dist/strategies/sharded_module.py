@@ -1,8 +1,9 @@
-"""The user's module under FSDP2, and what a strategy does with it.
+"""The user's module with its parameters spread, and what a strategy does with it.
 
 The root of the sharding is not the user's module but a :class:`StepModule` around it: FSDP2 hooks
 into a forward, and a Lightning step is none. So the user's module stays of the user's class, and
-parameters that belong to no unit are gathered for the whole step.
+parameters that belong to no unit are gathered for the whole step. Layers that are spread over
+tensor-parallel ranks need no root; their inputs and outputs are whole.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -85,6 +85,11 @@ class ShardedModule:
             *groups,
             always=shard.find_unused_parameters,
         )
+
+    @property
+    def plan(self) -> str:
+        """Which layers are spread, in a few lines."""
+        return "" if self._spread is None else describe_plan(self.module, self._spread.styles)
 
     @property
     def tensor_summary(self) -> TensorSummary | None:
@@ -175,7 +180,6 @@ def _spread(
         return None
     if config.plan == "auto":
         styles = find_plan(module, mesh.size())
-        rank_zero_info(f"The tensor-parallel plan that was found:\n{describe_plan(module, styles)}")
     else:
         styles = resolve_plan(module, config.plan)
     return SpreadModule(

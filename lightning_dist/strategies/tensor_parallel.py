@@ -15,8 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
-from lightning_dist.mesh import MeshShape
-from lightning_dist.strategies import tensor_checks as checks
+from lightning_dist.mesh import MeshShape, fill_axis
 from lightning_dist.strategies.distributed import StartMethod
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.sharded import ShardedStrategy
@@ -88,6 +87,5 @@ class TensorParallelStrategy(ShardedStrategy):
 
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:
-        size = world_size if self._tp_size == "auto" else self._tp_size
-        checks.check_tp_size(size, world_size)
+        size = fill_axis(world_size, "tp_size", self._tp_size)
         return MeshShape(dp_replicate=world_size // size, tp=size)

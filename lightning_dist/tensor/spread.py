@@ -11,7 +11,7 @@ each, get a summand of their gradient there; :meth:`SpreadModule.add_gradients` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -25,7 +25,7 @@ from lightning_dist.tensor import boundary, layers
 from lightning_dist.tensor.heads import check_heads, explain_shapes, keep_own_heads
 from lightning_dist.tensor.layers import Entry, Region
 from lightning_dist.tensor.mlp import is_mlp_projection
-from lightning_dist.tensor.projection import input_dim, is_projection, output_dim
+from lightning_dist.tensor.projection import input_size, is_projection, output_size
 from lightning_dist.tensor.randomness import RegionRandomness
 from lightning_dist.tensor.sequence import (
     SEQUENCE_DIM,
@@ -192,7 +192,8 @@ def stacked_in(module: nn.Module, styles: Styles, name: str) -> int:
     partner = _partner(styles, name)
     if partner is None:
         return 1
-    features, taken = _size(module, name, output_dim), _size(module, partner, input_dim)
+    features = output_size(module.get_submodule(name))
+    taken = input_size(module.get_submodule(partner))
     if features > taken and features % taken:
         raise ValueError(
             f"The {features} output features of {name!r} are no multiple of the {taken} input"
@@ -236,17 +237,10 @@ def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_paral
             assert isinstance(layer, nn.Embedding)
             _check_size(name, "rows", layer.num_embeddings, tp_size)
         elif style.sums_up:
-            _check_size(name, "input features", _size(module, name, input_dim), tp_size)
+            _check_size(name, "input features", input_size(layer), tp_size)
         elif style.takes_whole_input:
-            num_stacked = stacked_in(module, styles, name)
-            features = _size(module, name, output_dim) // num_stacked
+            features = output_size(layer) // stacked_in(module, styles, name)
             _check_size(name, "output features", features, tp_size)
-
-
-def _size(module: nn.Module, name: str, dim: Callable[[nn.Module], int]) -> int:
-    layer = module.get_submodule(name)
-    assert is_projection(layer)
-    return int(layer.weight.shape[dim(layer)])
 
 
 def _check_size(name: str, what: str, size: int, tp_size: int) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_dist.name_pattern import with_stars
 from lightning_dist.shards import local_part
+from lightning_dist.table import draw_table
 from lightning_dist.tensor.placements import stacked_dim
 from lightning_dist.tensor.styles import Style
 
@@ -59,14 +60,7 @@ class TensorSummary:
         ]
         lines += [_line(row) for row in self.rows]
         lines.append(("all", "", "", "", "", "", f"{self.num_bytes:,}"))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if index in (1, 6) else cell.ljust(width)
-                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return draw_table(lines, right=(1, 6))
 
 
 def summarise(module: nn.Module, styles: Mapping[str, Style]) -> TensorSummary:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from copy import deepcopy
 from typing import Any
@@ -230,7 +229,6 @@ def test_a_tied_parameter_stays_one(workers: WorkerPool) -> None:
 
 
 def refusal(plan: dict[str, str], heads: int, length: int, sequence_parallel: bool) -> str:
-    assert os.environ["RANK"]
     network = gpt(num_heads=heads)
     mesh = ranks()
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -143,7 +141,6 @@ def fit_in_pool(devices: int, options: dict[str, Any]) -> Any:
 
 
 def refusal(options: dict[str, Any]) -> str:
-    assert os.environ["RANK"]
     module = Measured(width=32, depth=DEPTH, num_heads=4)
 
     def run() -> None:
@@ -173,8 +170,3 @@ def test_bad_input_is_refused_alike(
     assert first == second
     for word in words:
         assert word in first
-
-
-def test_the_module_is_an_ordinary_one() -> None:
-    assert issubclass(Measured, L.LightningModule)
-    assert Measured.training_step is GPT.training_step
