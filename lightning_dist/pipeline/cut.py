@@ -10,6 +10,7 @@ remembers the shape of what it replaced, for those who must see the whole model:
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -103,6 +104,16 @@ def cut(sequence: nn.Sequential, layers_per_stage: Sequence[int], stage_index: i
 def is_cut(sequence: nn.Sequential) -> bool:
     """Whether a layer of the sequence lives on another rank."""
     return any(isinstance(layer, ForeignLayer) for layer in sequence.children())
+
+
+def own_layers(sequence: nn.Sequential) -> nn.Sequential:
+    """Gives the layers that are on this rank, as one module that runs them.
+
+    Args:
+        sequence: The pipelined module, cut.
+    """
+    own = [(n, m) for n, m in sequence.named_children() if not isinstance(m, ForeignLayer)]
+    return nn.Sequential(OrderedDict(own))
 
 
 def layer_parameter_counts(sequence: nn.Sequential) -> list[int]:

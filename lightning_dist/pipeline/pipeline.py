@@ -28,8 +28,9 @@ import torch
 from torch import nn
 
 from lightning_dist.pipeline.actions import Action, ActionKind
-from lightning_dist.pipeline.cut import cut
+from lightning_dist.pipeline.cut import cut, own_layers
 from lightning_dist.pipeline.fingerprint import fingerprint
+from lightning_dist.pipeline.gradients import Gradients, Returned
 from lightning_dist.pipeline.microbatch import batch_size_of, split
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.runtime import Links, Runtime, Work, explain_with
@@ -56,6 +57,9 @@ class Pipeline:
         seed: Base of the random numbers; the same on all ranks.
         device: Where the stage computes.
         rank: Name of this rank in the timeline.
+        layers: Runs this stage's layers, if something has been made of them that does; else they
+            run one after the other.
+        gradients: Where they stay until :meth:`install_gradients`; by default they are asked for.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class Pipeline:
         seed: int = 0,
         device: torch.device | None = None,
         rank: int | None = None,
+        layers: nn.Module | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         cut(sequence, shape.layers_per_stage, shape.stage_index)
         device = device or torch.device("cpu")
@@ -79,7 +85,9 @@ class Pipeline:
             sequence,
             shape.stage_index,
             shape.num_stages,
+            own_layers(sequence) if layers is None else layers,
             _policy(sequence, self._stream.asynchronous, weight_versions),
+            gradients or Returned(),
             seed=(seed, shape.replica_index),
             device=device,
         )
@@ -210,7 +218,7 @@ class Pipeline:
             reduce: Averages ``p.grad`` over the data replicas.
         """
         for name, parameter in self.stage.named_parameters().items():
-            gradient = self.stage.held_gradients.pop(name, None)
+            gradient = self.stage.gradients.held.pop(name, None)
             if gradient is not None and parameter.grad is not None:
                 parameter.grad.add_(gradient)
             elif gradient is not None:
@@ -275,7 +283,12 @@ class Pipeline:
     def _run(self, actions: Sequence[Action], work: Work | None) -> dict[int, Any]:
         owned = [a for a in actions if a.kind in (ActionKind.REDUCE_GRAD, ActionKind.STEP)]
         assert tuple(owned) == tuple(actions[len(actions) - len(owned) :])
+        num_backwards = sum(action.kind is ActionKind.BACKWARD for action in actions)
+        if num_backwards:
+            self.stage.gradients.begin_round(num_backwards)
         results = self._runtime.run(actions[: len(actions) - len(owned)], work)
+        if num_backwards:
+            self.stage.gradients.end_round()
         self._update = owned[-1] if owned else None
         return results
 

@@ -7,12 +7,12 @@ exception that :meth:`Stage.forward` catches; on the last the module returns, an
 goes on to its loss.
 
 Which weights a forward and its backward see is the business of a
-:class:`~lightning_dist.pipeline.weight_policy.WeightPolicy`.
+:class:`~lightning_dist.pipeline.weight_policy.WeightPolicy`; where the gradients stay, that of
+:class:`~lightning_dist.pipeline.gradients.Gradients`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.pipeline.alias import behind_leaf
-from lightning_dist.pipeline.cut import ForeignLayer
+from lightning_dist.pipeline.gradients import Gradients
 from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.weight_policy import WeightPolicy
 from lightning_dist.pipeline.weights import WeightVersion
@@ -65,7 +65,9 @@ class Stage:
         sequence: The pipelined module, already cut (see :func:`lightning_dist.pipeline.cut.cut`).
         stage_index: Which stage this is.
         num_stages: Stages of the pipeline.
+        layers: Those of this stage; see :func:`lightning_dist.pipeline.cut.own_layers`.
         policy: Which weights a micro-batch sees.
+        gradients: Runs the backwards.
         seed: Base of all random numbers; data replicas differ in the second integer only.
         device: Where the stage computes.
     """
@@ -75,17 +77,18 @@ class Stage:
         sequence: nn.Sequential,
         stage_index: int,
         num_stages: int,
+        layers: nn.Module,
         policy: WeightPolicy,
+        gradients: Gradients,
         *,
         seed: tuple[int, int],
         device: torch.device,
     ) -> None:
-        own = [(n, m) for n, m in sequence.named_children() if not isinstance(m, ForeignLayer)]
-        self.layers = nn.Sequential(OrderedDict(own))
+        self.layers = layers
         self.is_first = stage_index == 0
         self.is_last = stage_index == num_stages - 1
         self.policy = policy
-        self.held_gradients: dict[str, Tensor] = {}
+        self.gradients = gradients
         self._stage_index = stage_index
         self._sequence = sequence
         self._seed = seed
@@ -171,17 +174,14 @@ class Stage:
         if self._recomputes:
             outputs = self._recompute(flight)
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
-        parameters = self._trainable(flight.weights)
-        sources = [*flight.inputs, *parameters.values()]
-        results: Sequence[Tensor | None] = [None] * len(sources)
-        if pairs and sources:
-            results = torch.autograd.grad(
-                [o for o, _ in pairs], sources, [g for _, g in pairs], allow_unused=True
-            )
+        results = self.gradients.run(
+            [o for o, _ in pairs],
+            [g for _, g in pairs],
+            flight.inputs,
+            self._trainable(flight.weights),
+        )
         self.policy.release(flight.weights)
-        incoming = [g for _, g in pairs]
-        self._hold(parameters, results[len(flight.inputs) :], [*incoming, *results])
-        return list(results[: len(flight.inputs)])
+        return results
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Gives the stage's trainable parameters by their names in the stage."""
@@ -190,7 +190,7 @@ class Stage:
     def clear(self) -> None:
         """Drops the micro-batches in flight and the held gradients, after a failure."""
         self._in_flight.clear()
-        self.held_gradients.clear()
+        self.gradients.clear()
 
     def _forward_of_sequence(self, *arguments: Any, **keywords: Any) -> Any:
         call = self._call
@@ -251,25 +251,6 @@ class Stage:
             return self.named_parameters()
         return {name: alias for name, alias in weights.aliases.items() if alias.requires_grad}
 
-    def _hold(
-        self,
-        parameters: Mapping[str, Tensor],
-        gradients: Sequence[Tensor | None],
-        everything: Sequence[Tensor | None],
-    ) -> None:
-        # autograd may return one tensor for several sources (y = a + b); what is held gets added
-        # to and clipped in place, so it must be nobody else's.
-        users = Counter(_memory_of(t) for t in everything if t is not None)
-        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-            if gradient is None:
-                continue
-            if name in self.held_gradients:
-                self.held_gradients[name].add_(gradient)
-            elif users[_memory_of(gradient)] > 1 or gradient.stride() != parameter.stride():
-                self.held_gradients[name] = torch.empty_like(parameter).copy_(gradient).detach()
-            else:
-                self.held_gradients[name] = gradient
-
 
 @dataclass(slots=True)
 class _LayerCall:
@@ -289,10 +270,6 @@ def _cut_from_graph(tensor: Tensor) -> Tensor:
 
 def _copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _differentiable(tree: Any) -> list[Tensor]:
