@@ -11,7 +11,7 @@ each, get a summand of their gradient there; :meth:`SpreadModule.add_gradients` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -64,17 +64,25 @@ class SpreadModule:
         styles: By module name, in the order of the model.
         mesh: The tensor-parallel ranks, of one axis.
         options: How.
+        is_kept: Whether this rank will keep the module of a name. What it will not is looked at,
+            so that all ranks find the same, but left as it is.
 
     Raises:
         ValueError: A size cannot be shared out over the ranks, or a style makes no sense.
     """
 
     def __init__(
-        self, module: nn.Module, styles: Styles, mesh: DeviceMesh, options: SpreadOptions
+        self,
+        module: nn.Module,
+        styles: Styles,
+        mesh: DeviceMesh,
+        options: SpreadOptions,
+        is_kept: Callable[[str], bool] = lambda _: True,
     ) -> None:
         check_styles(module, styles, mesh.size(), options.sequence_parallel)
         self.module = module
         self.styles = styles
+        kept = {name: style for name, style in styles.items() if is_kept(name)}
         self._mesh = mesh
         self._options = options
         self._randomness = RegionRandomness(mesh.get_local_rank(), torch.device(mesh.device_type))
@@ -82,16 +90,17 @@ class SpreadModule:
         self._blocks = [name for stack in stacks for name in stack]
         check_blocks(module, self._blocks, styles)
         self._uses = _uses(module)
-        partial = list(self._partial_names(styles))
+        partial = [name for name in self._partial_names(styles) if is_kept(name)]
         self._entries: dict[str, Entry] = {}
-        for name, style in styles.items():
+        for name, style in kept.items():
             self._spread(name, style, stacked_in(module, styles, name))
-        for parent in attentions(styles):
+        for parent in attentions(kept):
             keep_own_heads(module.get_submodule(parent), mesh.size())
             explain_shapes(parent, module.get_submodule(parent), mesh.size())
         for stack in stacks:
-            first, last = (module.get_submodule(name) for name in (stack[0], stack[-1]))
-            cut_sequence(first, last, mesh, self._randomness)
+            blocks = [module.get_submodule(name) for name in stack if is_kept(name)]
+            if blocks:
+                cut_sequence(blocks[0], blocks[-1], mesh, self._randomness)
         for part in module.modules():
             if isinstance(part, nn.TransformerEncoder):
                 part.use_nested_tensor = False  # in evaluation, with padding; none can be spread
