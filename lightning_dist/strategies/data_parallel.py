@@ -46,9 +46,13 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         Validation, checkpoints and the end of training do so by themselves.
         """
 
+    def end_training(self) -> None:
+        """Called before the callbacks' ``on_train_end``, on all ranks."""
+        self.drain()
+
     def share_buffers(self) -> None:
-        """Gives all ranks the first one's buffers: running statistics; all ranks must call it."""
-        broadcast_state(self.module.buffers(), self.group(*self.mesh.sizes))
+        """Makes running statistics those of the first replica; all ranks must call it."""
+        broadcast_state(self.module.buffers(), self.stage_group)
 
     def synchronise_layers(self) -> None:
         """Makes BatchNorm see all ranks where the Trainer was asked for ``sync_batchnorm``."""
@@ -78,7 +82,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
                 trainer,
                 show_whole_model=self.summarised_module,
                 on_train_epoch_end=lambda: None,
-                on_train_end=self.drain,
+                on_train_end=self.end_training,
                 on_exception=self.on_exception,
                 on_train_epoch_start=self._seed_alike,
             ),

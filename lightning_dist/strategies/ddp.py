@@ -36,10 +36,10 @@ from lightning_dist.strategies.communication_log import CommunicationLog
 from lightning_dist.strategies.communication_meter import CommunicationMeter
 from lightning_dist.strategies.compression import Compression
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
-from lightning_dist.strategies.distributed import StartMethod
 from lightning_dist.strategies.gradient_exchange import GradientExchange
 from lightning_dist.strategies.local_sgd import LocalSGD
 from lightning_dist.strategies.measured import MeasuredTimelines
+from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.trainable_set import TrainableSet, average_left_gradients
 from lightning_dist.strategies.uneven_inputs import UnevenInputs

@@ -1,156 +1,49 @@
-"""The base of all strategies of this package: a mesh of ranks under Lightning's contract.
+"""The base of all strategies of this package: one run of all ranks.
 
-It owns what does not depend on how a model is spread: the launcher, the process group, the mesh and
-its checks, which ranks read the same data, reductions over the data axes alone, checkpoints that
-mean the same under every layout, how a run ends when a rank fails or is asked to stop. A subclass
-says how large its mesh is (:meth:`DistributedStrategy.mesh_shape`) and spreads the model in
+It owns what does not depend on how a model is spread: random numbers that depend on the data rank
+and the batch, how a run ends when a rank fails or is asked to stop. A subclass spreads the model in
 ``setup``.
 """
 
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.fabric.utilities.types import ReduceOp
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_dist.mesh import MeshShape
 from lightning_dist.rng import seed_all
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.last_resort import never_destroy
+from lightning_dist.strategies.process_mesh import ProcessMesh
 from lightning_dist.strategies.random_state import share_random_state
-from lightning_dist.strategies.reduction import reduce_tensor
 from lightning_dist.strategies.run_guard import RunGuard
-from lightning_dist.strategies.script_launcher import ScriptLauncher
+from lightning_dist.strategies.session import RunContext
 
 _NEVER = timedelta(days=365)
 
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-
-class DistributedStrategy(ParallelStrategy):
+class DistributedStrategy(ProcessMesh):
     """Base class; see the module's docstring.
 
     Args:
-        accelerator: As for any Lightning strategy.
-        parallel_devices: As for any Lightning strategy.
-        cluster_environment: As for any Lightning strategy.
-        checkpoint_io: As for any Lightning strategy.
-        precision_plugin: As for any Lightning strategy.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
-        timeout_s: Seconds that a rank waits for another before it gives up.
-        start_method: Only ``"popen"``, which runs the script once per device: other launchers bring
-            back rank 0's weights only.
         save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
+        arguments: Of :class:`~lightning_dist.strategies.process_mesh.ProcessMesh`.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout_s: float = 1800.0,
-        start_method: StartMethod = "popen",
-        save_full: bool = False,
-    ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds.")
-        if start_method != "popen":
-            raise ValueError(
-                f"start_method={start_method!r} brings back the weights of rank 0 only, and each"
-                " rank has others. Use start_method='popen' in a script, or launch with torchrun."
-            )
-        self._num_nodes = 1
-        self._backend = process_group_backend
-        self._timeout_seconds = timeout_s
+    def __init__(self, save_full: bool = False, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self._save_full = save_full
-        self._mesh: MeshShape | None = None
-        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._ring_group: dist.ProcessGroup | None = None
         self._guard: RunGuard | None = None
         self._seed = 0
-
-    # --- the mesh ----------------------------------------------------------------------------
-
-    @abstractmethod
-    def mesh_shape(self, world_size: int) -> MeshShape:
-        """Decides the sizes of the mesh.
-
-        Args:
-            world_size: All ranks.
-
-        Raises:
-            ValueError: The strategy's sizes do not fit.
-        """
-
-    @property
-    def module(self) -> pl.LightningModule:
-        """The user's module."""
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def mesh(self) -> MeshShape:
-        """The sizes of the mesh."""
-        assert self._mesh is not None, "the mesh is known once the Trainer has been built"
-        return self._mesh
-
-    @property
-    def num_nodes(self) -> int:
-        """Hosts of the run."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this host."""
-        return len(self.parallel_devices or [])
-
-    @property
-    def is_distributed(self) -> bool:
-        """Tells Lightning that there are other ranks."""
-        return True
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {
-            "num_replicas": self.mesh.data_size,
-            "rank": self.mesh.data_index(self.global_rank),
-        }
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -165,22 +58,6 @@ class DistributedStrategy(ParallelStrategy):
             data_index = self.mesh.data_index(self.global_rank)
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=data_index)
         return dataloader
-
-    def set_world_ranks(self) -> None:
-        """Tells the cluster environment the ranks, and checks the mesh; called by Lightning."""
-        environment = self.cluster_environment
-        if environment is not None:
-            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
-        lightning_private.set_rank_of_rank_zero_functions(self.global_rank)
-        self._mesh = self.mesh_shape(self.num_nodes * self.num_processes)
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = ScriptLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes
-        )
 
     # --- processes ---------------------------------------------------------------------------
 
@@ -197,23 +74,6 @@ class DistributedStrategy(ParallelStrategy):
         )
         share_random_state(self.group("pp", "tp"))
         self._seed = self.broadcast(torch.initial_seed())
-
-    def _init_process_group(self) -> None:
-        assert self.cluster_environment is not None
-        self.set_world_ranks()
-        if dist.is_initialized():
-            return
-        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
-        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-        device = self.root_device
-        backend = self._backend or dist.get_default_backend_for_device(device)
-        dist.init_process_group(
-            backend,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=self._timeout_seconds),
-            device_id=device if backend == "nccl" else None,
-        )
 
     def seed_data_rank(self, *, reading: bool, early: bool = False) -> None:
         """Seeds this rank's generators by the batch at hand, if ranks read different data.
@@ -234,86 +94,30 @@ class DistributedStrategy(ParallelStrategy):
             name = (self._seed, data_index, batch_index, int(reading) + int(early))
             seed_all(*name, device=self.root_device)
 
-    def group(self, *axes: str) -> dist.ProcessGroup:
-        """Gives this rank's gloo group along some mesh axes; each rank must ask alike.
+    def run_context(self, complete_gradients: Callable[[], None]) -> RunContext:
+        """Gives what a pipeline of this mesh runs in; each rank must ask alike.
 
         Args:
-            axes: Names of mesh axes; all of them for a group of all ranks.
+            complete_gradients: Called before each update with the stage's gradients in place.
         """
-        if axes not in self._groups:
-            for ranks in self.mesh.groups(*axes):
-                group = dist.new_group(
-                    ranks, backend="gloo", timeout=timedelta(seconds=self._timeout_seconds)
-                )
-                if self.global_rank in ranks:
-                    self._groups[axes] = group
-        return self._groups[axes]
-
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same part of the model and read other data."""
-        return self.group("dp_replicate", "dp_shard")
-
-    @property
-    def process_groups(self) -> list[dist.ProcessGroup | None]:
-        """All groups that this strategy has made."""
-        return [*self._groups.values(), dist.group.WORLD]
-
-    # --- collectives -------------------------------------------------------------------------
-
-    @override
-    def reduce(
-        self,
-        tensor: Tensor | Any,
-        group: Any | None = None,
-        reduce_op: ReduceOp | str | None = "mean",
-    ) -> Tensor | Any:
-        """Reduces a tensor over the data replicas; the other axes hold the same value.
-
-        Args:
-            tensor: What to reduce; anything else than a tensor is returned as it is.
-            group: Another process group.
-            reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch ``ReduceOp``.
-        """
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return reduce_tensor(tensor, group or self.data_group, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not self.is_running:
-            return decision
-        votes = torch.tensor([int(decision)], dtype=torch.int32)
-        op = ReduceOp.MIN if all else ReduceOp.MAX
-        dist.all_reduce(votes, op=op, group=self.group(*self.mesh.sizes))
-        return bool(votes.item())
-
-    @override
-    def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        group = group or self.data_group
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if self.is_running:
-            dist.barrier(self.group(*self.mesh.sizes))
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not self.is_running:
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src, group=self.group(*self.mesh.sizes))
-        return objects[0]
-
-    @property
-    def is_running(self) -> bool:
-        """Whether other ranks can be expected to take part in a collective."""
-        return dist.is_initialized() and (self._guard is None or self._guard.is_sound)
+        return RunContext(
+            self.mesh,
+            self.global_rank,
+            self.root_device,
+            self._seed,
+            self._timeout_seconds,
+            self.group("pp"),
+            self.data_group,
+            self.precision_plugin,
+            complete_gradients,
+        )
 
     # --- how a run ends ----------------------------------------------------------------------
+
+    @property
+    @override
+    def is_running(self) -> bool:
+        return super().is_running and (self._guard is None or self._guard.is_sound)
 
     @property
     def stop_lag(self) -> int:

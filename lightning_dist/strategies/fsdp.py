@@ -19,7 +19,8 @@ from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape, fill_axis
 from lightning_dist.strategies import fsdp_checks as checks
-from lightning_dist.strategies.distributed import StartMethod
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.shard_config import (
     ActivationCheckpointing,
     Offload,
@@ -91,6 +92,7 @@ class FSDPStrategy(ShardedStrategy):
     ) -> None:
         checks.check_compression(compression)
         super().__init__(
+            PipelineConfig(),
             ShardConfig(
                 wrap,
                 reshard_after_forward,

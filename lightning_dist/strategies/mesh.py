@@ -1,4 +1,4 @@
-"""Several parallelisms at once: replicas x shards x tensor-parallel ranks in one argument.
+"""Several parallelisms at once: stages x replicas x shards x tensor-parallel ranks.
 
 The named strategies are special cases of what :class:`ShardedStrategy` composes; this one leaves
 all of its dials free.
@@ -10,13 +10,19 @@ from typing import Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities import rank_zero_info
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape, fill_mesh
+from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.strategies import fsdp_checks
-from lightning_dist.strategies.distributed import StartMethod
+from lightning_dist.strategies.measured import Measurements
+from lightning_dist.strategies.mesh_checks import check_mesh
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.strategies.process_mesh import StartMethod
+from lightning_dist.strategies.rank_table import gather_rank_table
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.sharded import ShardedStrategy
 from lightning_dist.tensor.config import TensorConfig
@@ -25,12 +31,14 @@ from lightning_dist.tensor.config import TensorConfig
 class MeshStrategy(ShardedStrategy):
     """Trains a model on a mesh of ranks.
 
-    Ranks are numbered with ``tp`` innermost, then ``dp_shard``, then ``dp_replicate``.
+    Ranks are numbered with ``tp`` innermost, then ``dp_shard``, ``dp_replicate`` and ``pp``.
 
     Args:
+        pp: Stages of a pipeline.
         dp_replicate: Replicas of the model.
         dp_shard: Ranks that share a replica's parameters; ``"auto"`` takes what is left.
         tp: Ranks that share each layer.
+        pipeline: As for :class:`~lightning_dist.PipelineStrategy`, with a synchronous schedule.
         shard: As for :class:`~lightning_dist.FSDPStrategy`.
         tensor: As for :class:`~lightning_dist.TensorParallelStrategy`.
         meta_init: Build in ``configure_model`` without memory, and give values part by part.
@@ -45,15 +53,17 @@ class MeshStrategy(ShardedStrategy):
         start_method: Only ``"popen"``, which runs the script once per device.
 
     Raises:
-        ValueError: An argument is unknown.
+        ValueError: An argument is unknown, or does not go with another.
     """
 
     def __init__(
         self,
+        pp: int = 1,
         dp_replicate: int = 1,
         dp_shard: int | Literal["auto"] = "auto",
         tp: int = 1,
-        shard: ShardConfig = ShardConfig(),  # noqa: B008  (it is frozen)
+        pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008  (it is frozen)
+        shard: ShardConfig = ShardConfig(),  # noqa: B008
         tensor: TensorConfig = TensorConfig(),  # noqa: B008
         meta_init: bool = True,
         timeout_s: float = 1800.0,
@@ -66,7 +76,9 @@ class MeshStrategy(ShardedStrategy):
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
+        check_mesh(pp, tp, pipeline, shard)
         super().__init__(
+            pipeline,
             shard,
             tensor,
             meta_init,
@@ -80,7 +92,30 @@ class MeshStrategy(ShardedStrategy):
             start_method=start_method,
             save_full=save_full,
         )
-        self._sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
+        self._measurements = Measurements()
+        self._sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the ranks of a pipeline did when, gathered at the end of training."""
+        return self._measurements.timelines.whole
+
+    @property
+    def steady_timeline(self) -> Timeline:
+        """The longest part of :attr:`timeline` without validation."""
+        return self._measurements.timelines.steady
+
+    @override
+    def end_training(self) -> None:
+        super().end_training()
+        self._measurements = self.sharded.measure(self.group(*self.mesh.sizes))
+
+    @override
+    def tell(self) -> None:
+        super().tell()
+        everyone = self.group(*self.mesh.sizes)
+        layers = self.sharded.layers
+        rank_zero_info(str(gather_rank_table(self.module, self.mesh, layers, everyone)))
 
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:

@@ -34,26 +34,23 @@ from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.named_optimizer import keep_own_parameters
-from lightning_dist.pipeline.connect import connect
-from lightning_dist.pipeline.cut import cut, foreign_state_names, whole
-from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.pipeline.shape import PipelineShape
+from lightning_dist.pipeline.cut import whole
 from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.strategies import lightning_private, pipeline_checks, whole_model_checks
 from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.clipping import clip_by_global_norm
-from lightning_dist.strategies.distributed import StartMethod
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.measured import Measurements, gather_measurements
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.pipelined_module import (
-    choose_partition,
-    find_sequence,
-    refuse_tied_layers,
-    tensors_outside,
+from lightning_dist.strategies.pipeline_config import (
+    PipelineConfig,
+    check_count,
+    share_among_stages,
 )
-from lightning_dist.strategies.replicas import broadcast_state
+from lightning_dist.strategies.pipeline_split import find_split
+from lightning_dist.strategies.pipelined_module import tensors_outside
+from lightning_dist.strategies.process_mesh import StartMethod
+from lightning_dist.strategies.replicas import average_gradients, broadcast_state
 from lightning_dist.strategies.session import Session, open_session
 
 _PROGRESS_KEY = "lightning_dist"
@@ -119,10 +116,13 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             start_method=start_method,
             save_full=save_full,
         )
+        if num_stages != "auto":
+            check_count("num_stages", num_stages)
+        self._num_stages = num_stages
         self._config = PipelineConfig(
-            num_stages, schedule, num_microbatches, layers, partition, weight_versions
+            schedule, num_microbatches, layers, partition, weight_versions
         )
-        self._sequence_path = ""
+        self._undo: tuple[Callable[[], None], ...] = ()
         self._session: Session | None = None
         self._accumulating = False
         self._measurements = Measurements()
@@ -131,7 +131,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
 
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:
-        return self._config.mesh_shape(world_size)
+        return share_among_stages(world_size, self._num_stages)
 
     @property
     def stage_index(self) -> int:
@@ -173,51 +173,32 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             pipeline_checks.check_trainer(trainer, module, self.asynchronous)
-        self._sequence_path, sequence = find_sequence(module, self._config.layers)
-        layers_per_stage = choose_partition(sequence, self._config.partition, self.mesh.pp)
-        refuse_tied_layers(sequence, layers_per_stage)
+        self._split = find_split(module, self._config, self.mesh.pp, self.stage_index)
+        sequence = self._split.sequence
         self.model = self.precision_plugin.convert_module(module)
         if is_fitting:
             self._setup_optimizers_of_whole_model(trainer)
-        cut(sequence, layers_per_stage, self.stage_index)
+        self._split.cut()
         for optimizer in self.optimizers:
             keep_own_parameters(optimizer, module)
         self.model_to_device()
         broadcast_state([*module.parameters(), *module.buffers()], self.data_group)
         broadcast_state(tensors_outside(module, sequence), self.group("pp"))
         self.setup_precision_plugin()
-        self._session = self._open_session(trainer, layers_per_stage)
+        self._session = self._open_session(trainer)
         self.guard.connect_signals(trainer)
 
     def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
         """Lets the user group the whole model's parameters, as on a single device."""
-        with whole(self._sequence, torch.device("cpu")), pipeline_checks.one_optimizer():
+        with whole(self._split.sequence, torch.device("cpu")), pipeline_checks.one_optimizer():
             self.setup_optimizers(trainer)
             whole_model_checks.check_optimizers(self.optimizers)
             self.name_optimizer_groups()
         for optimizer in self.optimizers:
             lightning_private.mark_optimizer_called(optimizer)
 
-    def _open_session(self, trainer: pl.Trainer, layers_per_stage: tuple[int, ...]) -> Session:
-        shape = PipelineShape(
-            self._config.schedule,
-            self._config.training_microbatches(self.mesh.pp),
-            layers_per_stage,
-            self.stage_index,
-            may_use_fewer=self._config.may_use_fewer_microbatches,
-            replica_index=self.mesh.data_index(self.global_rank),
-        )
-        channels = connect(self.mesh.groups("pp"), self.root_device, self._timeout_seconds)
-        pipeline = Pipeline(
-            self._sequence,
-            shape,
-            channels.links,
-            weight_versions=self._config.weight_versions,
-            seed=self._seed,
-            device=self.root_device,
-            rank=self.global_rank,
-        )
-        undo = [
+    def _open_session(self, trainer: pl.Trainer) -> Session:
+        self._undo = (
             drain_before_validation(self.module, self._before_validation),
             bracket_callbacks(
                 trainer,
@@ -226,18 +207,17 @@ class PipelineStrategy(LayoutFreeCheckpoints):
                 on_train_end=self._end_training,
                 on_exception=self.on_exception,
             ),
-        ]
-        if not self.asynchronous:
-            undo.append(clip_by_global_norm(self.precision_plugin, self.group("pp")))
-        return open_session(
-            self.module,
-            self.precision_plugin,
-            pipeline,
-            channels,
-            stages=self.group("pp"),
-            replicas=self.data_group,
-            undo=undo,
         )
+        if not self.asynchronous:
+            self._undo += (clip_by_global_norm(self.precision_plugin, self.group("pp")),)
+        split = self._split
+        run = self.run_context(self._average_gradients)
+        return open_session(self.module, split.sequence, split.layers_per_stage, self._config, run)
+
+    def _average_gradients(self) -> None:
+        if self.mesh.data_size > 1:
+            stage = self.session.pipeline.stage
+            average_gradients(stage.named_parameters().values(), self.data_group)
 
     @property
     def session(self) -> Session:
@@ -245,18 +225,12 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         assert self._session is not None, "the pipeline exists from setup to teardown"
         return self._session
 
-    @property
-    def _sequence(self) -> nn.Sequential:
-        sequence = self.module.get_submodule(self._sequence_path)
-        assert isinstance(sequence, nn.Sequential)
-        return sequence
-
     @contextmanager
     def _whole_model(self) -> Iterator[None]:
         module = self.module
         example, module.example_input_array = module.example_input_array, None
         try:
-            with whole(self._sequence):
+            with whole(self._split.sequence):
                 yield
         finally:
             module.example_input_array = example
@@ -268,6 +242,9 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     @override
     def close_session(self) -> None:
         session, self._session = self._session, None
+        for undo in self._undo:
+            undo()
+        self._undo = ()
         if session is not None:
             session.close(failed=not self.is_running)
 
@@ -361,13 +338,8 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.drain()
         state = super().lightning_module_state_dict()
-        if self.stage_index == self.mesh.pp - 1:
-            return state
-        # Outside of the layers each stage holds a copy, and the last one alone runs whole steps.
-        prefix = f"{self._sequence_path}."
-        return {name: value for name, value in state.items() if name.startswith(prefix)}
+        return {name: value for name, value in state.items() if self._split.is_stored_here(name)}
 
     @override
     def foreign_names(self) -> set[str]:
-        prefix = f"{self._sequence_path}."
-        return {prefix + name for name in foreign_state_names(self._sequence)}
+        return self._split.foreign_names()

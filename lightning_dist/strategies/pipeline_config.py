@@ -12,12 +12,11 @@ from lightning_dist.pipeline.schedules import SCHEDULE_NAMES
 _MICROBATCHES_PER_STAGE = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which the command line's parser does not take
 class PipelineConfig:
     """The arguments of :class:`~lightning_dist.PipelineStrategy` of the same names.
 
     Attributes:
-        num_stages: Stages; ``"auto"`` takes all ranks.
         schedule: Name of the schedule.
         num_microbatches: Pieces of each Lightning batch.
         layers: Dotted path of the pipelined module.
@@ -28,7 +27,6 @@ class PipelineConfig:
         ValueError: One of them is unknown, too small, or does not go with another.
     """
 
-    num_stages: int | Literal["auto"] = "auto"
     schedule: Literal["gpipe", "1f1b", "pipedream"] = "1f1b"
     num_microbatches: int | Literal["auto"] = "auto"
     layers: str = "auto"
@@ -45,8 +43,8 @@ class PipelineConfig:
             raise ValueError(
                 f"weight_versions={self.weight_versions!r} is unknown; use 'stash' or 'none'."
             )
-        _check_count("num_stages", self.num_stages)
-        _check_count("num_microbatches", self.num_microbatches)
+        if self.num_microbatches != "auto":
+            check_count("num_microbatches", self.num_microbatches)
         if self.asynchronous and self.num_microbatches not in ("auto", 1):
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} does not go with schedule='pipedream',"
@@ -69,26 +67,6 @@ class PipelineConfig:
         """Whether a batch of fewer samples is cut into fewer micro-batches."""
         return self.num_microbatches == "auto"
 
-    def mesh_shape(self, world_size: int) -> MeshShape:
-        """Shares the ranks among stages and data replicas.
-
-        Args:
-            world_size: All ranks.
-
-        Raises:
-            ValueError: The stages do not divide them.
-        """
-        num_stages = world_size if self.num_stages == "auto" else self.num_stages
-        if world_size % num_stages:
-            below = num_stages * max(1, world_size // num_stages)
-            above = num_stages * (world_size // num_stages + 1)
-            raise ValueError(
-                f"The world size ({world_size}) must be a multiple of num_stages={num_stages}: each"
-                f" data replica takes {num_stages} ranks. Use {below} or {above} devices in all, or"
-                " another `num_stages`."
-            )
-        return MeshShape(pp=num_stages, dp_replicate=world_size // num_stages)
-
     def training_microbatches(self, num_stages: int) -> int:
         """Decides the number of micro-batches of a training batch.
 
@@ -110,6 +88,38 @@ class PipelineConfig:
         return self.training_microbatches(num_stages)
 
 
-def _check_count(name: str, value: int | str) -> None:
-    if value != "auto" and (not isinstance(value, int) or value < 1):
+def share_among_stages(world_size: int, num_stages: int | Literal["auto"]) -> MeshShape:
+    """Shares the ranks among stages and data replicas.
+
+    Args:
+        world_size: All ranks.
+        num_stages: Stages; ``"auto"`` takes all ranks.
+
+    Raises:
+        ValueError: The stages do not divide them.
+    """
+    if num_stages == "auto":
+        return MeshShape(pp=world_size)
+    if world_size % num_stages:
+        below = num_stages * max(1, world_size // num_stages)
+        above = num_stages * (world_size // num_stages + 1)
+        raise ValueError(
+            f"The world size ({world_size}) must be a multiple of num_stages={num_stages}: each"
+            f" data replica takes {num_stages} ranks. Use {below} or {above} devices in all, or"
+            " another `num_stages`."
+        )
+    return MeshShape(pp=num_stages, dp_replicate=world_size // num_stages)
+
+
+def check_count(name: str, value: int) -> None:
+    """Checks a number of something.
+
+    Args:
+        name: Of the argument.
+        value: Its value.
+
+    Raises:
+        ValueError: It is no integer of at least 1.
+    """
+    if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r} must be 'auto' or at least 1.")

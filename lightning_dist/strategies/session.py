@@ -2,18 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 
-from lightning_dist.pipeline.connect import Channels
+from lightning_dist.mesh import MeshShape
+from lightning_dist.pipeline.connect import Channels, connect
+from lightning_dist.pipeline.gradients import Gradients
 from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.shape import PipelineShape
+from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.stage_metrics import StageMetrics
 from lightning_dist.strategies.step_runner import StepRunner
 from lightning_dist.strategies.updates import Updates
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What a pipeline runs in.
+
+    Attributes:
+        mesh: All ranks.
+        rank: This one.
+        device: Where it computes.
+        seed: Base of the random numbers; the same on all ranks.
+        timeout_seconds: How long a rank waits for another.
+        stages: A gloo group of this replica's stages.
+        replicas: A gloo group of the ranks that read other data and hold this stage.
+        precision_plugin: Runs hooks, clipping and the optimizer's step.
+        complete_gradients: Called before each update with the stage's gradients in place.
+    """
+
+    mesh: MeshShape
+    rank: int
+    device: torch.device
+    seed: int
+    timeout_seconds: float
+    stages: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+    precision_plugin: Precision
+    complete_gradients: Callable[[], None]
+
+    def shape(self, config: PipelineConfig, layers_per_stage: tuple[int, ...]) -> PipelineShape:
+        """Says which part of which pipeline this rank is.
+
+        Args:
+            config: What the user asks for.
+            layers_per_stage: The partition.
+        """
+        return PipelineShape(
+            config.schedule,
+            config.training_microbatches(self.mesh.pp),
+            layers_per_stage,
+            self.mesh.coordinates(self.rank)["pp"],
+            may_use_fewer=config.may_use_fewer_microbatches,
+            replica_index=self.mesh.data_index(self.rank),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +71,20 @@ class Session:
     """The parts at work.
 
     Attributes:
+        mesh: All ranks.
         pipeline: This rank's stage.
         channels: To the other stages.
         metrics: The module's torchmetrics objects.
         runner: Runs the user's steps.
         updates: Applies the gradients.
-        undo: Gives the module, the trainer and its plugins back as they were.
     """
 
+    mesh: MeshShape
     pipeline: Pipeline
     channels: Channels
     metrics: StageMetrics
     runner: StepRunner
     updates: Updates
-    undo: tuple[Callable[[], None], ...]
 
     def close(self, *, failed: bool) -> None:
         """Ends everything; each rank must call it.
@@ -44,8 +94,6 @@ class Session:
         """
         if failed:
             self.pipeline.clear()
-        for undo in self.undo:
-            undo()
         self.metrics.detach()
         self.pipeline.stage.detach()
         self.channels.close()
@@ -53,32 +101,46 @@ class Session:
 
 def open_session(
     module: pl.LightningModule,
-    precision_plugin: Precision,
-    pipeline: Pipeline,
-    channels: Channels,
+    sequence: nn.Sequential,
+    layers_per_stage: tuple[int, ...],
+    config: PipelineConfig,
+    run: RunContext,
     *,
-    stages: dist.ProcessGroup,
-    replicas: dist.ProcessGroup,
-    undo: Sequence[Callable[[], None]],
+    layers: nn.Module | None = None,
+    gradients: Gradients | None = None,
+    change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
 ) -> Session:
-    """Puts the parts together.
+    """Puts the parts together; each rank must call it.
 
     Args:
         module: The user's module.
-        precision_plugin: Runs hooks, clipping and the optimizer's step.
-        pipeline: This rank's stage.
-        channels: To the other stages.
-        stages: The gloo group of this replica's stages.
-        replicas: The gloo group of the ranks that hold this stage.
-        undo: Gives the module, the trainer and its plugins back as they were.
+        sequence: The pipelined module in it.
+        layers_per_stage: The partition.
+        config: What the user asks for.
+        run: What the pipeline runs in.
+        layers: Runs this stage's layers, if something has been made of them.
+        gradients: Where they stay until an update.
+        change_step: What is made of each of the user's steps.
     """
-    last_rank = dist.get_process_group_ranks(stages)[-1]
-    metrics = StageMetrics(module, stages, replicas, last_rank, pipeline.stage.is_last)
+    channels = connect(run.mesh.groups("pp"), run.device, run.timeout_seconds)
+    pipeline = Pipeline(
+        sequence,
+        run.shape(config, layers_per_stage),
+        channels.links,
+        weight_versions=config.weight_versions,
+        seed=run.seed,
+        device=run.device,
+        rank=run.rank,
+        layers=layers,
+        gradients=gradients,
+    )
+    last_rank = dist.get_process_group_ranks(run.stages)[-1]
+    metrics = StageMetrics(module, run.stages, run.replicas, last_rank, pipeline.stage.is_last)
     return Session(
+        run.mesh,
         pipeline,
         channels,
         metrics,
-        StepRunner(module, pipeline, channels, metrics),
-        Updates(module, pipeline, precision_plugin, replicas),
-        tuple(undo),
+        StepRunner(module, pipeline, channels, metrics, change_step),
+        Updates(module, pipeline, run.precision_plugin, run.complete_gradients),
     )

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+
+from lightning_dist.sharding import ShardingOptions
 from lightning_dist.wrap import WrapPolicy, parse_policy
 
 Offload = Literal["none", "cpu"]
@@ -58,6 +62,21 @@ class ShardConfig:
     def policy(self) -> WrapPolicy:
         """Chooses the units."""
         return parse_policy(self.wrap)
+
+    def under(self, precision: Precision) -> ShardingOptions:
+        """Says how units are treated under a precision.
+
+        Args:
+            precision: The Trainer's.
+        """
+        half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+        param_dtype = half[precision.precision] if isinstance(precision, MixedPrecision) else None
+        return ShardingOptions(
+            None if self.reshard_after_forward == "auto" else self.reshard_after_forward,
+            param_dtype,
+            reduce_dtype=None if param_dtype is None else getattr(torch, self.reduce_dtype),
+            offload=self.offload == "cpu",
+        )
 
 
 def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -12,12 +12,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,18 +23,22 @@ from typing_extensions import override
 from lightning_dist.deferred.tape import Tape
 from lightning_dist.deferred_init import deferred_init, named_tensors
 from lightning_dist.device_mesh import axis, build_mesh
-from lightning_dist.sharding import ShardingOptions, fill
+from lightning_dist.sharding import fill
 from lightning_dist.shards import is_spread
 from lightning_dist.strategies import data_parallel_checks
 from lightning_dist.strategies import fsdp_checks as checks
 from lightning_dist.strategies.clipping import clip_by_global_norm
+from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.evaluation_lengths import check_evaluation_lengths
+from lightning_dist.strategies.pipeline_checks import check_trainer
+from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.random_state import first_ranks_numbers
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.sharded_module import ShardedModule
+from lightning_dist.strategies.staged_module import StagedModule
 from lightning_dist.strategies.tensor_checks import check_precision
 from lightning_dist.strategies.whole_model_checks import check_callbacks, check_optimizers
 from lightning_dist.tensor.config import TensorConfig
@@ -48,6 +50,7 @@ class ShardedStrategy(DataParallelStrategy):
     """Base class; see the module's docstring.
 
     Args:
+        pipeline: How the model is cut into stages, if the mesh has several.
         shard: How the parameters are spread over the data axes.
         tensor: How layers are spread over the tensor-parallel ranks.
         meta_init: Build in ``configure_model`` without memory, and give values part by part.
@@ -55,9 +58,15 @@ class ShardedStrategy(DataParallelStrategy):
     """
 
     def __init__(
-        self, shard: ShardConfig, tensor: TensorConfig, meta_init: bool, **arguments: Any
+        self,
+        pipeline: PipelineConfig,
+        shard: ShardConfig,
+        tensor: TensorConfig,
+        meta_init: bool,
+        **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
+        self._pipeline_config = pipeline
         self._shard_config = shard
         self._tensor_config = tensor
         self._policy = shard.policy
@@ -90,12 +99,12 @@ class ShardedStrategy(DataParallelStrategy):
         """
         return self.sharded.tensor_summary or self.sharded.summary
 
-    @property
-    def _description(self) -> str:
-        found, tells = self.sharded.plan, str(self.describe())
-        if not found or self._tensor_config.plan != "auto":
-            return tells
-        return f"The tensor-parallel plan that was found:\n{found}\n{tells}"
+    def tell(self) -> None:
+        """Prints how the model is spread, on the first rank; each rank must call it."""
+        found = self.sharded.plan
+        if found and self._tensor_config.plan == "auto":
+            rank_zero_info(f"The tensor-parallel plan that was found:\n{found}")
+        rank_zero_info(str(self.describe()))
 
     # --- the model ---------------------------------------------------------------------------
 
@@ -118,20 +127,33 @@ class ShardedStrategy(DataParallelStrategy):
         check_precision(str(self.precision_plugin.precision), self.mesh.tp)
         if is_fitting:
             check_callbacks(trainer)
+        if is_fitting and self.mesh.pp > 1:
+            check_trainer(trainer, self.module, asynchronous=False)
         if self._sharded is None or self._sharded.module is not self.module:
             self._sharded = self._shard()
         self.hook_into(trainer)
-        self._undo += (reduce_metrics_over(self.module, self.data_group), self._tie(trainer))
+        self._undo += (self._tie(trainer),)
+        if self.mesh.pp == 1:  # those of stages are reduced over the last ones
+            self._undo += (reduce_metrics_over(self.module, self.data_group),)
         if is_fitting:
-            rank_zero_info(self._description)
-            self._undo += (clip_by_global_norm(self.precision_plugin),)
+            self.tell()
+            stages = self.group("pp") if self.mesh.pp > 1 else None
+            self._undo += (clip_by_global_norm(self.precision_plugin, stages),)
+            self._setup_optimizers_of_whole_model(trainer)
+        self.setup_precision_plugin()
+        self.sharded.open(self.run_context(self._complete_gradients))
+
+    def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
+        """Lets the user group the whole model's parameters, as on a single device."""
+        with self.sharded.whole_structure():
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
             self.name_optimizer_groups()
-        self.setup_precision_plugin()
+        for optimizer in self.optimizers:
+            self.sharded.keep_own_parameters(optimizer)
 
     def _tie(self, trainer: pl.Trainer) -> Callable[[], None]:
-        tied = self.mesh.groups("dp_shard", "tp")
+        tied = self.mesh.groups("pp", "dp_shard", "tp")
         return check_evaluation_lengths(trainer, tied, self.group(*self.mesh.sizes))
 
     @override
@@ -140,7 +162,8 @@ class ShardedStrategy(DataParallelStrategy):
         # Only a step gathers all parameters, and an example's forward is none.
         example, self.module.example_input_array = self.module.example_input_array, None
         try:
-            yield
+            with self.sharded.whole_structure():
+                yield
         finally:
             self.module.example_input_array = example
 
@@ -153,33 +176,35 @@ class ShardedStrategy(DataParallelStrategy):
         self.synchronise_layers()
         state = [*self.module.parameters(), *self.module.buffers()]
         broadcast_state([t for t in state if not t.is_meta and not is_spread(t)], everyone)
-        sharded = ShardedModule(
-            self.module,
-            self._mesh_of_ranks,
-            self._sharding_options(),
-            self._shard_config,
-            self._tensor_config,
-            (everyone, self.group("dp_shard", "tp")),
-        )
+        sharded = self._composed()
         if self._tape is not None:
             tape, self._tape = self._tape, None
-            deferred = [name for name, tensor in tensors.items() if tensor.is_meta]
+            own = named_tensors(self.module)
+            deferred = [name for name, t in tensors.items() if t.is_meta and name in own]
             fill(self.module, deferred, lambda n: tape.materialize(tensors[n]), self.root_device)
         if self._shard_config.offload == "none":
             self.module.to(self.root_device)
         return sharded
 
-    def _sharding_options(self) -> ShardingOptions:
-        config = self._shard_config
-        reshard = config.reshard_after_forward
-        precision = self.precision_plugin
-        half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-        param_dtype = half[precision.precision] if isinstance(precision, MixedPrecision) else None
-        return ShardingOptions(
-            reshard_after_forward=None if reshard == "auto" else reshard,
-            param_dtype=param_dtype,
-            reduce_dtype=None if param_dtype is None else getattr(torch, config.reduce_dtype),
-            offload=config.offload == "cpu",
+    def _composed(self) -> ShardedModule:
+        asked = Parallelism(
+            self._pipeline_config,
+            self._tensor_config,
+            self._shard_config,
+            self._shard_config.under(self.precision_plugin),
+        )
+        composed = compose(self.module, self._mesh_of_ranks, asked)
+        groups = (self.stage_group, self.group("dp_shard", "tp"))
+        apart = self._tensor_config.loss_parallel
+        always = self._shard_config.find_unused_parameters
+        if composed.split is None:
+            return ShardedModule(composed, groups, has_logits_apart=apart, compares_always=always)
+        return StagedModule(
+            composed,
+            groups,
+            self._pipeline_config,
+            has_logits_apart=apart,
+            compares_always=always,
         )
 
     @property
@@ -201,8 +226,25 @@ class ShardedStrategy(DataParallelStrategy):
     @override
     def close_session(self) -> None:
         super().close_session()
-        if self._sharded is not None and not self.is_running:
-            self._sharded.recover()
+        if self._sharded is not None:
+            self._sharded.close(failed=not self.is_running)
+
+    @override
+    def interrupt(self, error: BaseException) -> None:
+        if self._sharded is not None:
+            self._sharded.interrupt(error)
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.sharded.own_state(super().lightning_module_state_dict())
+
+    @override
+    def foreign_names(self) -> set[str]:
+        return self.sharded.foreign_names()
+
+    # --- how a run ends ----------------------------------------------------------------------
 
     @override
     def teardown(self) -> None:
@@ -229,35 +271,52 @@ class ShardedStrategy(DataParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.seed_data_rank(reading=False)
-        with self.precision_plugin.train_step_context():
-            return self.sharded.train(self.module.training_step, *args, **kwargs)
+        context = self.precision_plugin.train_step_context
+        return self.sharded.train(self.module.training_step, context, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self.sharded.evaluate(self.module.validation_step, *args, **kwargs)
+        context = self.precision_plugin.val_step_context
+        return self.sharded.evaluate(self.module.validation_step, context, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self.sharded.evaluate(self.module.test_step, *args, **kwargs)
+        context = self.precision_plugin.test_step_context
+        return self.sharded.evaluate(self.module.test_step, context, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self.sharded.evaluate(self.module.predict_step, *args, **kwargs)
+        context = self.precision_plugin.predict_step_context
+        return self.sharded.evaluate(self.module.predict_step, context, *args, **kwargs)
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        with self.sharded.backward_context():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        def default() -> Tensor:
+            return super(ShardedStrategy, self).backward(closure_loss, optimizer, *args, **kwargs)
+
+        return self.sharded.backward(closure_loss, default, accumulating=self._is_accumulating)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        def apply() -> Any:
+            return super(ShardedStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
+
+        return self.sharded.update(optimizer, closure, apply)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        if self._is_accumulating:
-            return
+        if not self._is_accumulating:
+            self._complete_gradients()
+
+    def _complete_gradients(self) -> None:
         self.sharded.add_gradients()
         if not self._shard_config.find_unused_parameters:
             data_parallel_checks.check_gradients(self.module)

@@ -1,89 +1,62 @@
-"""The user's module with its parameters spread, and what a strategy does with it.
+"""The user's module as it was composed, and what a strategy does with it.
 
-The root of the sharding is not the user's module but a :class:`StepModule` around it: FSDP2 hooks
-into a forward, and a Lightning step is none. So the user's module stays of the user's class, and
-parameters that belong to no unit are gathered for the whole step. Layers that are spread over
-tensor-parallel ranks need no root; their inputs and outputs are whole.
+Here each rank runs whole steps; :class:`~lightning_dist.strategies.staged_module.StagedModule` is
+the same for a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
 
-from lightning_dist.activation_checkpointing import checkpoint_activations
-from lightning_dist.device_mesh import axis
-from lightning_dist.sharding import ShardingOptions, recover, reshard
-from lightning_dist.sharding import shard as fully_shard
-from lightning_dist.strategies.shard_config import ShardConfig
-from lightning_dist.strategies.step_module import StepModule
+from lightning_dist.sharding import recover, reshard
+from lightning_dist.strategies.compose import Composed
+from lightning_dist.strategies.measured import Measurements
+from lightning_dist.strategies.session import RunContext
 from lightning_dist.strategies.unit_agreement import UnitAgreement
-from lightning_dist.tensor.config import TensorConfig
-from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.logits import LogitsApart, joined
-from lightning_dist.tensor.plan import resolve_plan
 from lightning_dist.tensor.plan_summary import describe_plan
-from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
 from lightning_dist.tensor.summary import TensorSummary, summarise
-from lightning_dist.wrap import ByClass, Unit
-from lightning_dist.wrap_summary import WrapSummary, describe
+from lightning_dist.wrap_summary import WrapSummary
+
+StepContext = Callable[[], AbstractContextManager[None]]
 
 
 class ShardedModule:
     """A module whose parameters are spread over a mesh.
 
-    The order in which it is composed is the specification: tensor parallelism, compilation,
-    activation checkpointing, shards.
-
     Args:
-        module: The user's module; changed. Parameters may be on the meta device.
-        mesh: From :func:`~lightning_dist.device_mesh.build_mesh`.
-        sharding: How units are sharded.
-        shard: What else the user has asked for.
-        tensor: How layers are spread, where the mesh has tensor-parallel ranks.
-        groups: Gloo groups: of all ranks, and of those that compute a forward together.
-
-    Raises:
-        ValueError: A policy or plan matches nothing, or a size cannot be shared out.
+        composed: The user's module, made parallel.
+        groups: Gloo groups: of the ranks that hold the same layers, and of those that compute a
+            forward of them together.
+        has_logits_apart: Whether the logits of a step are spread over the vocabulary.
+        compares_always: Whether ranks compare the units that they run in each step.
     """
 
     def __init__(
         self,
-        module: pl.LightningModule,
-        mesh: DeviceMesh,
-        sharding: ShardingOptions,
-        shard: ShardConfig,
-        tensor: TensorConfig,
+        composed: Composed,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        *,
+        has_logits_apart: bool,
+        compares_always: bool,
     ) -> None:
-        self.module = module
-        self._root = StepModule(module)
+        self.module = composed.module
+        self.summary: WrapSummary = composed.summary
+        self._root = composed.root
+        self._spread = composed.spread
+        self._shards = composed.shards
+        self._has_logits_apart = has_logits_apart and composed.spread is not None
         self._was_entered = False
-        self._spread = _spread(module, axis(mesh, "tp"), tensor)
-        self._has_logits_apart = self._spread is not None and tensor.loss_parallel
-        policy = shard.policy
-        units = _sharded_already(module) if policy.is_manual else policy.select(module)
-        self.summary: WrapSummary = _describe(module, units, sharding)
-        _prepare(module, units, shard)
-        data_mesh = axis(mesh, "dp_replicate", "dp_shard")
-        self._units: FSDPModule | None = None
-        if data_mesh is not None:
-            new = [] if policy.is_manual else units
-            self._units = fully_shard(self._root, module, new, data_mesh, sharding)
         self._agreement = UnitAgreement(
-            module,
-            [unit.name for unit in units],
-            *groups,
-            always=shard.find_unused_parameters,
+            self.module, composed.units, *groups, always=compares_always
         )
 
     @property
@@ -92,64 +65,146 @@ class ShardedModule:
         return "" if self._spread is None else describe_plan(self.module, self._spread.styles)
 
     @property
+    def layers(self) -> str:
+        """Which layers this rank has, in words."""
+        return "all"
+
+    @property
     def tensor_summary(self) -> TensorSummary | None:
         """What this rank holds of each layer, if layers are spread."""
         return None if self._spread is None else summarise(self.module, self._spread.styles)
 
-    def add_gradients(self) -> None:
-        """Completes the gradients of which each tensor-parallel rank has a summand, once a step."""
-        if self._spread is not None:
-            self._spread.add_gradients()
+    # --- a run -------------------------------------------------------------------------------
 
-    def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def open(self, run: RunContext) -> None:
+        """Begins a run; each rank must call it.
+
+        Args:
+            run: What it runs in.
+        """
+
+    def close(self, *, failed: bool) -> None:
+        """Ends a run.
+
+        Args:
+            failed: Whether other ranks may be gone.
+        """
+        # Until a step was entered nothing is gathered, and FSDP2 not set up.
+        if failed and self._was_entered and self._shards is not None:
+            recover(self._root)
+
+    def measure(self, group: dist.ProcessGroup) -> Measurements:
+        """Gathers what the stages of a pipeline have measured; each rank must call it.
+
+        Args:
+            group: A gloo group of all ranks.
+        """
+        return Measurements()
+
+    def interrupt(self, error: BaseException) -> None:
+        """Wakes this rank's main thread where it waits for another stage.
+
+        Args:
+            error: What to raise there.
+        """
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def train(
+        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
         """Runs a step whose result will be differentiated.
 
         Args:
             step: A method of the module.
+            context: Gives what the step runs in.
             args: Of the step.
             kwargs: Of the step.
         """
-        return self._run(step, args, kwargs, training=True)
+        return self._run(step, context, args, kwargs, training=True)
 
-    def evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def evaluate(
+        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
         """Runs a step without gradients.
 
         Args:
             step: A method of the module.
+            context: Gives what the step runs in.
             args: Of the step.
             kwargs: Of the step.
         """
         # Gathered parameters made under `inference_mode` could not be trained with later.
         with torch.inference_mode(False), torch.no_grad():
             try:
-                return self._run(step, args, kwargs, training=False)
+                return self._run(step, context, args, kwargs, training=False)
             finally:
                 self.reshard()
+
+    def _run(
+        self, step: Callable[..., Any], context: StepContext, args: Any, kwargs: Any, training: bool
+    ) -> Any:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            self._was_entered = True
+            with self._agreement.step(training=training):
+                return self.joining(step)(*args, **kwargs)
+
+        with context():
+            return self._root(entered, *args, **kwargs)
+
+    def joining(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a step one that does not know that its logits are apart.
+
+        Args:
+            step: A method of the module.
+        """
+        if not self._has_logits_apart:
+            return step
+
+        def with_logits_apart(*args: Any, **kwargs: Any) -> Any:
+            with LogitsApart():
+                return joined(step(*args, **kwargs))
+
+        return with_logits_apart
+
+    # --- gradients ---------------------------------------------------------------------------
 
     def backward_context(self) -> AbstractContextManager[None]:
         """Gives what the backward of a step's loss runs in."""
         return loss_parallel() if self._has_logits_apart else nullcontext()
 
-    def _run(self, step: Callable[..., Any], args: Any, kwargs: Any, *, training: bool) -> Any:
-        def entered(*args: Any, **kwargs: Any) -> Any:
-            self._was_entered = True
-            with self._agreement.step(training=training):
-                if not self._has_logits_apart:
-                    return step(*args, **kwargs)
-                with LogitsApart():
-                    return joined(step(*args, **kwargs))
+    def backward(
+        self, loss: Tensor, default: Callable[[], Tensor], *, accumulating: bool
+    ) -> Tensor:
+        """Makes the gradients of the newest step those of the parameters.
 
-        return self._root(entered, *args, **kwargs)
+        Args:
+            loss: What the step returned.
+            default: Differentiates it.
+            accumulating: Whether more gradients come before the update.
 
-    def reshard(self) -> None:
-        """Makes the module's parameters the sharded ones, whatever has run last."""
-        reshard(self._root)
+        Returns:
+            The loss.
+        """
+        with self.backward_context():
+            return default()
 
-    def recover(self) -> None:
-        """Makes the module's parameters the sharded ones after an exception inside of a step."""
-        # Until a step was entered nothing is gathered, and FSDP2 not set up.
-        if self._was_entered and self._units is not None:
-            recover(self._root)
+    def update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
+    ) -> Any:
+        """Runs a step and the update that it brings.
+
+        Args:
+            optimizer: Whose update it is.
+            closure: Runs the step.
+            apply: Runs the step and updates.
+        """
+        return apply()
+
+    def add_gradients(self) -> None:
+        """Completes the gradients of which each tensor-parallel rank has a summand, once a step."""
+        if self._spread is not None:
+            self._spread.add_gradients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -158,61 +213,40 @@ class ShardedModule:
         Yields:
             Nothing.
         """
-        if self._units is None:
+        if self._shards is None:
             yield
             return
-        self._units.set_requires_gradient_sync(False)
+        self._shards.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._units.set_requires_gradient_sync(True)
+            self._shards.set_requires_gradient_sync(True)
 
+    # --- parameters --------------------------------------------------------------------------
 
-def _sharded_already(module: nn.Module) -> list[Unit]:
-    parts = module.named_modules()
-    return [Unit(name) for name, part in parts if name and isinstance(part, FSDPModule)]
+    def reshard(self) -> None:
+        """Makes the module's parameters the sharded ones, whatever has run last."""
+        reshard(self._root)
 
+    def whole_structure(self) -> AbstractContextManager[None]:
+        """Shows the whole model while entered, without the values that are on other ranks."""
+        return nullcontext()
 
-def _spread(
-    module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig
-) -> SpreadModule | None:
-    if mesh is None:
-        return None
-    if config.plan == "auto":
-        styles = find_plan(module, mesh.size())
-    else:
-        styles = resolve_plan(module, config.plan)
-    return SpreadModule(
-        module, styles, mesh, SpreadOptions(config.sequence_parallel, config.loss_parallel)
-    )
+    def keep_own_parameters(self, optimizer: Optimizer) -> None:
+        """Takes what other stages hold out of an optimizer.
 
+        Args:
+            optimizer: Made while the whole structure was shown.
+        """
 
-def _describe(module: nn.Module, units: list[Unit], sharding: ShardingOptions) -> WrapSummary:
-    half, reshard_by_default = sharding.param_dtype, sharding.reshard_after_forward
-    return describe(
-        module,
-        units,
-        bytes_per_element=None if half is None else half.itemsize,
-        reshard_after_forward=True if reshard_by_default is None else reshard_by_default,
-    )
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Gives what this stage puts into checkpoints.
 
+        Args:
+            state: The module's state dict.
+        """
+        return dict(state)
 
-def _prepare(module: nn.Module, units: list[Unit], options: ShardConfig) -> None:
-    if options.compile:  # first, for the compiler does not see through checkpointing
-        for unit in _outermost(module, units) or [module]:
-            unit.forward = torch.compile(unit.forward)
-    mode = options.activation_checkpointing
-    if not isinstance(mode, str):
-        units = ByClass(list(mode)).select(module)
-    elif mode == "none":
-        units = []
-    checkpoint_activations(_outermost(module, units), keep_products=mode == "selective")
-
-
-def _outermost(module: nn.Module, units: list[Unit]) -> list[nn.Module]:
-    names = [unit.name for unit in units]
-    return [
-        module.get_submodule(name)
-        for name in names
-        if not any(name.startswith(f"{other}.") for other in names)
-    ]
+    def foreign_names(self) -> set[str]:
+        """Names of the whole model's state that other stages hold."""
+        return set()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_dist.shards import whole
 from lightning_dist.strategies.lightning_private import set_step_value, step_value
 
 
@@ -201,5 +202,5 @@ class StepLog:
             # A mean of whole numbers need not be whole; Lightning makes them floating as well.
             is_floating = value.is_floating_point()
             dtype = value.dtype if is_floating else torch.get_default_dtype()
-            return float(value.detach()), dtype, None
+            return float(whole(value.detach())), dtype, None
         return float(value), torch.get_default_dtype(), None

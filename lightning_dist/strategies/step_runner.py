@@ -30,6 +30,7 @@ class StepRunner:
         pipeline: This rank's stage at work.
         channels: This rank's.
         metrics: The module's torchmetrics objects.
+        change_step: What is made of each of the user's steps.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class StepRunner:
         pipeline: Pipeline,
         channels: Channels,
         metrics: StageMetrics,
+        change_step: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
         self._module = module
         self._pipeline = pipeline
         self._metrics = metrics
+        self._change_step = change_step
         self._log = StepLog(module)
         self._outcomes = Outcomes(channels)
         self._last_result: Any = torch.tensor(float("nan"), device=module.device)
@@ -111,6 +114,8 @@ class StepRunner:
     def _step(
         self, method: Callable[..., Any], context: StepContext, rest: Sequence[Any]
     ) -> Callable[[Microbatch], Any]:
+        method = self._change_step(method)
+
         def step(microbatch: Microbatch) -> Any:
             recording = self._log.recording(microbatch.num_samples)
             with context(), recording, self._metrics.in_step():

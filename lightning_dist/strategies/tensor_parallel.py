@@ -16,7 +16,8 @@ from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape, fill_axis
-from lightning_dist.strategies.distributed import StartMethod
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.sharded import ShardedStrategy
 from lightning_dist.tensor.config import TensorConfig
@@ -70,6 +71,7 @@ class TensorParallelStrategy(ShardedStrategy):
         start_method: StartMethod = "popen",
     ) -> None:
         super().__init__(
+            PipelineConfig(),
             ShardConfig(),
             TensorConfig(plan, sequence_parallel, loss_parallel),
             meta_init,

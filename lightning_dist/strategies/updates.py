@@ -7,14 +7,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.strategies.hyperparameters import HyperparameterHistory
-from lightning_dist.strategies.replicas import average_gradients
 
 
 class Updates:
@@ -24,7 +22,7 @@ class Updates:
         module: The user's module.
         pipeline: This rank's stage at work.
         precision_plugin: Runs the hooks, the clipping and the step.
-        data_group: The ranks that hold this stage.
+        complete_gradients: Called before each update with the stage's gradients in place.
     """
 
     def __init__(
@@ -32,12 +30,12 @@ class Updates:
         module: pl.LightningModule,
         pipeline: Pipeline,
         precision_plugin: Precision,
-        data_group: dist.ProcessGroup,
+        complete_gradients: Callable[[], None],
     ) -> None:
         self._module = module
         self._pipeline = pipeline
         self._precision_plugin = precision_plugin
-        self._data_group = data_group
+        self._complete_gradients = complete_gradients
         self._history = HyperparameterHistory(pipeline.delay)
 
     def backward(self, loss: Tensor, *, accumulating: bool) -> Tensor:
@@ -53,7 +51,7 @@ class Updates:
         if not self._pipeline.has_gradients:
             return loss
         self._precision_plugin.pre_backward(loss, self._module)
-        self._pipeline.install_gradients(None if accumulating else self._reduce)
+        self._pipeline.install_gradients(None if accumulating else self._complete_gradients)
         loss = self._precision_plugin.post_backward(loss, self._module)
         if not accumulating:
             self._pipeline.begin_update()
@@ -100,7 +98,3 @@ class Updates:
         optimizer.zero_grad()
         loss = torch.zeros((), device=self._module.device)
         return self.backward(loss, accumulating=False)
-
-    def _reduce(self) -> None:
-        if dist.get_world_size(self._data_group) > 1:
-            average_gradients(self._pipeline.stage.named_parameters().values(), self._data_group)

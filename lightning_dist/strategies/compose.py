@@ -1,0 +1,189 @@
+"""Compose the parallelisms on a user's module.
+
+The order is the specification: pipeline stages, tensor parallelism, compilation, activation
+checkpointing, shards. What a module, a plan or a policy decides is decided on the whole model,
+before the first cut, so that all ranks find the same, or raise alike.
+
+The root of the shards is not the user's module, for FSDP2 hooks into a forward, and a Lightning
+step is none: it is a :class:`StepModule` around the module, or, since a step of a pipeline ends
+early on most stages, what runs a stage's layers. So the user's module stays of the user's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_dist.activation_checkpointing import checkpoint_activations
+from lightning_dist.device_mesh import axis
+from lightning_dist.sharding import ShardingOptions
+from lightning_dist.sharding import shard as fully_shard
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
+from lightning_dist.strategies.shard_config import ShardConfig
+from lightning_dist.strategies.step_module import StepModule
+from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.tensor.discovery import find_plan
+from lightning_dist.tensor.plan import resolve_plan
+from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
+from lightning_dist.wrap import ByClass, Unit
+from lightning_dist.wrap_summary import WrapSummary, describe
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """What a user asks for.
+
+    Attributes:
+        pipeline: How the model is cut into stages.
+        tensor: How layers are spread.
+        shard: How parameters are sharded.
+        sharding: What follows from that and from the precision.
+    """
+
+    pipeline: PipelineConfig
+    tensor: TensorConfig
+    shard: ShardConfig
+    sharding: ShardingOptions
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A user's module, made parallel.
+
+    Attributes:
+        module: The user's.
+        root: What is called, with the step or the stage's input.
+        split: How it was cut into stages, if it was.
+        spread: Its layers, if they are spread.
+        units: Names of what is sharded as one.
+        shards: The root, if it is sharded.
+        summary: Of the units on this rank.
+    """
+
+    module: pl.LightningModule
+    root: nn.Module
+    split: PipelineSplit | None
+    spread: SpreadModule | None
+    units: list[str]
+    shards: FSDPModule | None
+    summary: WrapSummary
+
+
+def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) -> Composed:
+    """Makes a module parallel in place.
+
+    Args:
+        module: The user's, whole. Parameters may be on the meta device.
+        mesh: From :func:`~lightning_dist.device_mesh.build_mesh`.
+        asked: How.
+
+    Raises:
+        ValueError: A policy or plan matches nothing, or a size cannot be shared out.
+    """
+    split = _find_split(module, axis(mesh, "pp"), asked.pipeline)
+    keeps = _keep_all if split is None else split.keeps
+    units = _choose_units(module, asked.shard, split)
+    recomputed = _choose_recomputed(module, units, asked.shard)
+    spread = _spread(module, axis(mesh, "tp"), asked.tensor, keeps)
+
+    root = StepModule(module) if split is None else split.cut()
+    own = [unit for unit in units if keeps(unit.name)]
+    sharding = asked.sharding if split is None else _kept_whole(asked.sharding)
+    summary = _describe(module, own, sharding)
+
+    if asked.shard.compile:  # first, for the compiler does not see through checkpointing
+        for part in _outermost(module, own) or [module if split is None else root]:
+            part.forward = torch.compile(part.forward)
+    again = [unit for unit in recomputed if keeps(unit.name)]
+    is_selective = asked.shard.activation_checkpointing == "selective"
+    checkpoint_activations(_outermost(module, again), keep_products=is_selective)
+
+    shards, data_mesh = None, axis(mesh, "dp_replicate", "dp_shard")
+    if data_mesh is not None:
+        new = [] if asked.shard.policy.is_manual else own
+        shards = fully_shard(root, module, new, data_mesh, sharding)
+    return Composed(module, root, split, spread, [unit.name for unit in own], shards, summary)
+
+
+def _find_split(
+    module: nn.Module, stages: DeviceMesh | None, config: PipelineConfig
+) -> PipelineSplit | None:
+    if stages is None:
+        return None
+    return find_split(module, config, stages.size(), stages.get_local_rank())
+
+
+def _keep_all(_: str) -> bool:
+    return True
+
+
+def _kept_whole(sharding: ShardingOptions) -> ShardingOptions:
+    """Leaves parameters whole for a round, unless told otherwise.
+
+    Each micro-batch would gather them again, twice (as torchtitan found, too).
+    """
+    if sharding.reshard_after_forward is not None:
+        return sharding
+    return replace(sharding, reshard_after_forward=False)
+
+
+def _choose_units(module: nn.Module, shard: ShardConfig, split: PipelineSplit | None) -> list[Unit]:
+    policy = shard.policy
+    if policy.is_manual:
+        parts = module.named_modules()
+        return [Unit(name) for name, part in parts if name and isinstance(part, FSDPModule)]
+    units = policy.select(module)
+    astray = [u.name for u in units if split is not None and not split.is_in_a_layer(u.name)]
+    if split is not None and astray:
+        raise ValueError(
+            f"wrap={policy} selects {astray}, which are no part of one layer of the pipelined"
+            f" module {split.path!r} and would be on several stages. Choose modules inside of its"
+            " layers, or the layers themselves."
+        )
+    return units
+
+
+def _choose_recomputed(module: nn.Module, units: list[Unit], shard: ShardConfig) -> list[Unit]:
+    mode = shard.activation_checkpointing
+    if not isinstance(mode, str):
+        return ByClass(list(mode)).select(module)
+    return [] if mode == "none" else units
+
+
+def _spread(
+    module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig, keeps: Callable[[str], bool]
+) -> SpreadModule | None:
+    if mesh is None:
+        return None
+    if config.plan == "auto":
+        styles = find_plan(module, mesh.size())
+    else:
+        styles = resolve_plan(module, config.plan)
+    options = SpreadOptions(config.sequence_parallel, config.loss_parallel)
+    return SpreadModule(module, styles, mesh, options, keeps)
+
+
+def _describe(module: nn.Module, units: list[Unit], sharding: ShardingOptions) -> WrapSummary:
+    half, reshard_by_default = sharding.param_dtype, sharding.reshard_after_forward
+    return describe(
+        module,
+        units,
+        bytes_per_element=None if half is None else half.itemsize,
+        reshard_after_forward=True if reshard_by_default is None else reshard_by_default,
+    )
+
+
+def _outermost(module: nn.Module, units: Iterable[Unit]) -> list[nn.Module]:
+    names = [unit.name for unit in units]
+    return [
+        module.get_submodule(name)
+        for name in names
+        if not any(name.startswith(f"{other}.") for other in names)
+    ]

@@ -1,0 +1,31 @@
+"""Refuse what cannot be combined on one mesh, on all ranks alike, with the reason."""
+
+from __future__ import annotations
+
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.strategies.shard_config import ShardConfig
+
+
+def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -> None:
+    """Checks that a pipeline goes with the rest of the mesh.
+
+    Args:
+        pp: Stages.
+        tp: Tensor-parallel ranks.
+        pipeline: How it runs.
+        shard: How parameters are sharded.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if pipeline.asynchronous:
+        raise ValueError(
+            f"schedule={pipeline.schedule!r} keeps older versions of a stage's weights, each of"
+            " which would have to be sharded and gathered by itself. Use schedule='1f1b' here, or"
+            " PipelineStrategy(schedule='pipedream'), whose replicas hold whole stages."
+        )
+    if (pp > 1 or tp > 1) and shard.policy.is_manual:
+        raise ValueError(
+            f"wrap='manual' with pp={pp}, tp={tp}: `configure_model` would shard layers before they"
+            " are shared out among stages or spread. Use wrap='auto', or another policy."
+        )

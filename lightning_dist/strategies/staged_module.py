@@ -1,0 +1,173 @@
+"""The user's module cut into stages, each of which is spread over the other axes of the mesh.
+
+Micro-batches are run by the same :class:`~lightning_dist.pipeline.pipeline.Pipeline` that
+:class:`~lightning_dist.PipelineStrategy` uses. What differs is the backward: FSDP2 learns of
+gradients where autograd adds them up, and sends them in the last backward of a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.named_optimizer import keep_own_parameters
+from lightning_dist.pipeline.cut import whole
+from lightning_dist.pipeline.gradients import Accumulated
+from lightning_dist.strategies.compose import Composed
+from lightning_dist.strategies.measured import Measurements, gather_measurements
+from lightning_dist.strategies.pipeline_checks import arguments_of_step
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.strategies.session import RunContext, Session, open_session
+from lightning_dist.strategies.sharded_module import ShardedModule, StepContext
+
+
+class StagedModule(ShardedModule):
+    """This rank's stage.
+
+    Args:
+        composed: The user's module, made parallel.
+        groups: As for :class:`ShardedModule`.
+        config: Of the pipeline.
+        has_logits_apart: As for :class:`ShardedModule`.
+        compares_always: As for :class:`ShardedModule`.
+    """
+
+    def __init__(
+        self,
+        composed: Composed,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        config: PipelineConfig,
+        *,
+        has_logits_apart: bool,
+        compares_always: bool,
+    ) -> None:
+        super().__init__(
+            composed, groups, has_logits_apart=has_logits_apart, compares_always=compares_always
+        )
+        assert composed.split is not None
+        self._split = composed.split
+        self._config = config
+        self._session: Session | None = None
+        self._sends = True
+
+    @property
+    def session(self) -> Session:
+        """What is at work during a run."""
+        assert self._session is not None, "the pipeline exists from setup to teardown"
+        return self._session
+
+    @property
+    @override
+    def layers(self) -> str:
+        names = self._split.own_names
+        first, last = f"{self._split.path}.{names[0]}", names[-1]
+        return first if len(names) == 1 else f"{first} to {last}"
+
+    @override
+    def open(self, run: RunContext) -> None:
+        self._session = open_session(
+            self.module,
+            self._split.sequence,
+            self._split.layers_per_stage,
+            self._config,
+            run,
+            layers=self._root,
+            gradients=Accumulated(self._root, self._around_backward),
+            change_step=self.joining,
+        )
+
+    @override
+    def close(self, *, failed: bool) -> None:
+        super().close(failed=failed)
+        session, self._session = self._session, None
+        if session is not None:
+            session.close(failed=failed)
+
+    @override
+    def measure(self, group: dist.ProcessGroup) -> Measurements:
+        return gather_measurements(self.session.pipeline, group, self.session.mesh)
+
+    @override
+    def interrupt(self, error: BaseException) -> None:
+        if self._session is not None:
+            self._session.channels.interrupt(error)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @override
+    def train(
+        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._was_entered = True
+        with self._agreement.step(training=True):
+            return self.session.runner.train(arguments_of_step(args, kwargs), context)
+
+    @override
+    def evaluate(
+        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._was_entered = True
+        count = self._config.evaluation_microbatches(len(self._split.layers_per_stage))
+        with torch.inference_mode(False), torch.no_grad(), self._agreement.step(training=False):
+            try:
+                arguments = arguments_of_step(args, kwargs)
+                return self.session.runner.evaluate(step, arguments, context, count)
+            finally:
+                self.reshard()
+
+    # --- gradients ---------------------------------------------------------------------------
+
+    @contextmanager
+    def _around_backward(self, is_last: bool) -> Iterator[None]:
+        if self._shards is not None:
+            self._shards.set_is_last_backward(is_last)
+            self._shards.set_reshard_after_backward(is_last)
+            self._shards.set_requires_gradient_sync(is_last and self._sends)
+        with self.backward_context():
+            yield
+
+    @override
+    def backward(
+        self, loss: Tensor, default: Callable[[], Tensor], *, accumulating: bool
+    ) -> Tensor:
+        return self.session.updates.backward(loss, accumulating=accumulating)
+
+    @override
+    def update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
+    ) -> Any:
+        return self.session.updates.step(optimizer, closure, apply)
+
+    @override
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._sends = False
+        try:
+            yield
+        finally:
+            self._sends = True
+
+    # --- parameters --------------------------------------------------------------------------
+
+    @override
+    def whole_structure(self) -> AbstractContextManager[None]:
+        return whole(self._split.sequence, torch.device("cpu"))
+
+    @override
+    def keep_own_parameters(self, optimizer: Optimizer) -> None:
+        keep_own_parameters(optimizer, self.module)
+
+    @override
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in state.items() if self._split.is_stored_here(name)}
+
+    @override
+    def foreign_names(self) -> set[str]:
+        return self._split.foreign_names()
