@@ -20,7 +20,10 @@ from typing import Any
 
 from tests.helpers.workers import free_port
 
-STARTUP_SECONDS = 20.0
+STARTUP_SECONDS = 60.0
+# Far more than a run takes to end on a busy machine, far less than the half hour after which a
+# process group gives up by itself.
+END_SECONDS = 60.0
 
 
 class WarmPython:
@@ -76,10 +79,11 @@ class WarmPython:
             run.wait(5)
 
     @contextmanager
-    def training(self, folder: Path, *arguments: str) -> Iterator[ForkedRun]:
-        """Starts two ranks and waits until both are in the middle of their training."""
+    def training(self, folder: Path, *arguments: str, devices: int = 2) -> Iterator[ForkedRun]:
+        """Starts ranks and waits until all are in the middle of their training."""
         report = folder / "report"
-        with self.ranks(folder, "--report", str(report), "--epochs", "200", *arguments) as run:
+        words = ("--report", str(report), "--epochs", "200", *arguments)
+        with self.ranks(folder, *words, devices=devices) as run:
             deadline = time.monotonic() + STARTUP_SECONDS
             while len(list(folder.glob("report.*"))) < len(run.pids):
                 assert run.exit_codes() == [None] * len(run.pids), run.output
@@ -114,7 +118,7 @@ class ForkedRun:
     def send(self, number: signal.Signals, rank: int) -> None:
         os.kill(self.pids[rank], number)
 
-    def wait(self, seconds: float) -> list[int]:
+    def wait(self, seconds: float = END_SECONDS) -> list[int]:
         """Waits until all ranks have ended."""
         deadline = time.monotonic() + seconds
         while None in (codes := self.exit_codes()):

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# Starting Python and importing Lightning on a busy machine; the rest is the bound under test.
-STARTUP_SECONDS = 40.0
+from tests.helpers.forked_runs import END_SECONDS, STARTUP_SECONDS
 
 
 @dataclass
@@ -22,7 +21,7 @@ class Run:
     process: subprocess.Popen[str]
     output: str = ""
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, seconds: float = STARTUP_SECONDS + END_SECONDS) -> int:
         """Waits for the whole process group; gives the main process's exit code."""
         deadline = time.monotonic() + seconds
         self.output = self.process.communicate(timeout=seconds)[0]
