@@ -24,6 +24,7 @@ from recipes.baselines import bigram_bits_per_byte, unigram_bits_per_byte
 from recipes.text import TextDataModule
 
 _DRAWN_FORWARDS = 24
+_PIPELINED = (lightning_dist.PipelineStrategy, lightning_dist.MeshStrategy)
 
 
 class RunSummary(L.Callback):
@@ -132,17 +133,17 @@ def print_table(rows: Iterable[tuple[str, str]], section_ends: Iterable[str] = (
 
 def _pipeline_rows(trainer: L.Trainer) -> list[tuple[str, str]]:
     strategy = trainer.strategy
-    if not isinstance(strategy, lightning_dist.PipelineStrategy):
+    if not isinstance(strategy, _PIPELINED) or not strategy.timeline.spans:
         return []
+    bubble = strategy.steady_timeline.bubble_fraction
+    measured = ("bubble fraction", f"{bubble:.3f} (measured between drains)")
+    if isinstance(strategy, lightning_dist.MeshStrategy):
+        return [measured]
     stash = ", ".join(
         f"{size / 2**20:.2f} MiB on stage {stage}"
         for stage, size in enumerate(strategy.peak_stash_bytes)
     )
-    bubble = strategy.steady_timeline.bubble_fraction
-    return [
-        ("bubble fraction", f"{bubble:.3f} (measured between drains)"),
-        ("stashed weights", stash),
-    ]
+    return [measured, ("stashed weights", stash)]
 
 
 def _files(trainer: L.Trainer) -> list[tuple[str, str]]:
@@ -150,7 +151,7 @@ def _files(trainer: L.Trainer) -> list[tuple[str, str]]:
     strategy = trainer.strategy
     if not isinstance(trainer.logger, CSVLogger):
         return rows
-    if isinstance(strategy, lightning_dist.PipelineStrategy) and strategy.timeline.spans:
+    if isinstance(strategy, _PIPELINED) and strategy.timeline.spans:
         directory = Path(trainer.logger.log_dir)
         timeline, trace = strategy.steady_timeline, directory / "trace.json"
         rows.append(("timeline", _draw(timeline, directory / "timeline.png")))

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
+from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, PipelineStrategy
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=0, help="the rank with the trouble")
     parser.add_argument("--trouble", default="none")
     parser.add_argument("--at", type=int, default=5)
-    parser.add_argument("--schedule", default="pipedream", help="or ddp, fsdp: no pipeline")
+    parser.add_argument("--schedule", default="pipedream", help="or ddp, fsdp, mesh")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--root", default=None)
     parser.add_argument("--report", default=None)
@@ -92,6 +92,8 @@ def main() -> None:
         strategy = DDPStrategy(timeout_s=120)
     elif options.schedule == "fsdp":
         strategy = FSDPStrategy(timeout_s=120)
+    elif options.schedule == "mesh":
+        strategy = MeshStrategy(pp=2, timeout_s=120)
     else:
         strategy = PipelineStrategy(schedule=options.schedule, partition=counts, timeout_s=120)
     trainer = make_trainer(

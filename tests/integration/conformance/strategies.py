@@ -44,5 +44,7 @@ ENTRIES: dict[str, Entry] = {
     "fsdp-2-recompute": Entry(2, 2, partial(FSDPStrategy, activation_checkpointing="full")),
     "tp-2": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN)),
     "shard-2-tp-2": Entry(4, 2, partial(MeshStrategy, tp=2, tensor=TensorConfig(plan=PLAN))),
+    "pp-2-shard-2": Entry(4, 2, partial(MeshStrategy, pp=2)),
+    "pp-2-tp-2": Entry(4, 1, partial(MeshStrategy, pp=2, tp=2, tensor=TensorConfig(plan=PLAN))),
     "tp-2x2": Entry(4, 2, partial(TensorParallelStrategy, tp_size=2, plan=PLAN)),
 }

@@ -56,6 +56,11 @@ PAIRS = [
     ("tp-2", "tp-2x2"),
     ("shard-2-tp-2", SINGLE),
     ("pipeline-2x2", "shard-2-tp-2"),
+    ("pp-2-shard-2", SINGLE),
+    ("pp-2-shard-2", "tp-2"),
+    ("shard-2-tp-2", "pp-2-shard-2"),
+    ("pp-2-tp-2", "ddp-2"),
+    ("fsdp-2", "pp-2-tp-2"),
 ]
 
 

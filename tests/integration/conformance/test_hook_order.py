@@ -101,7 +101,9 @@ def once(calls: list[str]) -> list[str]:
     return [call for call, before in pairs if call != before or not call.endswith("_step")]
 
 
-@pytest.mark.parametrize("name", ["pipeline-gpipe-2", "ddp-2", "ddp-2-static", "fsdp-2", "tp-2"])
+@pytest.mark.parametrize(
+    "name", ["pipeline-gpipe-2", "ddp-2", "ddp-2-static", "fsdp-2", "tp-2", "pp-2-shard-2"]
+)
 def test_equals_a_single_device(
     workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +116,7 @@ def test_equals_a_single_device(
         for task, calls in expected.items():
             if rank > 0:  # Lightning prepares data on one process of each host
                 calls = [call for call in calls if call != "module.prepare_data"]
-            if name.startswith("pipeline"):
+            if name.startswith(("pipeline", "pp")):
                 assert once(found[task]) == as_of_a_pipeline(calls), task
             else:
                 assert found[task] == calls, task

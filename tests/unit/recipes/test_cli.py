@@ -113,13 +113,25 @@ def test_the_mesh_config_parses(
     assert arguments["tensor"]["plan"]["model.*.up"] == "colwise"
 
 
+def test_the_config_with_stages_parses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--config", str(CONFIGS / "gpt_mesh_2x2x2.yaml"))
+    changed = "--trainer.strategy.init_args.pipeline.partition=[3,3]"
+    config: Any = print_config(monkeypatch, capsys, *words, changed)
+    arguments = config["trainer"]["strategy"]["init_args"]
+    assert (arguments["pp"], arguments["dp_shard"], arguments["tp"]) == (2, 2, 2)
+    assert arguments["pipeline"]["num_microbatches"] == 4
+    assert arguments["pipeline"]["partition"] == [3, 3]
+
+
 # How many ranks read other data than the others.
-DATA_RANKS = {"gpt_ddp_powersgd": 2, "gpt_fsdp": 2, "gpt_mesh_2x2": 2}
+DATA_RANKS = {"gpt_ddp_powersgd": 2, "gpt_fsdp": 2, "gpt_mesh_2x2": 2, "gpt_mesh_2x2x2": 2}
 
 
 def test_the_configs_train_the_same_model_on_the_same_data() -> None:
     loaded = {path.stem: yaml.safe_load(path.read_text()) for path in CONFIGS.glob("gpt_*.yaml")}
-    assert len(loaded) == 8
+    assert len(loaded) == 9
     for name, config in loaded.items():
         config["data"]["batch_size"] *= DATA_RANKS.get(name, 1)
     for config in loaded.values():

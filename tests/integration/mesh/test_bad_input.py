@@ -1,0 +1,123 @@
+"""What a mesh cannot do is refused on each rank alike, with the numbers and the fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dist import MeshStrategy
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.strategies.shard_config import ShardConfig
+from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.wrap import ByName
+from recipes.gpt import GPT
+from tests.helpers.gpt_parity import data, make_gpt
+from tests.helpers.models import make_trainer
+from tests.helpers.workers import WorkerPool
+
+
+def tied() -> GPT:
+    module = make_gpt()
+    module.model[-1].logits.weight = module.model[0].token.weight  # type: ignore[union-attr]
+    return module
+
+
+def odd_vocabulary() -> GPT:
+    module = make_gpt()
+    module.model[0].token = nn.Embedding(255, 32)
+    return module
+
+
+def refusal(
+    make_module: Any, strategy: dict[str, Any], trainer: dict[str, Any], length: int
+) -> str:
+    module = make_module()
+    samples = TensorDataset(*(tensor[:, :length] for tensor in data().tensors))
+
+    def run() -> None:
+        made = make_trainer(devices=4, strategy=MeshStrategy(**strategy), **trainer)
+        loader = DataLoader(samples, batch_size=4)
+        made.fit(module, loader, loader)
+
+    with pytest.raises(ValueError, match=r".") as caught:
+        run()
+    return str(caught.value)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
+    "sizes": (make_gpt, {"pp": 3}, {}, 8, ["pp=3", "world size of 4", "pp=2 x dp_shard=2"]),
+    "pipedream": (
+        make_gpt,
+        {"pp": 2, "pipeline": PipelineConfig(schedule="pipedream")},
+        {},
+        8,
+        ["'pipedream'", "older versions", "PipelineStrategy(schedule='pipedream')"],
+    ),
+    "manual": (
+        make_gpt,
+        {"pp": 2, "shard": ShardConfig(wrap="manual")},
+        {},
+        8,
+        ["wrap='manual'", "pp=2"],
+    ),
+    "manual, spread": (
+        make_gpt,
+        {"tp": 2, "shard": ShardConfig(wrap="manual")},
+        {},
+        8,
+        ["wrap='manual'", "tp=2"],
+    ),
+    "a unit on several stages": (
+        make_gpt,
+        {"pp": 2, "shard": ShardConfig(wrap=ByName(["model"]))},
+        {},
+        8,
+        ["['model']", "several stages"],
+    ),
+    "more stages than layers": (
+        lambda: GPT(width=32, depth=1, num_heads=4),
+        {"pp": 4, "dp_shard": 1},
+        {},
+        8,
+        ["4", "3 layers"],
+    ),
+    "tied over stages": (tied, {"pp": 2}, {}, 8, ["0.token.weight", "3.logits.weight", "tied"]),
+    "a plan": (
+        make_gpt,
+        {"pp": 2, "tp": 2, "tensor": TensorConfig(plan={"model.*.attention.qvk": "colwise"})},
+        {},
+        8,
+        ["'model.*.attention.qvk'", "Did you mean"],
+    ),
+    "a vocabulary": (
+        odd_vocabulary,
+        {"pp": 2, "tp": 2, "tensor": TensorConfig(plan={"model.0.token": "vocab"})},
+        {},
+        8,
+        ["255 rows", "'model.0.token'", "256"],
+    ),
+    "a sequence": (
+        make_gpt,
+        {"pp": 2, "tp": 2, "tensor": TensorConfig(sequence_parallel=True)},
+        {},
+        7,
+        ["sequence of 7", "tp_size=2", "Pad it to 8"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_refused_alike(workers: WorkerPool, name: str) -> None:
+    *_, words = CASES[name]
+    first, *others = workers.run(4, refusal_of, name)
+    assert all(first.splitlines()[0] in other for other in others)
+    for word in words:
+        assert word in first
+
+
+def refusal_of(name: str) -> str:
+    *arguments, _ = CASES[name]
+    return refusal(*arguments)
