@@ -141,7 +141,8 @@ class ShardedStrategy(DataParallelStrategy):
             self._undo += (clip_by_global_norm(self.precision_plugin, stages),)
             self._setup_optimizers_of_whole_model(trainer)
         self.setup_precision_plugin()
-        self.sharded.open(self.run_context(self._complete_gradients))
+        if self.mesh.pp > 1:
+            self.sharded.open(self.run_context(self._complete_gradients))
 
     def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
         """Lets the user group the whole model's parameters, as on a single device."""

@@ -77,7 +77,7 @@ class ShardedModule:
     # --- a run -------------------------------------------------------------------------------
 
     def open(self, run: RunContext) -> None:
-        """Begins a run; each rank must call it.
+        """Begins a run of a pipeline; each rank must call it.
 
         Args:
             run: What it runs in.
