@@ -90,6 +90,21 @@ def test_the_digits_config_parses(
     assert config["data"]["init_args"]["batch_size"] == 5
 
 
+@pytest.mark.parametrize("name", ["bert_tp", "bert_fsdp", "bert_mesh_2x2"])
+def test_the_bert_configs_parse(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--config", str(CONFIGS / f"{name}.yaml"), "--model.dropout=0.2")
+    config: Any = print_config(monkeypatch, capsys, *words)
+    assert config["trainer"]["logger"]["init_args"]["name"] == name
+    assert config["test_after_fit"] is True
+    assert config["model"]["class_path"] == "recipes.finetune_bert.BertClassifier"
+    assert config["model"]["init_args"]["dropout"] == 0.2
+    assert config["data"]["class_path"] == "recipes.docstring_data.DocstringDataModule"
+    num_replicas = 1 if name == "bert_tp" else 2
+    assert config["data"]["init_args"]["batch_size"] * num_replicas == 32
+
+
 def test_without_a_config_it_logs_to_csv(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
