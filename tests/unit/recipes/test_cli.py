@@ -99,7 +99,9 @@ def test_the_bert_configs_parse(
     assert config["trainer"]["logger"]["init_args"]["name"] == name
     assert config["test_after_fit"] is True
     assert config["model"]["class_path"] == "recipes.finetune_bert.BertClassifier"
-    assert config["model"]["init_args"]["dropout"] == 0.2
+    arguments = config["model"]["init_args"]
+    assert arguments["dropout"] == 0.2
+    assert (arguments["warmup_steps"], arguments["weight_decay"]) == (10, 0.01)  # not the GPT's
     assert config["data"]["class_path"] == "recipes.docstring_data.DocstringDataModule"
     num_replicas = 1 if name == "bert_tp" else 2
     assert config["data"]["init_args"]["batch_size"] * num_replicas == 32
