@@ -26,13 +26,17 @@ from lightning_dist.deferred.tape import Tape
 
 
 @contextmanager
-def deferred_init() -> Iterator[Tape]:
+def deferred_init(*, only_shapes: bool = False) -> Iterator[Tape]:
     """Records the construction of a model instead of filling its memory.
 
     Inside, tensors are made on the meta device, though they say that they are on the CPU. Tensors
     made from data, of other devices or by a module that asks for ``device="meta"`` are what they
     are without it. An outer ``with torch.device(...)`` is not heeded: the values are those of the
     CPU. Whatever is done to a tensor after the ``with`` is lost.
+
+    Args:
+        only_shapes: Whether nobody wants the values. Random ones are not drawn then, which takes a
+            large model's constructor most of its time.
 
     Yields:
         The tape, whose :meth:`~lightning_dist.deferred.tape.Tape.materialize` gives the values.
@@ -46,7 +50,7 @@ def deferred_init() -> Iterator[Tape]:
         bias torch.Size([2])
     """
     tape = Tape()
-    recorder = Recorder(tape)
+    recorder = Recorder(tape, only_shapes=only_shapes)
     try:
         # Lightning builds models under the device that they will train on.
         with torch.device("cpu"), recorder, Disguise(recorder):

@@ -7,7 +7,7 @@ frequent; ``pp`` is outermost, for it sends the least.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -96,6 +96,15 @@ class MeshShape:
             for other in range(self.world_size)
             if all(own[a] == i for a, i in self.coordinates(other).items() if a not in axes)
         ]
+
+    def axes_between(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        """Lists the axes along which ranks differ, outermost first.
+
+        Args:
+            ranks: Global ranks.
+        """
+        places = [self.coordinates(rank) for rank in ranks]
+        return tuple(axis for axis in AXES if len({place[axis] for place in places}) > 1)
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Lists all groups of :meth:`peers`, each once, in the same order on each rank."""

@@ -25,6 +25,7 @@ from itertools import pairwise
 from torch import nn
 
 from lightning_dist.module_tree import bottom_up, original_class, parameter_uses
+from lightning_dist.quantity import format_bytes, format_count
 from lightning_dist.table import draw_table
 from lightning_dist.wrap_policy import Unit
 
@@ -75,8 +76,8 @@ class WrapSummary:
         """Draws the table."""
         lines = [("unit", "class", "parameters", "whole", "")]
         lines += [_line(rows) for rows in _equal_rows(self.rows)]
-        total = (_count(self.num_parameters), _bytes(self.num_bytes))
-        lines.append(("all", "", *total, f"{_bytes(self.peak_whole_bytes)} at a time"))
+        total = (format_count(self.num_parameters), format_bytes(self.num_bytes))
+        lines.append(("all", "", *total, f"{format_bytes(self.peak_whole_bytes)} at a time"))
         return draw_table(lines, right=(2, 3))
 
 
@@ -160,7 +161,7 @@ def _equal_rows(rows: Sequence[WrapRow]) -> list[list[WrapRow]]:
 def _line(rows: list[WrapRow]) -> tuple[str, str, str, str, str]:
     first, last = rows[0], rows[-1]
     options = ", ".join(_options(first.unit))
-    sizes = (_count(first.num_parameters), _bytes(first.num_bytes))
+    sizes = (format_count(first.num_parameters), format_bytes(first.num_bytes))
     if len(rows) == 1:
         return (first.unit.name or "(root)", first.class_name, *sizes, options)
     name = f"{first.unit.name} ... {last.unit.name}"
@@ -176,18 +177,3 @@ def _options(unit: Unit) -> list[str]:
     reshard = unit.reshard_after_forward
     said = [] if reshard is None else [f"reshard_after_forward={reshard}"]
     return [*said, "keep_fp32"] if unit.keep_fp32 else said
-
-
-def _count(number: int) -> str:
-    return _three_digits(number, ("", "K", "M", "B"))
-
-
-def _bytes(number: int) -> str:
-    return _three_digits(number, ("B", "kB", "MB", "GB", "TB"))
-
-
-def _three_digits(number: float, scales: Sequence[str]) -> str:
-    scale, *larger = scales
-    if number < 999.5 or not larger:
-        return f"{number:.3g} {scale}".rstrip()
-    return _three_digits(number / 1000, larger)

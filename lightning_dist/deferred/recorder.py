@@ -49,15 +49,20 @@ FIX = (
 class Recorder(TorchDispatchMode):
     """Puts each operation on meta tensors onto a tape.
 
+    Args:
+        tape: The tape.
+        only_shapes: Whether random values are of no interest, and need not be drawn.
+
     Attributes:
         tape: The tape.
         aside: Whether operations are to be left alone: those on tensors that the constructor itself
             wants on the meta device, and our own.
     """
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, *, only_shapes: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
+        self._only_shapes = only_shapes
         self.aside = False
 
     @contextmanager
@@ -101,16 +106,22 @@ class Recorder(TorchDispatchMode):
         if any(not tensor.is_meta for tensor in written):
             return self._write_to_real(func, written, args, kwargs)
         operation = self._operation(func, args, kwargs, written)
-        is_random = operation.generator is not None
-        # A random operation runs now only for the generator to move on as it would.
-        real = self.tape.run_now(operation, keep=False) if is_random else None
+        real = None if operation.generator is None else self._draw(operation)
         try:
             returned = func(*on_meta(args), **on_meta(kwargs))
         except RuntimeError:  # it needs values, or is a mistake that shows again here
-            real = real if is_random else self.tape.run_now(operation, keep=True)
+            if real is None:
+                real = self.tape.run_now(operation, keep=operation.generator is None)
             returned = _stand_in(func, real, written, kwargs)
         self._append(operation, written, returned)
         return returned
+
+    def _draw(self, operation: Operation) -> Any:
+        """Runs a random operation, only for its generator to move on as it would."""
+        if not self._only_shapes:
+            return self.tape.run_now(operation, keep=False)
+        torch.rand((), generator=operation.generator)  # whoever draws again gets something else
+        return None
 
     def _write_to_real(
         self, func: Any, written: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]

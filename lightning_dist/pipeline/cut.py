@@ -13,9 +13,12 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class ForeignLayer(nn.Module):
@@ -32,7 +35,7 @@ class ForeignLayer(nn.Module):
         self.name = name
         self.stage_index = stage_index
         # In a tuple, where nn.Module does not look for submodules.
-        self._skeleton = (copy.deepcopy(layer, _to_meta_memo(layer)),)
+        self._skeleton = (skeleton_of(layer),)
 
     @property
     def skeleton(self) -> nn.Module:
@@ -51,6 +54,15 @@ class ForeignLayer(nn.Module):
             " validation_step, test_step or predict_step; for the whole model in one process load a"
             " checkpoint with `lightning_dist.checkpoint.load_full`."
         )
+
+
+def skeleton_of(module: Module) -> Module:
+    """Copies a module's structure, with its tensors on the meta device.
+
+    Args:
+        module: Any; is left as it is.
+    """
+    return copy.deepcopy(module, _to_meta_memo(module))
 
 
 def _to_meta_memo(layer: nn.Module) -> dict[int, object]:

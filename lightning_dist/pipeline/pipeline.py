@@ -60,6 +60,8 @@ class Pipeline:
         layers: Runs this stage's layers, if something has been made of them that does; else they
             run one after the other.
         gradients: Where they stay until :meth:`install_gradients`; by default they are asked for.
+        mark_batches: Whether activations carry a fingerprint of their batch, which needs its
+            values.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Pipeline:
         rank: int | None = None,
         layers: nn.Module | None = None,
         gradients: Gradients | None = None,
+        mark_batches: bool = True,
     ) -> None:
         cut(sequence, shape.layers_per_stage, shape.stage_index)
         device = device or torch.device("cpu")
@@ -92,6 +95,7 @@ class Pipeline:
             device=device,
         )
         self._runtime = Runtime(self.stage, links, self.recorder, self._explain())
+        self._mark_batches = mark_batches
         self._batches_since_drain = 0
         self._num_batches = 0
         self._num_evaluated = 0
@@ -162,7 +166,7 @@ class Pipeline:
         numbered = {first + microbatch.index: microbatch for microbatch in microbatches}
         name = (self._num_batches if seed is None else seed,)
         # The pipeline has to fill then, so that nobody waits because of a look at a device.
-        mark = fingerprint(batch, read_devices=self._batches_since_drain == 0)
+        mark = self._mark(batch, read_devices=self._batches_since_drain == 0)
         actions = self._round(len(microbatches))
         with python_state_kept():
             results = self._run(actions, Work(numbered, step, gradient_scale, name, mark))
@@ -203,7 +207,7 @@ class Pipeline:
         count = max(1, min(num_microbatches, batch_size_of(batch) or 1))
         microbatches = split(batch, count)
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
-        mark = fingerprint(batch, read_devices=True)
+        mark = self._mark(batch, read_devices=True)
         name = (self._num_batches if seed is None else seed, self._num_evaluated)
         work = Work({m.index: m for m in microbatches}, step, 1.0, name, mark)
         self._num_evaluated += 1
@@ -263,6 +267,9 @@ class Pipeline:
         """Gives the pipelined module its forward back and ends the channels."""
         self.stage.detach()
         self.links.close()
+
+    def _mark(self, batch: Any, *, read_devices: bool) -> int:
+        return fingerprint(batch, read_devices=read_devices) if self._mark_batches else 0
 
     def _num_pieces(self, batch: Any) -> int:
         count = self.shape.num_microbatches

@@ -6,8 +6,9 @@ all of its dials free.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities import rank_zero_info
@@ -15,16 +16,19 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
+from lightning_dist.dry_run_summary import DryRunSummary
 from lightning_dist.mesh import MeshShape, fill_mesh
 from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.strategies import fsdp_checks
+from lightning_dist.strategies.dry_run import DryRun
 from lightning_dist.strategies.measured import Measurements
-from lightning_dist.strategies.mesh_checks import check_mesh
+from lightning_dist.strategies.mesh_checks import check_dry_run, check_mesh
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.rank_table import gather_rank_table
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.sharded import ShardedStrategy
+from lightning_dist.strategies.tensor_checks import check_precision
 from lightning_dist.tensor.config import TensorConfig
 
 
@@ -122,3 +126,46 @@ class MeshStrategy(ShardedStrategy):
         shape = fill_mesh(world_size, **self._sizes)
         fsdp_checks.check_reshard(self._shard_config.reshard_after_forward, shape.dp_shard)
         return shape
+
+    def dry_run(
+        self,
+        module: pl.LightningModule,
+        world_size: int,
+        *,
+        sample_batch: Any,
+        optimizer_states_per_parameter: int = 2,
+    ) -> DryRunSummary:
+        """Tells what each rank would hold and send for a training step, without any other process.
+
+        Runs the step on tensors without values, on one rank of each stage; weights take no memory.
+        :mod:`lightning_dist.strategies.dry_run` says what is counted and what is not. Precision is
+        that of ``precision_plugin``, or, once a Trainer has been built with this strategy, the
+        Trainer's.
+
+        Args:
+            module: As for ``trainer.fit``; builds itself in ``configure_model``, or is there
+                already, on the meta device or not. Stays as it is.
+            world_size: All ranks.
+            sample_batch: What a loader would give one rank; may be on the meta device.
+            optimizer_states_per_parameter: Tensors of a parameter's size and dtype that the
+                optimizer keeps: 2 for AdamW, 1 for momentum, 0 for plain SGD.
+
+        Returns:
+            A row for each kind of rank; as text, two tables.
+
+        Raises:
+            ValueError: The sizes do not multiply to the world size, the module cannot be made
+                parallel so, its step needs the values of tensors, or this process is a rank
+                already.
+        """
+        shape = self.mesh_shape(world_size)
+        check_dry_run(self._policy.is_manual, optimizer_states_per_parameter)
+        check_precision(str(self.precision_plugin.precision), shape.tp)
+        run = DryRun(
+            shape,
+            self.parallelism,
+            self.precision_plugin,
+            sample_batch,
+            optimizer_states_per_parameter,
+        )
+        return run.run(module)

@@ -29,3 +29,25 @@ def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -
             f"wrap='manual' with pp={pp}, tp={tp}: `configure_model` would shard layers before they"
             " are shared out among stages or spread. Use wrap='auto', or another policy."
         )
+
+
+def check_dry_run(is_manual: bool, optimizer_states_per_parameter: int) -> None:
+    """Checks what a dry run is asked for.
+
+    Args:
+        is_manual: Whether the module shards itself.
+        optimizer_states_per_parameter: As given to it.
+
+    Raises:
+        ValueError: There is none of it.
+    """
+    if is_manual:
+        raise ValueError(
+            "wrap='manual': `configure_model` shards on a mesh of real processes, which a dry run"
+            " has none of. Use wrap='auto', or another policy."
+        )
+    if optimizer_states_per_parameter < 0:
+        raise ValueError(
+            f"optimizer_states_per_parameter={optimizer_states_per_parameter} cannot be below zero;"
+            " it is 2 for AdamW, 1 for momentum, 0 for plain SGD."
+        )

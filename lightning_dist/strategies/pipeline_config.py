@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.schedules import SCHEDULE_NAMES
+from lightning_dist.pipeline.shape import PipelineShape
 
 _MICROBATCHES_PER_STAGE = 4
 
@@ -86,6 +87,23 @@ class PipelineConfig:
         if self.asynchronous:  # one would leave all stages but one idle
             return _MICROBATCHES_PER_STAGE * num_stages
         return self.training_microbatches(num_stages)
+
+    def shape(self, mesh: MeshShape, rank: int, layers_per_stage: tuple[int, ...]) -> PipelineShape:
+        """Says which part of which pipeline a rank is.
+
+        Args:
+            mesh: All ranks.
+            rank: One of them.
+            layers_per_stage: The partition.
+        """
+        return PipelineShape(
+            self.schedule,
+            self.training_microbatches(mesh.pp),
+            layers_per_stage,
+            mesh.coordinates(rank)["pp"],
+            may_use_fewer=self.may_use_fewer_microbatches,
+            replica_index=mesh.data_index(rank),
+        )
 
 
 def share_among_stages(world_size: int, num_stages: int | Literal["auto"]) -> MeshShape:

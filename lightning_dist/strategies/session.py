@@ -16,7 +16,6 @@ from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.connect import Channels, connect
 from lightning_dist.pipeline.gradients import Gradients
 from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.stage_metrics import StageMetrics
 from lightning_dist.strategies.step_runner import StepRunner
@@ -48,22 +47,6 @@ class RunContext:
     replicas: dist.ProcessGroup
     precision_plugin: Precision
     complete_gradients: Callable[[], None]
-
-    def shape(self, config: PipelineConfig, layers_per_stage: tuple[int, ...]) -> PipelineShape:
-        """Says which part of which pipeline this rank is.
-
-        Args:
-            config: What the user asks for.
-            layers_per_stage: The partition.
-        """
-        return PipelineShape(
-            config.schedule,
-            config.training_microbatches(self.mesh.pp),
-            layers_per_stage,
-            self.mesh.coordinates(self.rank)["pp"],
-            may_use_fewer=config.may_use_fewer_microbatches,
-            replica_index=self.mesh.data_index(self.rank),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +108,7 @@ def open_session(
     channels = connect(run.mesh.groups("pp"), run.device, run.timeout_seconds)
     pipeline = Pipeline(
         sequence,
-        run.shape(config, layers_per_stage),
+        config.shape(run.mesh, run.rank, layers_per_stage),
         channels.links,
         weight_versions=config.weight_versions,
         seed=run.seed,

@@ -187,14 +187,18 @@ class ShardedStrategy(DataParallelStrategy):
             self.module.to(self.root_device)
         return sharded
 
-    def _composed(self) -> ShardedModule:
-        asked = Parallelism(
+    @property
+    def parallelism(self) -> Parallelism:
+        """What the arguments and the precision ask for."""
+        return Parallelism(
             self._pipeline_config,
             self._tensor_config,
             self._shard_config,
             self._shard_config.under(self.precision_plugin),
         )
-        composed = compose(self.module, self._mesh_of_ranks, asked)
+
+    def _composed(self) -> ShardedModule:
+        composed = compose(self.module, self._mesh_of_ranks, self.parallelism)
         groups = (self.stage_group, self.group("dp_shard", "tp"))
         apart = self._tensor_config.loss_parallel
         always = self._shard_config.find_unused_parameters

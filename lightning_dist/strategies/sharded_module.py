@@ -35,7 +35,7 @@ class ShardedModule:
     Args:
         composed: The user's module, made parallel.
         groups: Gloo groups: of the ranks that hold the same layers, and of those that compute a
-            forward of them together.
+            forward of them together. None where no other rank exists.
         has_logits_apart: Whether the logits of a step are spread over the vocabulary.
         compares_always: Whether ranks compare the units that they run in each step.
     """
@@ -43,7 +43,7 @@ class ShardedModule:
     def __init__(
         self,
         composed: Composed,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
         *,
         has_logits_apart: bool,
         compares_always: bool,
@@ -55,9 +55,11 @@ class ShardedModule:
         self._shards = composed.shards
         self._has_logits_apart = has_logits_apart and composed.spread is not None
         self._was_entered = False
-        self._agreement = UnitAgreement(
-            self.module, composed.units, *groups, always=compares_always
-        )
+        self._agreement: UnitAgreement | None = None
+        if groups is not None:
+            self._agreement = UnitAgreement(
+                self.module, composed.units, *groups, always=compares_always
+            )
 
     @property
     def plan(self) -> str:
@@ -146,11 +148,19 @@ class ShardedModule:
     ) -> Any:
         def entered(*args: Any, **kwargs: Any) -> Any:
             self._was_entered = True
-            with self._agreement.step(training=training):
+            with self.agreeing(training=training):
                 return self.joining(step)(*args, **kwargs)
 
         with context():
             return self._root(entered, *args, **kwargs)
+
+    def agreeing(self, *, training: bool) -> AbstractContextManager[None]:
+        """Gives what compares the units that ranks run in a step.
+
+        Args:
+            training: Whether its result will be differentiated.
+        """
+        return nullcontext() if self._agreement is None else self._agreement.step(training=training)
 
     def joining(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Makes a step one that does not know that its logits are apart.

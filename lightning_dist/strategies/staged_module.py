@@ -42,7 +42,7 @@ class StagedModule(ShardedModule):
     def __init__(
         self,
         composed: Composed,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
         config: PipelineConfig,
         *,
         has_logits_apart: bool,
@@ -79,7 +79,7 @@ class StagedModule(ShardedModule):
             self._config,
             run,
             layers=self._root,
-            gradients=Accumulated(self._root, self._around_backward),
+            gradients=self.gradients(),
             change_step=self.joining,
         )
 
@@ -106,7 +106,7 @@ class StagedModule(ShardedModule):
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
         self._was_entered = True
-        with self._agreement.step(training=True):
+        with self.agreeing(training=True):
             return self.session.runner.train(arguments_of_step(args, kwargs), context)
 
     @override
@@ -115,7 +115,7 @@ class StagedModule(ShardedModule):
     ) -> Any:
         self._was_entered = True
         count = self._config.evaluation_microbatches(len(self._split.layers_per_stage))
-        with torch.inference_mode(False), torch.no_grad(), self._agreement.step(training=False):
+        with torch.inference_mode(False), torch.no_grad(), self.agreeing(training=False):
             try:
                 arguments = arguments_of_step(args, kwargs)
                 return self.session.runner.evaluate(step, arguments, context, count)
@@ -123,6 +123,10 @@ class StagedModule(ShardedModule):
                 self.reshard()
 
     # --- gradients ---------------------------------------------------------------------------
+
+    def gradients(self) -> Accumulated:
+        """Makes what runs the backwards of this stage."""
+        return Accumulated(self._root, self._around_backward)
 
     @contextmanager
     def _around_backward(self, is_last: bool) -> Iterator[None]:

@@ -1,0 +1,135 @@
+"""One process as any rank of a large mesh, and tensors without values.
+
+A rank's part of a mesh follows from sizes alone. torch has what it takes to ask for it without
+other processes: a process group whose collectives return at once, and tensors that know their
+shape, dtype and device and nothing else. Unlike those on the meta device, they say that they are on
+the CPU, which FSDP2 insists upon.
+
+Each private name of torch that this takes is here and nowhere else; torch's own memory estimators
+stand on the same ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@contextmanager
+def fake_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Makes this process a rank of a world in which nobody else exists.
+
+    Args:
+        rank: The rank.
+        world_size: All ranks.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: This process is a rank of some world already.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            f"This process is rank {dist.get_rank()} of {dist.get_world_size()} already, and cannot"
+            f" be rank {rank} of {world_size}. Call this before a process group is made (before"
+            " `trainer.fit`), or in a process of its own."
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
+
+    say_error = sys.excepthook
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = say_error  # torch's names the rank
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clears what torch keeps by mesh: a later one may be equal, but its groups are others."""
+    _clear_sharding_prop_cache()
+    _redistribute._planner_cache.clear()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+def ranks_of_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Finds who takes part in a collective.
+
+    Args:
+        func: Of torch's namespaces for collectives.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+
+    Returns:
+        Global ranks.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if "process_group" in given:
+        group = dist.ProcessGroup.unbox(given["process_group"])
+    else:
+        group = _resolve_process_group(given["group_name"])
+    return dist.get_process_group_ranks(group)
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Gives each tensor that is made inside a shape, but no memory.
+
+    What asks for a value gets one: 1, 1.0 or True. So a branch is taken that others may not be.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: A shape depends on values.
+    """
+    try:
+        # Some tensors of a module are neither parameters nor buffers.
+        with FakeTensorMode(allow_non_fake_inputs=True), _Ones():  # type: ignore[no-untyped-call]
+            yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"A shape depends on the values of a tensor ({error}), and there are none in a dry run."
+            " Use `torch.where` or a mask in place of `nonzero` and boolean indices."
+        ) from error
+
+
+class _Ones(TorchDispatchMode):
+    """Answers for values that do not exist."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it asks again, about the local tensor
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _one_like(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _one_like(tensor: Tensor) -> Any:
+    if tensor.dtype == torch.bool:
+        return True
+    return 1.0 if tensor.is_floating_point() else 1

@@ -1,0 +1,144 @@
+"""Run a training step on each stage of a mesh that does not exist, and look.
+
+Nothing is estimated, and no rule of thumb stands beside the code that trains: the user's module is
+made parallel by :func:`~lightning_dist.strategies.compose.compose`, the step is run by the same
+classes as in a training, and collectives are counted where torch dispatches them. Only what is
+underneath differs: a process group in which nobody else exists, tensors without values
+(:mod:`lightning_dist.fake_ranks`), and channels to stages that are tried before and after
+(:mod:`lightning_dist.pipeline.dry_channel`).
+
+One rank of each stage is tried, the first along all other axes. Tensor-parallel places are alike,
+for what they share out divides by their number. So are places along the data axes, but for a
+parameter whose dimension does not divide: there the first place holds the most.
+
+*Counted:* a step of one batch and its backward, the gradients that it leaves, and what the rank
+says meanwhile. *Not counted:* activations, and whatever else lives for a moment; buffers; the
+optimizer's own scalars; clipping, logging with ``sync_dist`` and metrics; synchronised BatchNorm;
+the few bytes by which ranks agree on how a run goes on, and the header of a message between stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+
+from lightning_dist.deferred_init import deferred_init, named_tensors
+from lightning_dist.device_mesh import build_mesh
+from lightning_dist.dry_run_summary import DryRunSummary, RankKind, collapse
+from lightning_dist.fake_ranks import fake_rank, without_values
+from lightning_dist.mesh import MeshShape
+from lightning_dist.pipeline.cut import skeleton_of
+from lightning_dist.rng import python_state_kept
+from lightning_dist.sharding import fill
+from lightning_dist.shards import local_part
+from lightning_dist.strategies.compose import Parallelism, compose
+from lightning_dist.strategies.dry_step import DryStep, Received
+from lightning_dist.strategies.fsdp_checks import check_shardable
+from lightning_dist.traffic import Traffic, TrafficLedger
+from lightning_dist.traffic_counter import TrafficCounter
+from lightning_dist.tree import map_tensors
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What is to be tried.
+
+    Attributes:
+        mesh: The sizes.
+        asked: How the module is made parallel.
+        precision: Converts the module, and gives what a step runs in.
+        batch: What a loader would give one rank; only shapes and dtypes are looked at.
+        optimizer_states_per_parameter: Tensors of a parameter's size that the optimizer keeps.
+    """
+
+    mesh: MeshShape
+    asked: Parallelism
+    precision: Precision
+    batch: Any
+    optimizer_states_per_parameter: int
+
+    def run(self, module: pl.LightningModule) -> DryRunSummary:
+        """Tries each stage.
+
+        Args:
+            module: The user's; stays as it is.
+
+        Raises:
+            ValueError: It cannot be made parallel so, or its step needs values.
+        """
+        kinds: list[RankKind] = []
+        received: Received = None
+        with torch.random.fork_rng(devices=[]), python_state_kept():
+            whole = self._configured(module)
+            for stage in range(self.mesh.pp):
+                kind, received = self._run_stage(stage, skeleton_of(whole), received)
+                kinds.append(kind)
+        return DryRunSummary(self.mesh, collapse(kinds))
+
+    def _configured(self, module: pl.LightningModule) -> pl.LightningModule:
+        own = skeleton_of(module)
+        own.log = _ignore  # type: ignore[method-assign]  # it wants a Trainer
+        with deferred_init(only_shapes=True):
+            own.configure_model()
+        check_shardable(own, is_manual=False)
+        self.precision.convert_module(own)
+        own.train()
+        return own
+
+    def _run_stage(
+        self, stage: int, module: pl.LightningModule, received: Received
+    ) -> tuple[RankKind, Received]:
+        rank = self.mesh.rank(dict.fromkeys(self.mesh.sizes, 0) | {"pp": stage})
+        # Compiled or not, a step holds and sends the same.
+        asked = replace(self.asked, shard=replace(self.asked.shard, compile=False))
+        ledger = TrafficLedger()
+        with fake_rank(rank, self.mesh.world_size):
+            composed = compose(module, build_mesh(self.mesh, _CPU.type), asked)
+            context = self.precision.train_step_context
+            step = DryStep(composed, asked, self.mesh, rank, context, ledger)
+            with without_values():
+                _move_from_meta(module)
+                batch = map_tensors(_without_values, self.batch)
+                with TrafficCounter(ledger, self.mesh):
+                    sent = step.run(batch, received)
+                return self._kind_of(stage, module, ledger.traffic), sent
+
+    def _kind_of(
+        self, stage: int, module: pl.LightningModule, traffic: tuple[Traffic, ...]
+    ) -> RankKind:
+        parameters = list(module.parameters())
+        trained_bytes = _bytes_of(p for p in parameters if p.requires_grad)
+        return RankKind(
+            stages=(stage,),
+            num_ranks=self.mesh.world_size // self.mesh.pp,
+            parameter_bytes=_bytes_of(parameters),
+            gradient_bytes=_bytes_of(p.grad for p in parameters if p.grad is not None),
+            optimizer_state_bytes=self.optimizer_states_per_parameter * trained_bytes,
+            traffic=traffic,
+        )
+
+
+def _move_from_meta(module: pl.LightningModule) -> None:
+    """Puts tensors on the CPU that have no memory there either."""
+    tensors = named_tensors(module)
+    fill(module, tensors, lambda name: _without_values(tensors[name]), _CPU)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(local_part(tensor).nbytes for tensor in tensors)
+
+
+def _ignore(*_: object, **__: object) -> None:
+    """Logs nothing."""

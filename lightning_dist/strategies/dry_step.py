@@ -1,0 +1,125 @@
+"""One training step of a rank whose neighbours do not exist, by the classes that train.
+
+What a Trainer would do around a step is left out: no hooks, no logging, no update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from lightning_dist.mesh import MeshShape
+from lightning_dist.pipeline.dry_channel import DryMessage, DrySender, dry_links
+from lightning_dist.pipeline.microbatch import Microbatch
+from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.strategies.compose import Composed, Parallelism
+from lightning_dist.strategies.sharded_module import ShardedModule, StepContext
+from lightning_dist.strategies.staged_module import StagedModule
+from lightning_dist.traffic import MessageKind, TrafficLedger
+
+Received = Sequence[DryMessage] | None
+"""What the stage before sends; None if there is none."""
+
+
+@dataclass(frozen=True)
+class DryStep:
+    """A step to run.
+
+    Attributes:
+        composed: The user's module, made parallel.
+        asked: How.
+        mesh: The sizes.
+        rank: Who runs it.
+        context: Gives what it runs in.
+        ledger: Gets what this rank sends to other stages.
+    """
+
+    composed: Composed
+    asked: Parallelism
+    mesh: MeshShape
+    rank: int
+    context: StepContext
+    ledger: TrafficLedger
+
+    def run(self, batch: Any, received: Received) -> Received:
+        """Runs forward and backward.
+
+        Args:
+            batch: What a loader would give.
+            received: From the stage before.
+
+        Returns:
+            What goes to the stage after.
+        """
+        takes_index = is_param_in_hook_signature(self._training_step, "batch_idx", min_args=2)
+        rest = (0,) if takes_index else ()
+        if self.composed.split is None:
+            self._run_whole(batch, rest)
+            return None
+        return self._run_stage(batch, rest, received)
+
+    @property
+    def _training_step(self) -> Any:
+        return self.composed.module.training_step
+
+    def _run_whole(self, batch: Any, rest: tuple[int, ...]) -> None:
+        sharded = ShardedModule(
+            self.composed,
+            None,
+            has_logits_apart=self.asked.tensor.loss_parallel,
+            compares_always=False,
+        )
+        loss = _loss_of(sharded.train(self._training_step, self.context, batch, *rest))
+
+        def differentiate() -> Tensor:
+            loss.backward()
+            return loss
+
+        sharded.backward(loss, differentiate, accumulating=False)
+        sharded.add_gradients()
+
+    def _run_stage(self, batch: Any, rest: tuple[int, ...], received: Received) -> Received:
+        split = self.composed.split
+        assert split is not None
+        staged = StagedModule(
+            self.composed,
+            None,
+            self.asked.pipeline,
+            has_logits_apart=self.asked.tensor.loss_parallel,
+            compares_always=False,
+        )
+        note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
+        sender = None if split.is_last else DrySender(note)
+        pipeline = Pipeline(
+            split.sequence,
+            self.asked.pipeline.shape(self.mesh, self.rank, split.layers_per_stage),
+            dry_links(received, sender, note),
+            layers=self.composed.root,
+            gradients=staged.gradients(),
+            mark_batches=False,
+        )
+        step = staged.joining(self._training_step)
+
+        def run(microbatch: Microbatch) -> Any:
+            with self.context():
+                return step(microbatch.content, *rest)
+
+        pipeline.train_batch(batch, run)
+        pipeline.install_gradients()
+        staged.add_gradients()
+        return None if sender is None else sender.sent
+
+
+def _loss_of(result: Any) -> Tensor:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"`training_step` returned {type(loss).__name__} for the sample batch, and there is"
+            " nothing to differentiate. Give a batch for which it returns a loss."
+        )
+    return loss

@@ -1,0 +1,94 @@
+"""Count the collectives that a piece of code calls, whoever calls them.
+
+FSDP2, ``DTensor`` and this package speak to a process group in different ways, but all of them pass
+torch's dispatcher. So does autograd's part on a CPU, which runs in the thread that asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dist.fake_ranks import ranks_of_collective
+from lightning_dist.mesh import MeshShape
+from lightning_dist.traffic import MessageKind, TrafficLedger
+from lightning_dist.tree import flatten
+
+_DIRECT, _FUNCTIONAL = torch.ops.c10d, torch.ops._c10d_functional
+
+_KINDS: Mapping[Any, MessageKind] = MappingProxyType(
+    {
+        _DIRECT._allgather_base_: MessageKind.ALL_GATHER,
+        _DIRECT.allgather_: MessageKind.ALL_GATHER,
+        _DIRECT.allgather_coalesced_: MessageKind.ALL_GATHER,
+        _DIRECT.allgather_into_tensor_coalesced_: MessageKind.ALL_GATHER,
+        _FUNCTIONAL.all_gather_into_tensor: MessageKind.ALL_GATHER,
+        _FUNCTIONAL.all_gather_into_tensor_coalesced: MessageKind.ALL_GATHER,
+        _DIRECT._reduce_scatter_base_: MessageKind.REDUCE_SCATTER,
+        _DIRECT.reduce_scatter_: MessageKind.REDUCE_SCATTER,
+        _DIRECT.reduce_scatter_tensor_coalesced_: MessageKind.REDUCE_SCATTER,
+        _FUNCTIONAL.reduce_scatter_tensor: MessageKind.REDUCE_SCATTER,
+        _FUNCTIONAL.reduce_scatter_tensor_coalesced: MessageKind.REDUCE_SCATTER,
+        _DIRECT.allreduce_: MessageKind.ALL_REDUCE,
+        _DIRECT.allreduce_coalesced_: MessageKind.ALL_REDUCE,
+        _FUNCTIONAL.all_reduce: MessageKind.ALL_REDUCE,
+        _FUNCTIONAL.all_reduce_: MessageKind.ALL_REDUCE,
+        _FUNCTIONAL.all_reduce_coalesced: MessageKind.ALL_REDUCE,
+        _FUNCTIONAL.all_reduce_coalesced_: MessageKind.ALL_REDUCE,
+        _DIRECT.alltoall_: MessageKind.ALL_TO_ALL,
+        _DIRECT.alltoall_base_: MessageKind.ALL_TO_ALL,
+        _FUNCTIONAL.all_to_all_single: MessageKind.ALL_TO_ALL,
+        _DIRECT.broadcast_: MessageKind.BROADCAST,
+        _FUNCTIONAL.broadcast: MessageKind.BROADCAST,
+        _FUNCTIONAL.broadcast_: MessageKind.BROADCAST,
+    }
+)
+
+
+class TrafficCounter(TorchDispatchMode):
+    """Enters what is called inside into a ledger; a group of one rank says nothing to anybody.
+
+    Args:
+        ledger: Where to.
+        mesh: The sizes, to tell the groups apart.
+    """
+
+    def __init__(self, ledger: TrafficLedger, mesh: MeshShape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger = ledger
+        self._mesh = mesh
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Calls an operation and looks whether it is a collective.
+
+        Args:
+            func: Of torch.
+            types: Of its arguments.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+        """
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it turns into operations on plain tensors, which come back
+        named = kwargs or {}
+        result = func(*args, **named)
+        kind = _KINDS.get(getattr(func, "overloadpacket", None))
+        if kind is not None:
+            axes = self._mesh.axes_between(ranks_of_collective(func, args, named))
+            if axes:
+                self._ledger.add(kind, axes, max(map(_bytes_of, (*args, *named.values(), result))))
+        return result
+
+
+def _bytes_of(argument: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in flatten(argument)[0])
