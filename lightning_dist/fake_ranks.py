@@ -89,11 +89,18 @@ def ranks_of_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return dist.get_process_group_ranks(group)
 
 
+Watch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+"""Told of each operation: the function, its arguments, those by name, and what it returned."""
+
+
 @contextmanager
-def without_values() -> Iterator[None]:
+def without_values(watch: Watch) -> Iterator[None]:
     """Gives each tensor that is made inside a shape, but no memory.
 
     What asks for a value gets one: 1, 1.0 or True. So a branch is taken that others may not be.
+
+    Args:
+        watch: Told of the operations on plain tensors.
 
     Yields:
         Nothing.
@@ -103,7 +110,7 @@ def without_values() -> Iterator[None]:
     """
     try:
         # Some tensors of a module are neither parameters nor buffers.
-        with FakeTensorMode(allow_non_fake_inputs=True), _Ones():  # type: ignore[no-untyped-call]
+        with FakeTensorMode(allow_non_fake_inputs=True), _Watched(watch):
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
@@ -112,21 +119,31 @@ def without_values() -> Iterator[None]:
         ) from error
 
 
-class _Ones(TorchDispatchMode):
-    """Answers for values that do not exist."""
+class _Watched(TorchDispatchMode):
+    """Tells of operations, and answers for values that do not exist."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it asks again, about the local tensor
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if DTensor in types:
+            return NotImplemented  # it turns into operations on plain tensors, which come back
+        if func is _VALUE:
             return _one_like(args[0])
-        return func(*args, **(kwargs or {}))
+        named = kwargs or {}
+        result = func(*args, **named)
+        self._watch(func, args, named, result)
+        return result
+
+
+_VALUE = torch.ops.aten._local_scalar_dense.default
 
 
 def _one_like(tensor: Tensor) -> Any:

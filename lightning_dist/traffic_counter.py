@@ -11,8 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dist.fake_ranks import ranks_of_collective
 from lightning_dist.mesh import MeshShape
@@ -50,8 +48,8 @@ _KINDS: Mapping[Any, MessageKind] = MappingProxyType(
 )
 
 
-class TrafficCounter(TorchDispatchMode):
-    """Enters what is called inside into a ledger; a group of one rank says nothing to anybody.
+class TrafficCounter:
+    """Enters collectives into a ledger; a group of one rank says nothing to anybody.
 
     Args:
         ledger: Where to.
@@ -59,35 +57,27 @@ class TrafficCounter(TorchDispatchMode):
     """
 
     def __init__(self, ledger: TrafficLedger, mesh: MeshShape) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
         self._mesh = mesh
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Calls an operation and looks whether it is a collective.
+    def __call__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Looks whether an operation is a collective.
 
         Args:
             func: Of torch.
-            types: Of its arguments.
             args: Its arguments.
             kwargs: Its arguments by name.
+            result: What it returned.
         """
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it turns into operations on plain tensors, which come back
-        named = kwargs or {}
-        result = func(*args, **named)
-        kind = _KINDS.get(getattr(func, "overloadpacket", None))
-        if kind is not None:
-            axes = self._mesh.axes_between(ranks_of_collective(func, args, named))
-            if axes:
-                self._ledger.add(kind, axes, max(map(_bytes_of, (*args, *named.values(), result))))
-        return result
+        kind = _KINDS.get(func.overloadpacket)
+        if kind is None:
+            return
+        axes = self._mesh.axes_between(ranks_of_collective(func, args, kwargs))
+        if axes:
+            num_bytes = max(map(_bytes_of, (*args, *kwargs.values(), result)))
+            self._ledger.add(kind, axes, num_bytes)
 
 
 def _bytes_of(argument: Any) -> int:

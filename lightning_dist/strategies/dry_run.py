@@ -104,11 +104,9 @@ class DryRun:
             composed = compose(module, build_mesh(self.mesh, _CPU.type), asked)
             context = self.precision.train_step_context
             step = DryStep(composed, asked, self.mesh, rank, context, ledger)
-            with without_values():
+            with without_values(TrafficCounter(ledger, self.mesh)):
                 _move_from_meta(module)
-                batch = map_tensors(_without_values, self.batch)
-                with TrafficCounter(ledger, self.mesh):
-                    sent = step.run(batch, received)
+                sent = step.run(map_tensors(_without_values, self.batch), received)
                 return self._kind_of(stage, module, ledger.traffic), sent
 
     def _kind_of(
