@@ -541,3 +541,18 @@ def test_mistakes_read_as_without() -> None:
     with pytest.raises(RuntimeError) as deferred, deferred_init():
         wrong()
     assert str(deferred.value) == str(ordinary.value)
+
+
+def test_only_shapes_draws_next_to_nothing() -> None:
+    with deferred_init(only_shapes=True):
+        layer = nn.Linear(2**30, 2**20)  # would take days, and four petabytes
+    assert layer.weight.is_meta
+    assert layer.weight.shape == (2**20, 2**30)
+
+
+def test_only_shapes_gives_other_values_to_who_draws_again() -> None:
+    with deferred_init(only_shapes=True):
+        values = {float(torch.rand(())) for _ in range(3)}
+        steps = [float(x) for x in torch.linspace(0, 1, 3)]
+    assert len(values) == 3
+    assert steps == [0.0, 0.5, 1.0]

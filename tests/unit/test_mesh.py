@@ -57,3 +57,10 @@ def test_sizes_that_do_not_fill_the_world_are_refused(
     for word in words:
         assert word in str(caught.value)
     assert "pp=" not in str(caught.value), "an axis that was not asked for"
+
+
+def test_axes_between_ranks() -> None:
+    mesh = MeshShape(pp=2, dp_replicate=2, tp=2)
+    assert mesh.axes_between([3]) == ()
+    assert mesh.axes_between(mesh.peers(5, "tp")) == ("tp",)
+    assert mesh.axes_between(mesh.peers(5, "pp", "tp")) == ("pp", "tp")
