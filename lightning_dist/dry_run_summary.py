@@ -71,7 +71,9 @@ class DryRunSummary:
         held += [_held(kind) for kind in self.kinds]
         sent: list[tuple[str, ...]] = [("stage", "in a step", "over", "count", "bytes")]
         sent += [_sent(kind, traffic) for kind in self.kinds for traffic in kind.traffic]
-        return f"{draw_table(held, right=range(1, 6))}\n\n{draw_table(sent, right=(3, 4))}"
+        tables = [draw_table(held, right=range(1, 6))]
+        tables += [draw_table(sent, right=(3, 4))] if len(sent) > 1 else []
+        return "\n\n".join(tables)
 
 
 def collapse(kinds: Iterable[RankKind]) -> tuple[RankKind, ...]:

@@ -58,10 +58,14 @@ class DryStep:
         """
         takes_index = is_param_in_hook_signature(self._training_step, "batch_idx", min_args=2)
         rest = (0,) if takes_index else ()
-        if self.composed.split is None:
-            self._run_whole(batch, rest)
-            return None
-        return self._run_stage(batch, rest, received)
+        try:
+            if self.composed.split is None:
+                self._run_whole(batch, rest)
+                return None
+            return self._run_stage(batch, rest, received)
+        except Exception as error:
+            error.add_note("In a dry run a step has no Trainer, and its tensors have no values.")
+            raise
 
     @property
     def _training_step(self) -> Any:
