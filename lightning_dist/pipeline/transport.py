@@ -91,6 +91,15 @@ class DistributedSender:
         Raises:
             PeerLostError: The receiver is gone.
         """
+        try:
+            self._send(tree, stamp)
+        except (KeyboardInterrupt, SystemExit) as error:
+            # Nobody knows how much of the message has left, so nothing can follow it, not even a
+            # goodbye: gloo ends a process that gets more bytes than it expects.
+            self._failure = error
+            raise
+
+    def _send(self, tree: Any, stamp: int) -> None:
         tensors, skeleton = flatten(tree)
         infos = [_TensorInfo(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         header = pickle.dumps((skeleton, infos))

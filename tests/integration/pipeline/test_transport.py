@@ -1,0 +1,53 @@
+"""A sender that is interrupted in the middle of a message sends nothing more."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dist.pipeline.transport import DistributedReceiver, DistributedSender
+from tests.helpers.workers import WorkerPool
+
+
+def send_two(group: dist.ProcessGroup) -> None:
+    sender = DistributedSender(group, 1)
+    sender.send(torch.ones(96, dtype=torch.float64))
+    dist.barrier()
+    time.sleep(0.3)  # until then the receiver has posted what it expects next
+    send, calls = dist.isend, 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return send(*args, **kwargs)
+
+    with mock.patch.object(dist, "isend", interrupted), pytest.raises(KeyboardInterrupt):
+        sender.send(torch.ones(96, dtype=torch.float64))
+    sender.close()
+
+
+def receive_one(group: dist.ProcessGroup) -> None:
+    receiver = DistributedReceiver(group, 0, torch.device("cpu"), timeout_seconds=1.0)
+    assert float(receiver.receive().sum()) == 96
+    dist.barrier()
+    with pytest.raises(TimeoutError):
+        receiver.receive()
+
+
+def run() -> None:
+    dist.init_process_group("gloo")
+    group = dist.new_group(timeout=timedelta(days=1))
+    (receive_one if dist.get_rank() else send_two)(group)
+    dist.barrier()
+
+
+def test_half_a_message_is_the_last(workers: WorkerPool) -> None:
+    workers.run(2, run)
