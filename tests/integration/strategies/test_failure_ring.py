@@ -15,8 +15,8 @@ from tests.helpers.workers import WorkerPool
 PATIENCE_SECONDS = 20.0
 
 
-def watchers() -> int:
-    names = [thread.name for thread in threading.enumerate()]
+def watchers(before: set[threading.Thread]) -> int:
+    names = [thread.name for thread in threading.enumerate() if thread not in before]
     return sum(name.startswith(("failure-ring", "receive-from-", "send-to-")) for name in names)
 
 
@@ -25,15 +25,17 @@ def fail_on(failing: int) -> tuple[list[str], int]:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     learned: list[str] = []
+    before = set(threading.enumerate())  # of cases that this process has run
     group = dist.new_group(timeout=timedelta(days=1))
     ring = FailureRing(group, rank, world_size, lambda failure: learned.append(str(failure)))
-    assert watchers() == 3
+    assert watchers(before) == 3
+    dist.barrier()
     if rank == failing:
         ring.announce(Failure(rank, "a mistake"))
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while watchers() and time.monotonic() < deadline:
+    while watchers(before) and time.monotonic() < deadline:
         time.sleep(0.01)
-    left = watchers()
+    left = watchers(before)
     dist.barrier()
     ring.close()
     dist.destroy_process_group()
