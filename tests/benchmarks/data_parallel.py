@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from itertools import count as count_up
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
@@ -110,17 +111,17 @@ def our_fsdp(rank: int, count: int, accumulate: int) -> float:
     return in_lightning(FSDPStrategy(), count, SHARE, accumulate=accumulate)
 
 
-def print_data_parallel(times: dict[str, list[float]]) -> None:
+def print_beside_references(
+    times: dict[str, list[float]], references: Mapping[str, Sequence[str]], title: str
+) -> None:
     """Prints medians with the fastest and slowest round, and throughput beside the references'."""
-    table = Table(
-        title="The same GPT, data parallelism: batch 2 x 4 x 128, two processes of one thread"
-    )
+    table = Table(title=title)
     table.add_column("")
     for heading in ("ms per batch", "rounds", "x raw loop", "x Lightning's"):
         table.add_column(heading, justify="right")
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, seconds in medians.items():
-        low, high = min(times[name]) * 1e3, max(times[name]) * 1e3
-        ratios = [ratio(times.get(other, []), times[name]) for other in REFERENCES[name]]
-        table.add_row(name, f"{seconds * 1e3:.0f}", f"{low:.0f} - {high:.0f}", *ratios)
+    for name, values in times.items():
+        low, high = min(values) * 1e3, max(values) * 1e3
+        ratios = [ratio(times.get(other, []), values) for other in references[name]]
+        median = f"{statistics.median(values) * 1e3:.0f}"
+        table.add_row(name, median, f"{low:.0f} - {high:.0f}", *ratios)
     Console(width=110).print(table)

@@ -31,6 +31,7 @@ from lightning_dist.pipeline.simulator import StageCosts, simulate
 from lightning_dist.strategies.measured import MeasuredTimelines
 from tests.benchmarks import contestants as c
 from tests.benchmarks import data_parallel as d
+from tests.benchmarks import tensor_parallel as t
 from tests.helpers.workers import WorkerPool
 
 ONE_PROCESS, IDEAL, BASELINE = "one process", "ideal: two that never speak", "torch 1F1B, m=4"
@@ -48,6 +49,9 @@ CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
     d.RAW_FSDP_4: (d.torch_fsdp, (4,)),
     d.LIGHTNINGS_FSDP_4: (d.lightning_fsdp, (4,)),
     "our FSDPStrategy, accumulate 4": (d.our_fsdp, (4,)),
+    t.RAW_TP: (t.torch_tensor_parallel, ()),
+    t.LIGHTNINGS_TP: (t.lightning_tensor_parallel, ()),
+    "our TensorParallelStrategy": (t.our_tensor_parallel, ()),
     **{f"torch GPipe, m={m}": (c.torch_gpipe, (m,)) for m in (2, 4, 8)},
     **{f"torch 1F1B, m={m}": (c.torch_1f1b, (m,)) for m in (2, 4, 8)},
     **{f"ours gpipe, m={m}": (c.ours, ("gpipe", m)) for m in (2, 4, 8)},
@@ -63,9 +67,9 @@ def on_rank(contestant: Callable[..., float], count: int, arguments: tuple[Any, 
         logging.getLogger(name).setLevel(logging.ERROR)
     rank = int(os.environ["RANK"])
     in_lightning = (c.ours, d.lightning_ddp, d.our_ddp, d.lightning_fsdp, d.our_fsdp)
-    if contestant in in_lightning:  # Lightning starts the process group itself
-        return contestant(rank, count, *arguments)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    if contestant not in (*in_lightning, t.lightning_tensor_parallel, t.our_tensor_parallel):
+        # Lightning starts the process group itself.
+        dist.init_process_group("gloo", rank=rank, world_size=2)
     return contestant(rank, count, *arguments)
 
 
@@ -199,11 +203,17 @@ def main() -> None:
     try:
         times = throughput(workers, options.rounds, options.batches, options.only)
         replicas = {name: values for name, values in times.items() if name in d.REFERENCES}
-        pipelines = {n: v for n, v in times.items() if n not in replicas or n == d.LIGHTNINGS_DDP}
-        if pipelines.keys() - replicas.keys():
+        spread = {name: values for name, values in times.items() if name in t.REFERENCES}
+        pipelines = {n: v for n, v in times.items() if n not in {*replicas, *spread}}
+        pipelines |= {n: v for n, v in times.items() if n == d.LIGHTNINGS_DDP}
+        if pipelines.keys() - {d.LIGHTNINGS_DDP}:
             print_throughput(pipelines)
         if replicas:
-            d.print_data_parallel(replicas)
+            title = "The same GPT, data parallelism: batch 2 x 4 x 128, two processes of one thread"
+            d.print_beside_references(replicas, d.REFERENCES, title)
+        if spread:
+            title = "The same GPT, tensor parallelism: batch 8 x 128, two processes of one thread"
+            d.print_beside_references(spread, t.REFERENCES, title)
         if not options.skip_bubbles:
             print_bubbles(workers, options.sleep)
     finally:
