@@ -54,9 +54,9 @@ def data(num_samples: int = 36) -> TensorDataset:
     return TensorDataset(drawn[0], drawn[1])
 
 
-def make_gpt() -> Measured:
+def make_gpt(dropout: float = 0.0) -> Measured:
     torch.manual_seed(0)
-    return Measured(width=32, depth=DEPTH, num_heads=4).double()
+    return Measured(width=32, depth=DEPTH, num_heads=4, dropout=dropout).double()
 
 
 @dataclass
