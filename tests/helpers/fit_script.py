@@ -23,8 +23,9 @@ from tests.helpers.models import Classifier, make_loader, make_module, make_trai
 class Trouble(nn.Module):
     """A layer that does something at its n-th training forward on one rank."""
 
-    def __init__(self, what: str, at: int, rank: int) -> None:
+    def __init__(self, what: str, at: int, rank: int, mark: str | None) -> None:
         super().__init__()
+        self.mark = mark
         self.what = what
         self.at = at
         self.rank = rank
@@ -34,11 +35,15 @@ class Trouble(nn.Module):
         self.calls += self.training
         if not self.training or int(os.environ.get("LOCAL_RANK", "0")) != self.rank:
             return x
-        if self.calls == self.at and self.what == "raise":
+        if self.calls != self.at or self.what == "none":
+            return x
+        if self.mark is not None:  # from now on the clock ticks
+            Path(self.mark).touch()
+        if self.what == "raise":
             raise KeyError("the user's own mistake")
-        if self.calls == self.at and self.what == "sigkill":
+        if self.what == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.calls == self.at and self.what == "sigterm":
+        if self.what == "sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
         return x
 
@@ -66,6 +71,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=world_size)
     parser.add_argument("--stage", type=int, default=0, help="the rank with the trouble")
     parser.add_argument("--trouble", default="none")
+    parser.add_argument("--mark", default=None, help="a file to make when the trouble begins")
     parser.add_argument("--at", type=int, default=5)
     parser.add_argument("--schedule", default="pipedream", help="or ddp, fsdp, mesh")
     parser.add_argument("--epochs", type=int, default=2)
@@ -79,7 +85,7 @@ def main() -> None:
     counts.append(len(module.model) - sum(counts))
     place = sum(counts[: options.stage])
     module.model[place] = nn.Sequential(
-        module.model[place], Trouble(options.trouble, options.at, options.stage)
+        module.model[place], Trouble(options.trouble, options.at, options.stage, options.mark)
     )
     callbacks: list[L.Callback] = [Report(options.report, options.pause)]
     if options.root:

@@ -21,9 +21,9 @@ from typing import Any
 from tests.helpers.workers import free_port
 
 STARTUP_SECONDS = 60.0
-# Far more than a run takes to end on a busy machine, far less than the half hour after which a
-# process group gives up by itself.
-END_SECONDS = 60.0
+# How long a run may take to end, from the moment when its trouble began.
+END_SECONDS = 10.0
+END_AFTER_KILL_SECONDS = 30.0
 
 
 class WarmPython:
@@ -79,6 +79,17 @@ class WarmPython:
             run.wait(5)
 
     @contextmanager
+    def trouble(self, folder: Path, *arguments: str, devices: int = 2) -> Iterator[ForkedRun]:
+        """Starts ranks and waits until the trouble begins that the arguments ask for."""
+        mark = folder / "trouble"
+        with self.ranks(folder, *arguments, "--mark", str(mark), devices=devices) as run:
+            deadline = time.monotonic() + STARTUP_SECONDS
+            while not mark.exists():
+                assert time.monotonic() < deadline, run.output
+                time.sleep(0.02)
+            yield run
+
+    @contextmanager
     def training(self, folder: Path, *arguments: str, devices: int = 2) -> Iterator[ForkedRun]:
         """Starts ranks and waits until all are in the middle of their training."""
         report = folder / "report"
@@ -118,7 +129,7 @@ class ForkedRun:
     def send(self, number: signal.Signals, rank: int) -> None:
         os.kill(self.pids[rank], number)
 
-    def wait(self, seconds: float = END_SECONDS) -> list[int]:
+    def wait(self, seconds: float) -> list[int]:
         """Waits until all ranks have ended."""
         deadline = time.monotonic() + seconds
         while None in (codes := self.exit_codes()):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers.forked_runs import END_SECONDS, STARTUP_SECONDS
+from tests.helpers.forked_runs import STARTUP_SECONDS
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Run:
     process: subprocess.Popen[str]
     output: str = ""
 
-    def wait(self, seconds: float = STARTUP_SECONDS + END_SECONDS) -> int:
+    def wait(self, seconds: float) -> int:
         """Waits for the whole process group; gives the main process's exit code."""
         deadline = time.monotonic() + seconds
         self.output = self.process.communicate(timeout=seconds)[0]
@@ -67,6 +67,18 @@ def script(*arguments: str) -> Iterator[Run]:
             os.killpg(run.process.pid, signal.SIGKILL)
         if run.process.stdout is not None and not run.process.stdout.closed:
             run.process.communicate()
+
+
+@contextmanager
+def troubled_script(tmp_path: Path, *arguments: str) -> Iterator[Run]:
+    """A script in which the trouble begins that the arguments ask for."""
+    mark = tmp_path / "trouble"
+    with script(*arguments, "--mark", str(mark)) as run:
+        deadline = time.monotonic() + STARTUP_SECONDS
+        while not mark.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield run
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_dist import DDPStrategy
-from tests.helpers.forked_runs import WarmPython
+from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, END_SECONDS, WarmPython
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
 from tests.helpers.script_runs import errors_in
 from tests.helpers.workers import WorkerPool
@@ -20,19 +20,19 @@ from tests.helpers.workers import WorkerPool
 def test_a_users_exception_ends_all_ranks_and_is_shown_first(
     warm_python: WarmPython, tmp_path: Path
 ) -> None:
-    with warm_python.ranks(
+    with warm_python.trouble(
         tmp_path, "--schedule", "ddp", "--trouble", "raise", "--stage", "1"
     ) as run:
-        assert run.wait() == [1, 1]
+        assert run.wait(END_SECONDS) == [1, 1]
     assert errors_in(run.output)[0] == "KeyError", run.output
     assert "the user's own mistake" in run.output
 
 
 def test_a_killed_rank_ends_the_other_and_is_named(warm_python: WarmPython, tmp_path: Path) -> None:
-    with warm_python.ranks(
+    with warm_python.trouble(
         tmp_path, "--schedule", "ddp", "--trouble", "sigkill", "--stage", "1"
     ) as run:
-        assert run.wait() == [1, -signal.SIGKILL]
+        assert run.wait(END_AFTER_KILL_SECONDS) == [1, -signal.SIGKILL]
     assert "process of rank 1 was lost" in run.output
 
 
@@ -48,7 +48,7 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
         time.sleep(0.3)
         for rank in ranks:
             run.send(signal.SIGTERM, rank)
-        assert run.wait() == [0, 0], run.output
+        assert run.wait(15) == [0, 0], run.output
     reports = [(tmp_path / f"report.{rank}").read_text().splitlines() for rank in (0, 1)]
     assert len(reports[0]) == len(reports[1]) < 500
     assert "Error" not in run.output, run.output

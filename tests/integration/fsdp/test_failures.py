@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from lightning_dist.checkpoint import load_full
-from tests.helpers.forked_runs import WarmPython
+from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, WarmPython
 
 
 def test_a_killed_rank_ends_the_other_and_leaves_the_checkpoint_before(
@@ -15,8 +15,8 @@ def test_a_killed_rank_ends_the_other_and_leaves_the_checkpoint_before(
 ) -> None:
     root = tmp_path / "checkpoints"
     arguments = ("--trouble", "sigkill", "--stage", "1", "--at", "5", "--root", str(root))
-    with warm_python.ranks(tmp_path, "--schedule", "fsdp", *arguments) as run:
-        assert run.wait() == [1, -signal.SIGKILL]
+    with warm_python.trouble(tmp_path, "--schedule", "fsdp", *arguments) as run:
+        assert run.wait(END_AFTER_KILL_SECONDS) == [1, -signal.SIGKILL]
     assert "process of rank 1 was lost" in run.output
     (path,) = root.glob("*.ckpt")
     checkpoint = load_full(path)
@@ -31,6 +31,6 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
         time.sleep(0.3)
         for rank in (0, 1):
             run.send(signal.SIGTERM, rank)
-        assert run.wait() == [0, 0], run.output
+        assert run.wait(15) == [0, 0], run.output
     reports = [(tmp_path / f"report.{rank}").read_text().splitlines() for rank in (0, 1)]
     assert len(reports[0]) == len(reports[1])

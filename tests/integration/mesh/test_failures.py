@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests.helpers.forked_runs import WarmPython
+from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, END_SECONDS, WarmPython
 from tests.helpers.script_runs import errors_in
 
 MESH = ("--schedule", "mesh")
@@ -16,8 +16,8 @@ def test_a_users_exception_ends_all_ranks_and_is_shown_first(
     warm_python: WarmPython, tmp_path: Path
 ) -> None:
     trouble = ("--trouble", "raise", "--stage", "0")
-    with warm_python.ranks(tmp_path, *MESH, *trouble, devices=4) as run:
-        assert run.wait() == [1] * 4
+    with warm_python.trouble(tmp_path, *MESH, *trouble, devices=4) as run:
+        assert run.wait(END_SECONDS) == [1] * 4
     assert errors_in(run.output)[0] == "KeyError", run.output
     assert "While rank 0 ran action 0F" in run.output
 
@@ -26,8 +26,8 @@ def test_a_killed_rank_ends_all_others_and_is_named(
     warm_python: WarmPython, tmp_path: Path
 ) -> None:
     trouble = ("--trouble", "sigkill", "--stage", "1")
-    with warm_python.ranks(tmp_path, *MESH, *trouble, devices=4) as run:
-        assert run.wait() == [1, -signal.SIGKILL, 1, 1]
+    with warm_python.trouble(tmp_path, *MESH, *trouble, devices=4) as run:
+        assert run.wait(END_AFTER_KILL_SECONDS) == [1, -signal.SIGKILL, 1, 1]
     assert "process of rank 1 was lost" in run.output
 
 
@@ -37,7 +37,7 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
     with warm_python.training(tmp_path, *MESH, "--pause", "0.02", devices=4) as run:
         time.sleep(0.3)
         run.send(signal.SIGTERM, 2)
-        assert run.wait() == [0] * 4, run.output
+        assert run.wait(15) == [0] * 4, run.output
     reports = [(tmp_path / f"report.{rank}").read_text().splitlines() for rank in range(4)]
     assert len({len(report) for report in reports}) == 1
     assert "Error" not in run.output, run.output

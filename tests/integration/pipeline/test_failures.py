@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lightning_dist.checkpoint import load_full
-from tests.helpers.forked_runs import WarmPython
-from tests.helpers.script_runs import STARTUP_SECONDS, errors_in, script, training_script
+from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, END_SECONDS, WarmPython
+from tests.helpers.script_runs import STARTUP_SECONDS, errors_in, training_script, troubled_script
 
 
 def check_users_exception(output: str, stage: int) -> None:
@@ -27,14 +27,14 @@ def check_users_exception(output: str, stage: int) -> None:
 def test_a_users_exception_ends_all_ranks_and_is_shown_first(
     warm_python: WarmPython, tmp_path: Path
 ) -> None:
-    with warm_python.ranks(tmp_path, "--trouble", "raise", "--stage", "0", devices=3) as run:
-        assert run.wait() == [1, 1, 1]
+    with warm_python.trouble(tmp_path, "--trouble", "raise", "--stage", "0", devices=3) as run:
+        assert run.wait(END_SECONDS) == [1, 1, 1]
     check_users_exception(run.output, 0)
 
 
-def test_a_users_exception_ends_what_the_launcher_started() -> None:
-    with script("--trouble", "raise", "--stage", "1") as run:
-        assert run.wait() == 1
+def test_a_users_exception_ends_what_the_launcher_started(tmp_path: Path) -> None:
+    with troubled_script(tmp_path, "--trouble", "raise", "--stage", "1") as run:
+        assert run.wait(END_SECONDS) == 1
     check_users_exception(run.output, 1)
 
 
@@ -52,18 +52,20 @@ def test_a_killed_rank_ends_its_neighbours_and_is_named(
     warm_python: WarmPython, tmp_path: Path
 ) -> None:
     root = tmp_path / "checkpoints"
-    with warm_python.ranks(
+    with warm_python.trouble(
         tmp_path, *KILLED, "--stage", "1", "--root", str(root), devices=3
     ) as run:
-        assert run.wait() == [1, -signal.SIGKILL, 1]
+        assert run.wait(END_AFTER_KILL_SECONDS) == [1, -signal.SIGKILL, 1]
     assert "process of rank 1 was lost" in run.output
     check_checkpoints(root)
 
 
 def test_a_killed_launcher_ends_its_children_and_is_named(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    with script(*KILLED, "--devices", "3", "--stage", "0", "--root", str(root)) as run:
-        assert run.wait() == -signal.SIGKILL
+    with troubled_script(
+        tmp_path, *KILLED, "--devices", "3", "--stage", "0", "--root", str(root)
+    ) as run:
+        assert run.wait(END_AFTER_KILL_SECONDS) == -signal.SIGKILL
     assert "the process of rank 0 was lost" in run.output  # its children speak for themselves
     check_checkpoints(root)
 
@@ -79,7 +81,7 @@ def test_sigterm_of_the_launcher_ends_all_ranks_at_one_batch_boundary(tmp_path: 
     with training_script(tmp_path, "--schedule", "1f1b", "--pause", "0.02") as run:
         time.sleep(0.3)
         run.process.terminate()
-        assert run.wait() == 0, run.output
+        assert run.wait(15) == 0, run.output
     check_end_at_one_boundary(tmp_path, run.output)
 
 
@@ -93,14 +95,14 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
         time.sleep(0.3)
         for rank in ranks:
             run.send(signal.SIGTERM, rank)
-        assert run.wait() == [0, 0], run.output
+        assert run.wait(15) == [0, 0], run.output
     check_end_at_one_boundary(tmp_path, run.output)
 
 
 def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:
     with training_script(tmp_path, "--pause", "0.02") as run:
         os.killpg(run.process.pid, signal.SIGINT)
-        assert run.wait() == 1, run.output
+        assert run.wait(15) == 1, run.output
     assert "Traceback" not in run.output, run.output
 
 
@@ -126,7 +128,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before_whole(
                 for rank in (0, 1):
                     run.send(signal.SIGKILL, rank)
                 break
-        assert run.wait() == [-signal.SIGKILL] * 2
+        assert run.wait(5) == [-signal.SIGKILL] * 2
     finished = finished_in(root)
     assert len(finished) >= 2
     for path in finished:
