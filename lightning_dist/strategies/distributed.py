@@ -148,9 +148,9 @@ class DistributedStrategy(ProcessMesh):
     @override
     def teardown(self) -> None:
         if self._guard is not None:
-            self.barrier("teardown")  # else a fast rank takes a slow one for a lost one
-            self.close_session()
-            self._guard.close()
+            with self._guard.closing():
+                self.barrier("teardown")  # else a fast rank takes a slow one for a lost one
+                self.close_session()
             if not self._guard.is_sound:
                 never_destroy(self.process_groups)
             self._guard = None

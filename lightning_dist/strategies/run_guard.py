@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -39,6 +40,7 @@ class RunGuard:
         self._interrupt = interrupt
         self._failed = threading.Event()
         self._closed = threading.Event()
+        self._own_failure: Failure | None = None
         self._stop = StopAgreement(stop_group, stop_lag)
         self._ring: FailureRing | None = None
         if dist.get_world_size() > 1:
@@ -93,15 +95,27 @@ class RunGuard:
             self._ring.wait_for_news(_NEWS_SECONDS)
         self._failed.set()
         if self._ring is not None:
-            self._ring.announce(Failure.from_exception(self._rank, exception))
+            self._own_failure = Failure.from_exception(self._rank, exception)
+            self._ring.announce(self._own_failure)
 
-    def close(self) -> None:
-        """Ends the watch; each rank must call it."""
-        self._closed.set()
-        if self.is_sound:
-            self._stop.close()
-        if self._ring is not None:
-            self._ring.close()
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Ends the watch after a block that ends what else ties the ranks; each rank must enter it.
+
+        After a failure others may not answer any more. A rank that has heard of it has been given a
+        grace to get through here; the one that failed gets its own now, for it may have had to save
+        something first.
+        """
+        if self._own_failure is not None:
+            exit_after_grace(self._own_failure, self._closed.is_set)
+        try:
+            yield
+            if self.is_sound:
+                self._stop.close()
+            if self._ring is not None:
+                self._ring.close()
+        finally:
+            self._closed.set()
 
     def _on_peer_failure(self, failure: Failure) -> None:
         was_known = self._failed.is_set()

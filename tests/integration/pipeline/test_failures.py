@@ -38,6 +38,19 @@ def test_a_users_exception_ends_what_the_launcher_started(tmp_path: Path) -> Non
     check_users_exception(run.output, 1)
 
 
+def test_a_failed_rank_does_not_wait_for_one_that_hangs(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
+    arguments = ("--trouble", "raise later", "--stage", "0")
+    with warm_python.trouble(tmp_path, *arguments, devices=3) as run:
+        run.send(signal.SIGSTOP, 1)
+        deadline = time.monotonic() + END_SECONDS
+        while (codes := run.exit_codes()) != [1, None, 1]:
+            assert time.monotonic() < deadline, f"{codes}\n{run.output}"
+            time.sleep(0.05)
+    check_users_exception(run.output, 0)
+
+
 def check_checkpoints(root: Path) -> None:
     saved = finished_in(root)
     assert saved
