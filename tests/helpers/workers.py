@@ -17,10 +17,11 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("spawn")
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.helpers.preload"])
 
 
 class CaseFailedError(AssertionError):
@@ -38,7 +39,7 @@ class WorkerPool:
     """Runs cases on processes that live longer than a case."""
 
     def __init__(self) -> None:
-        self._workers: list[tuple[SpawnProcess, Connection]] = []
+        self._workers: list[tuple[ForkServerProcess, Connection]] = []
         atexit.register(self.close)  # daemons would need none, but may not have DataLoader workers
 
     def run(
