@@ -7,12 +7,7 @@ would look through all of it again.
 
 import gc
 
-import lightning.pytorch.callbacks
 import pytest  # noqa: F401
-import torch._dynamo
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor.parallel
 import torchmetrics.classification  # noqa: F401
 
 import lightning_dist  # noqa: F401

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+from torch.distributed import TCPStore
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.helpers.preload"])
 
@@ -47,9 +49,10 @@ class WorkerPool:
     ) -> list[Any]:
         """Runs a case on each rank and gives what each returned."""
         self._grow(world_size)
-        port = free_port()
+        # Here, so that no rank finds it missing and looks again a second later.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
-            self._workers[rank][1].send((case, args, rank, world_size, port))
+            self._workers[rank][1].send((case, args, rank, world_size, store.port))
         deadline = time.monotonic() + timeout
         answers = []
         for rank in range(world_size):
@@ -116,6 +119,7 @@ def _run_case(
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
         WORLD_SIZE=str(world_size),
         RANK=str(rank),
         LOCAL_RANK=str(rank),
