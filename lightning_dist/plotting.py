@@ -2,13 +2,14 @@
 
 Measured and simulated timelines are of one type, so one function draws either, and several above
 each other on one scale. Colours are Okabe and Ito's, which the colour-blind can tell apart, and
-forward and backward differ in lightness too.
+forward and backward differ in lightness too. Where a rank has several stages, boxes of all but its
+first are underlined.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from lightning_dist.pipeline.actions import ActionKind
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FORWARD, _BACKWARD, _UPDATE, _WAIT = "#56B4E9", "#0072B2", "#E69F00", "#E8E8E8"
+_WEIGHTS = "#009E73"
+_LAPS = ("#D55E00", "#CC79A7", "#F0E442")
+_UNDERLINE_HEIGHT = 0.14
 _ROW_HEIGHT = 0.82
 _WIDTH_INCHES = 12.0
 _CHARACTERS_PER_INCH = 13.0
@@ -77,8 +81,7 @@ def plot_timelines(
     for panel, (title, timeline) in zip(axes, timelines.items(), strict=True):
         _draw(panel, timeline.shifted_to_zero(), title, span_ms)
     axes[-1].set_xlabel("time (ms)")
-    kinds = {span.kind for timeline in timelines.values() for span in timeline.spans}
-    _add_legend(figure, has_updates=SpanKind.UPDATE in kinds)
+    _add_legend(figure, timelines.values())
     if path is not None:
         figure.savefig(path, dpi=130)
     return figure
@@ -94,6 +97,7 @@ def _draw(axes: Axes, timeline: Timeline, title: str, span_ms: float) -> None:
             edgecolor="white",
             linewidth=0.5,
         )
+        _underline(axes, rank, [s for s in spans if s.kind is SpanKind.COMPUTE])
         for span in spans:
             _label(axes, span, span_ms)
     axes.axvspan(0, timeline.makespan_seconds * 1e3, color=_WAIT, linewidth=0, zorder=0)
@@ -104,6 +108,23 @@ def _draw(axes: Axes, timeline: Timeline, title: str, span_ms: float) -> None:
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
+
+
+def _underline(axes: Axes, rank: int, spans: list[Span]) -> None:
+    """Marks what is not of the rank's first stage."""
+    stages = sorted({span.action.stage_index for span in spans})
+    for lap, stage in enumerate(stages[1:]):
+        axes.broken_barh(
+            [
+                (s.start_seconds * 1e3, s.duration_seconds * 1e3)
+                for s in spans
+                if s.action.stage_index == stage
+            ],
+            (rank + _ROW_HEIGHT / 2 - _UNDERLINE_HEIGHT, _UNDERLINE_HEIGHT),
+            facecolors=_LAPS[lap % len(_LAPS)],
+            edgecolor="white",
+            linewidth=0.5,
+        )
 
 
 def _label(axes: Axes, span: Span, span_ms: float) -> None:
@@ -130,19 +151,33 @@ def _colour(span: Span) -> str | None:
         return _UPDATE
     if span.kind is not SpanKind.COMPUTE:
         return None
-    return _FORWARD if span.action.kind is ActionKind.FORWARD else _BACKWARD
+    parts = {ActionKind.FORWARD: _FORWARD, ActionKind.BACKWARD_WEIGHT: _WEIGHTS}
+    return parts.get(span.action.kind, _BACKWARD)
 
 
-def _add_legend(figure: Figure, *, has_updates: bool) -> None:
+def _add_legend(figure: Figure, timelines: Collection[Timeline]) -> None:
     from matplotlib.patches import Patch
 
+    spans = [span for timeline in timelines for span in timeline.spans]
+    kinds = {span.action.kind for span in spans}
+    laps = max(_most_stages(timeline.spans) for timeline in timelines) - 1
+    parted = ActionKind.BACKWARD_WEIGHT in kinds
     entries = {
         "forward": _FORWARD,
-        "backward": _BACKWARD,
-        **({"update": _UPDATE} if has_updates else {}),
+        "backward (or inputs' part)" if parted else "backward": _BACKWARD,
+        **({"weights' part": _WEIGHTS} if parted else {}),
+        **({"update": _UPDATE} if any(s.kind is SpanKind.UPDATE for s in spans) else {}),
+        **{f"a rank's stage {lap + 2}": _LAPS[lap % len(_LAPS)] for lap in range(laps)},
         "waiting (numbers: micro-batches)": _WAIT,
     }
     handles = [Patch(facecolor=c, edgecolor="#999999", label=n) for n, c in entries.items()]
     figure.legend(
         handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
     )
+
+
+def _most_stages(spans: Iterable[Span]) -> int:
+    stages: dict[int, set[int]] = {}
+    for span in spans:
+        stages.setdefault(span.rank, set()).add(span.action.stage_index)
+    return max(map(len, stages.values()), default=1)

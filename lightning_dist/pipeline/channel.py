@@ -1,12 +1,16 @@
 """What both ends of a channel between two stages promise, over whatever it runs.
 
-A message is a tree of tensors with a *stamp*, a number on whose meaning sender and receiver agree;
-stages stamp activations with the fingerprint of the batch. Whoever learns that the other end is
+A message is a tree of tensors with two numbers on whose meaning sender and receiver agree. The
+*port* says who waits for it: stages that share a rank share its channels, and nothing else tells
+what is for which of them. The *stamp* must be what its receiver expects; stages stamp activations
+with the fingerprint of the batch. Whoever learns that the other end is
 gone, or that the whole run has failed, wakes the receiver with :meth:`Receiver.interrupt`.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,7 +30,7 @@ class StampError(RuntimeError):
 class Sender(Protocol):
     """The near end of a channel out of this process."""
 
-    def send(self, tree: Any, stamp: int = 0) -> None:
+    def send(self, tree: Any, *, port: int = 0, stamp: int = 0) -> None:
         """Hands a tree over; returns at once."""
 
     def close(self) -> None:
@@ -36,8 +40,8 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The near end of a channel into this process."""
 
-    def receive(self, stamp: int = 0) -> Any:
-        """Waits for the next tree, which must have been sent with an equal stamp."""
+    def receive(self, *, port: int = 0, stamp: int = 0) -> Any:
+        """Waits for the next tree of a port, which must have been sent with an equal stamp."""
 
     def interrupt(self, error: BaseException) -> None:
         """Makes this and each later :meth:`receive` raise."""
@@ -52,10 +56,12 @@ class Message:
 
     Attributes:
         tree: What was sent.
+        port: Who waits for it.
         stamp: What the sender says it is about.
     """
 
     tree: Any
+    port: int
     stamp: int
 
     def opened(self, stamp: int) -> Any:
@@ -77,3 +83,29 @@ class Failed:
     """Tells the reader of a queue why nothing more will come."""
 
     error: BaseException
+
+
+class Inbox:
+    """Sorts what comes out of a queue by port.
+
+    Args:
+        take: Waits for the next message.
+    """
+
+    def __init__(self, take: Callable[[], Message]) -> None:
+        self._take = take
+        self._waiting: dict[int, deque[Message]] = {}
+
+    def next(self, port: int) -> Message:
+        """Waits for the next message of a port; those of others stay for later.
+
+        Args:
+            port: Which.
+        """
+        while not self._waiting.get(port):
+            message = self._take()
+            self._waiting.setdefault(message.port, deque()).append(message)
+        found = self._waiting[port].popleft()
+        if not self._waiting[port]:
+            del self._waiting[port]
+        return found

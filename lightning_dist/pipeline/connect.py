@@ -1,20 +1,24 @@
 """Open the channels of all pipelines of a mesh.
 
-A pipeline of ``num_stages`` ranks gets one communicator for activations, one for gradients and one
-for results, each used in one direction only. Results go from the last stage straight to each other
-one: they are small, and a stage can have those of a batch before the batch's gradients come.
+A pipeline gets one communicator for activations, one for gradients and one for results. Between
+two ranks there is one channel for each of them and each direction, whatever the number of stages
+that use it. Stages on one rank hand over in its memory. Results go from the last stage's rank
+straight to each other one: they are small, and a rank can have those of a batch before the batch's
+gradients come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from lightning_dist.pipeline.channel import Receiver, Sender
+from lightning_dist.pipeline.memory_channel import MemoryChannel
 from lightning_dist.pipeline.runtime import Links
 from lightning_dist.pipeline.transport import DistributedReceiver, DistributedSender
 
@@ -25,12 +29,12 @@ _NEVER = timedelta(days=365)
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """All channels of one stage.
+    """All channels of one rank.
 
     Attributes:
         links: To the neighbours.
-        results_out: From the last stage to each other one.
-        results_in: From the last stage; None on itself.
+        results_out: From the last stage's rank to each other one.
+        results_in: From the last stage's rank; None on itself.
         groups: The communicators.
     """
 
@@ -61,46 +65,80 @@ class Channels:
 
 
 def connect(
-    pipelines: Sequence[Sequence[int]], device: torch.device, timeout_seconds: float
+    pipelines: Sequence[Sequence[int]],
+    device: torch.device,
+    timeout_seconds: float,
+    rank_of_stage: Sequence[int] | None = None,
 ) -> Channels:
     """Opens this rank's channels; each rank of the world must call it alike.
 
     Args:
-        pipelines: Global ranks of each pipeline's stages, in order.
+        pipelines: Global ranks of each pipeline, in order.
         device: Where received tensors shall be.
         timeout_seconds: How long a receive waits.
+        rank_of_stage: The rank of each stage in its pipeline; None puts one on each.
     """
     rank = dist.get_rank()
     own: list[dist.ProcessGroup] = []
-    stages: Sequence[int] = ()
-    for ranks in pipelines:
-        groups = [dist.new_group(list(ranks), backend="gloo", timeout=_NEVER) for _ in range(3)]
-        if rank in ranks:
-            own, stages = groups, ranks
+    ranks: Sequence[int] = ()
+    for candidates in pipelines:
+        groups = [
+            dist.new_group(list(candidates), backend="gloo", timeout=_NEVER) for _ in range(3)
+        ]
+        if rank in candidates:
+            own, ranks = groups, candidates
     activations, gradients, results = own
-    place = list(stages).index(rank)
-    before = stages[place - 1] if place > 0 else None
-    after = stages[place + 1] if place + 1 < len(stages) else None
-    last = stages[-1]
+    places = range(len(ranks)) if rank_of_stage is None else rank_of_stage
+    homes = [ranks[place] for place in places]
+    last = homes[-1]
 
-    def receiver(group: dist.ProcessGroup, peer: int | None) -> Receiver | None:
-        if peer is None:
-            return None
+    def receiver(group: dist.ProcessGroup, peer: int) -> Receiver:
         return DistributedReceiver(group, peer, device, timeout_seconds)
 
-    def sender(group: dist.ProcessGroup, peer: int | None) -> Sender | None:
-        return None if peer is None else DistributedSender(group, peer)
-
-    links = Links(
-        activations_in=receiver(activations, before),
-        activations_out=sender(activations, after),
-        gradients_in=receiver(gradients, after),
-        gradients_out=sender(gradients, before),
-    )
-    listeners = stages[:-1] if rank == last else ()
+    others = [peer for peer in ranks if peer != last]
     return Channels(
-        links,
-        tuple(DistributedSender(results, peer) for peer in listeners),
-        None if rank == last else DistributedReceiver(results, last, device, timeout_seconds),
+        _links(homes, rank, _Ends(activations, receiver), _Ends(gradients, receiver)),
+        tuple(DistributedSender(results, peer) for peer in others) if rank == last else (),
+        None if rank == last else receiver(results, last),
         tuple(own),
     )
+
+
+class _Ends:
+    """This rank's ends of the channels of one communicator, one for each peer and direction."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        make_receiver: Callable[[dist.ProcessGroup, int], Receiver],
+    ) -> None:
+        self._group = group
+        self._make_receiver = make_receiver
+        self._senders: dict[int, Sender] = {}
+        self._receivers: dict[int, Receiver] = {}
+
+    def to(self, peer: int) -> Sender:
+        if peer not in self._senders:
+            self._senders[peer] = DistributedSender(self._group, peer)
+        return self._senders[peer]
+
+    def of(self, peer: int) -> Receiver:
+        if peer not in self._receivers:
+            self._receivers[peer] = self._make_receiver(self._group, peer)
+        return self._receivers[peer]
+
+
+def _links(homes: Sequence[int], rank: int, activations: _Ends, gradients: _Ends) -> Links:
+    links = Links()
+    for stage, (home, next_home) in enumerate(pairwise(homes)):
+        if home == next_home == rank:
+            down, up = MemoryChannel(), MemoryChannel()
+            links.activations_out[stage], links.activations_in[stage + 1] = down, down
+            links.gradients_out[stage + 1], links.gradients_in[stage] = up, up
+        elif home == rank:
+            links.activations_out[stage] = activations.to(next_home)
+            links.gradients_in[stage] = gradients.of(next_home)
+        elif next_home == rank:
+            links.activations_in[stage + 1] = activations.of(home)
+            links.gradients_out[stage + 1] = gradients.to(home)
+    return links

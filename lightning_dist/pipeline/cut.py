@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -85,13 +85,15 @@ def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:
     return [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
 
 
-def cut(sequence: nn.Sequential, layers_per_stage: Sequence[int], stage_index: int) -> None:
+def cut(
+    sequence: nn.Sequential, layers_per_stage: Sequence[int], own_stages: Collection[int]
+) -> None:
     """Replaces the layers of all other stages; does nothing where that was done before.
 
     Args:
         sequence: The pipelined module; changed in place.
         layers_per_stage: The partition.
-        stage_index: The stage to keep.
+        own_stages: The stages to keep.
 
     Raises:
         ValueError: The sequence has been cut in another way before.
@@ -99,17 +101,18 @@ def cut(sequence: nn.Sequential, layers_per_stage: Sequence[int], stage_index: i
     stages = stage_of_layers(layers_per_stage)
     children = list(sequence.named_children())
     for (name, layer), stage in zip(children, stages, strict=True):
-        if isinstance(layer, ForeignLayer) != (stage != stage_index) and is_cut(sequence):
+        if isinstance(layer, ForeignLayer) == (stage in own_stages) and is_cut(sequence):
             raise ValueError(
-                f"This model has been cut before, and stage {stage_index} of the partition"
-                f" {list(layers_per_stage)} is not what this process kept: layer {name!r} is"
+                f"This model has been cut before, and what stages {list(own_stages)} of the"
+                f" partition {list(layers_per_stage)} have is not what this process kept: layer"
+                f" {name!r} is"
                 f" {'elsewhere' if isinstance(layer, ForeignLayer) else 'here'}. Build the model"
                 " anew and load a checkpoint to change the partition."
             )
     if is_cut(sequence):
         return
     for (name, layer), stage in zip(children, stages, strict=True):
-        if stage != stage_index:
+        if stage not in own_stages:
             setattr(sequence, name, ForeignLayer(layer, name, stage))
 
 
@@ -118,14 +121,19 @@ def is_cut(sequence: nn.Sequential) -> bool:
     return any(isinstance(layer, ForeignLayer) for layer in sequence.children())
 
 
-def own_layers(sequence: nn.Sequential) -> nn.Sequential:
-    """Gives the layers that are on this rank, as one module that runs them.
+def layers_of(
+    sequence: nn.Sequential, layers_per_stage: Sequence[int], stage_index: int
+) -> nn.Sequential:
+    """Gives the layers of a stage, as one module that runs them.
 
     Args:
-        sequence: The pipelined module, cut.
+        sequence: The pipelined module; the stage's layers are on this rank.
+        layers_per_stage: The partition.
+        stage_index: The stage.
     """
-    own = [(n, m) for n, m in sequence.named_children() if not isinstance(m, ForeignLayer)]
-    return nn.Sequential(OrderedDict(own))
+    stages = stage_of_layers(layers_per_stage)
+    pairs = zip(sequence.named_children(), stages, strict=True)
+    return nn.Sequential(OrderedDict(named for named, stage in pairs if stage == stage_index))
 
 
 def layer_parameter_counts(sequence: nn.Sequential) -> list[int]:

@@ -7,9 +7,8 @@ tensor that requires grad, as large.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
@@ -67,6 +66,10 @@ class DryMessage:
         return unflatten([shape.make() for shape in self.shapes], self.skeleton)
 
 
+Sent = Mapping[int, DryMessage]
+"""What a stage has sent, by port."""
+
+
 class DrySender:
     """Remembers what is sent.
 
@@ -75,31 +78,31 @@ class DrySender:
     """
 
     def __init__(self, note: Callable[[int], None]) -> None:
-        self.sent: list[DryMessage] = []
+        self.sent: dict[int, DryMessage] = {}
         self._note = note
 
-    def send(self, tree: Any, stamp: int = 0) -> None:
+    def send(self, tree: Any, *, port: int = 0, stamp: int = 0) -> None:
         """Notes a tree."""
         self._note(sum(t.nbytes for t in flatten(tree)[0]))
-        self.sent.append(DryMessage.of(tree))
+        self.sent[port] = DryMessage.of(tree)
 
     def close(self) -> None:
         """Does nothing."""
 
 
 class DryReceiver:
-    """Makes what was sent, and asks for it when it is received.
+    """Makes what was sent, when it is received.
 
     Args:
-        messages: In order.
+        find: Gives the message of a port.
     """
 
-    def __init__(self, messages: Iterable[DryMessage]) -> None:
-        self._messages = iter(messages)
+    def __init__(self, find: Callable[[int], DryMessage]) -> None:
+        self._find = find
 
-    def receive(self, stamp: int = 0) -> Any:
-        """Makes the next tree."""
-        return next(self._messages).make()
+    def receive(self, *, port: int = 0, stamp: int = 0) -> Any:
+        """Makes the tree of a port."""
+        return self._find(port).make()
 
     def interrupt(self, error: BaseException) -> None:
         """Does nothing: nobody waits."""
@@ -109,25 +112,26 @@ class DryReceiver:
 
 
 def dry_links(
-    received: Sequence[DryMessage] | None, sender: DrySender | None, note: Callable[[int], None]
+    stage: int, received: Sent | None, sender: DrySender | None, note: Callable[[int], None]
 ) -> Links:
-    """Makes the channels of a stage that is alone.
+    """Makes the channels of a rank that is alone and has one stage.
 
     Args:
-        received: What the stage before has sent; None if there is none.
+        stage: The stage.
+        received: What the stage before has sent, by port; None if there is none.
         sender: To the stage after; None if there is none.
         note: Told of the bytes of each gradient that this stage sends.
     """
-    return Links(
-        activations_in=None if received is None else DryReceiver(received),
-        activations_out=sender,
-        gradients_in=None if sender is None else DryReceiver(_gradients_for(sender)),
-        gradients_out=None if received is None else DrySender(note),
-    )
+    links = Links()
+    if received is not None:
+        links.activations_in[stage] = DryReceiver(received.__getitem__)
+        links.gradients_out[stage] = DrySender(note)
+    if sender is not None:
+        links.activations_out[stage] = sender
+        links.gradients_in[stage] = DryReceiver(lambda port: _gradient_of(sender.sent[port]))
+    return links
 
 
-def _gradients_for(sender: DrySender) -> Iterator[DryMessage]:
-    # Each schedule runs the backwards in the order of the forwards, which go on meanwhile.
-    for index in count():
-        wanted = [shape for shape in sender.sent[index].shapes if shape.requires_grad]
-        yield DryMessage.of([torch.empty(s.size, dtype=s.dtype) for s in wanted])
+def _gradient_of(activation: DryMessage) -> DryMessage:
+    wanted = [shape for shape in activation.shapes if shape.requires_grad]
+    return DryMessage.of([torch.empty(s.size, dtype=s.dtype) for s in wanted])

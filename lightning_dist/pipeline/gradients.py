@@ -21,13 +21,7 @@ from torch import Tensor, nn
 
 
 class Gradients(Protocol):
-    """Runs the backwards of one stage and holds what they bring.
-
-    Attributes:
-        held: By parameter name; whoever takes one removes it.
-    """
-
-    held: dict[str, Tensor]
+    """Runs the backwards of one stage and holds what they bring, by update."""
 
     def begin_round(self, num_backwards: int) -> None:
         """Prepares for a number of backwards after which the gradients are wanted."""
@@ -38,6 +32,7 @@ class Gradients(Protocol):
         gradients: Sequence[Tensor],
         inputs: Sequence[Tensor],
         parameters: Mapping[str, Tensor],
+        update: int,
     ) -> list[Tensor | None]:
         """Runs one backward.
 
@@ -46,13 +41,39 @@ class Gradients(Protocol):
             gradients: One for each of them.
             inputs: Leaves that are no parameters.
             parameters: What stands for the stage's trainable parameters in this graph.
+            update: What their gradients are for.
 
         Returns:
             One gradient for each input.
         """
 
+    def add(
+        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int
+    ) -> None:
+        """Holds the gradients of a backward that was run elsewhere.
+
+        Args:
+            parameters: What stands for the stage's trainable parameters in its graph.
+            gradients: One for each of them, or None.
+            update: What they are for.
+        """
+
     def end_round(self) -> None:
-        """Makes ``held`` complete."""
+        """Makes what is held complete."""
+
+    def held(self, update: int) -> dict[str, Tensor]:
+        """Gives the gradients for an update by parameter name; they stay here.
+
+        Args:
+            update: Which.
+        """
+
+    def take(self, update: int) -> dict[str, Tensor]:
+        """Gives the gradients for an update by parameter name, away.
+
+        Args:
+            update: Which.
+        """
 
     def clear(self) -> None:
         """Drops everything, after a failure."""
@@ -62,7 +83,7 @@ class Returned:
     """Gradients as values."""
 
     def __init__(self) -> None:
-        self.held: dict[str, Tensor] = {}
+        self._held: dict[int, dict[str, Tensor]] = {}
 
     def begin_round(self, num_backwards: int) -> None:
         """Does nothing."""
@@ -70,9 +91,17 @@ class Returned:
     def end_round(self) -> None:
         """Does nothing."""
 
+    def held(self, update: int) -> dict[str, Tensor]:
+        """Gives the gradients for an update; see :class:`Gradients`."""
+        return self._held.get(update, {})
+
+    def take(self, update: int) -> dict[str, Tensor]:
+        """Gives the gradients for an update away; see :class:`Gradients`."""
+        return self._held.pop(update, {})
+
     def clear(self) -> None:
         """Drops what is held."""
-        self.held.clear()
+        self._held.clear()
 
     def run(
         self,
@@ -80,33 +109,42 @@ class Returned:
         gradients: Sequence[Tensor],
         inputs: Sequence[Tensor],
         parameters: Mapping[str, Tensor],
+        update: int,
     ) -> list[Tensor | None]:
         """Runs one backward; see :class:`Gradients`."""
         sources = [*inputs, *parameters.values()]
         results: Sequence[Tensor | None] = [None] * len(sources)
         if outputs and sources:
             results = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
-        self._hold(parameters, results[len(inputs) :], [*gradients, *results])
+        self._hold(parameters, results[len(inputs) :], [*gradients, *results], update)
         return list(results[: len(inputs)])
+
+    def add(
+        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int
+    ) -> None:
+        """Holds gradients from elsewhere; see :class:`Gradients`."""
+        self._hold(parameters, gradients, gradients, update)
 
     def _hold(
         self,
         parameters: Mapping[str, Tensor],
         gradients: Sequence[Tensor | None],
         everything: Sequence[Tensor | None],
+        update: int,
     ) -> None:
+        held = self._held.setdefault(update, {})
         # autograd may return one tensor for several sources (y = a + b); what is held gets added
         # to and clipped in place, so it must be nobody else's.
         users = Counter(_memory_of(t) for t in everything if t is not None)
         for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
             if gradient is None:
                 continue
-            if name in self.held:
-                self.held[name].add_(gradient)
+            if name in held:
+                held[name].add_(gradient)
             elif users[_memory_of(gradient)] > 1 or gradient.stride() != parameter.stride():
-                self.held[name] = torch.empty_like(parameter).copy_(gradient).detach()
+                held[name] = torch.empty_like(parameter).copy_(gradient).detach()
             else:
-                self.held[name] = gradient
+                held[name] = gradient
 
 
 class Accumulated:
@@ -120,7 +158,7 @@ class Accumulated:
     def __init__(
         self, layers: nn.Module, around: Callable[[bool], AbstractContextManager[None]]
     ) -> None:
-        self.held: dict[str, Tensor] = {}
+        self._held: dict[str, Tensor] = {}
         self._layers = layers
         self._around = around
         self._num_left = 0
@@ -138,12 +176,27 @@ class Accumulated:
         assert self._num_left == 0
         for name, parameter in self._parameters():
             if parameter.grad is not None:
-                self.held[name] = parameter.grad
+                self._held[name] = parameter.grad
             parameter.grad = self._before.pop(name)
+
+    def held(self, update: int) -> dict[str, Tensor]:
+        """Gives the gradients; see :class:`Gradients`."""
+        return self._held
+
+    def take(self, update: int) -> dict[str, Tensor]:
+        """Gives the gradients away; see :class:`Gradients`."""
+        held, self._held = self._held, {}
+        return held
+
+    def add(
+        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int
+    ) -> None:
+        """Adds gradients from elsewhere; see :class:`Gradients`."""
+        raise NotImplementedError
 
     def clear(self) -> None:
         """Drops what is held and what was set aside."""
-        self.held.clear()
+        self._held.clear()
         self._before.clear()
 
     def run(
@@ -152,6 +205,7 @@ class Accumulated:
         gradients: Sequence[Tensor],
         inputs: Sequence[Tensor],
         parameters: Mapping[str, Tensor],
+        update: int,
     ) -> list[Tensor | None]:
         """Runs one backward; see :class:`Gradients`."""
         self._num_left -= 1

@@ -6,13 +6,15 @@ comes after, follows from it and is added here, once for all schedules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_dist.pipeline.actions import Action, ActionKind
-from lightning_dist.pipeline.schedule import Schedule
+from lightning_dist.pipeline.schedule import Schedule, UpdateRule
 
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+F = ActionKind.FORWARD
+_FULL_OR_INPUT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+_FULL_OR_WEIGHT = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -21,61 +23,94 @@ def lower(schedule: Schedule) -> Schedule:
     Args:
         schedule: Compute actions only.
     """
-    return add_updates(add_communication(schedule))
+    return add_communication(add_updates(schedule))
 
 
 def add_communication(schedule: Schedule) -> Schedule:
     """Puts a receive before each action that needs a neighbour's data, and a send after it.
 
+    Neighbours on the same rank hand over in the same way.
+
     Args:
-        schedule: Compute actions only.
+        schedule: Without communication.
     """
     last = schedule.num_stages - 1
 
     def expand(action: Action) -> Iterator[Action]:
-        stage, index = action.stage_index, action.microbatch_index
-        receives = {F: (ActionKind.RECV_F, stage > 0), B: (ActionKind.RECV_B, stage < last)}
-        sends = {F: (ActionKind.SEND_F, stage < last), B: (ActionKind.SEND_B, stage > 0)}
-        receive, has_source = receives[action.kind]
-        send, has_target = sends[action.kind]
+        stage = action.stage_index
+        if action.kind is F:
+            ends = (ActionKind.RECV_F, stage > 0, ActionKind.SEND_F, stage < last)
+        elif action.kind in _FULL_OR_INPUT:
+            ends = (ActionKind.RECV_B, stage < last, ActionKind.SEND_B, stage > 0)
+        else:
+            yield action
+            return
+        receive, has_source, send, has_target = ends
         if has_source:
-            yield Action(stage, receive, index)
+            yield replace(action, kind=receive)
         yield action
         if has_target:
-            yield Action(stage, send, index)
+            yield replace(action, kind=send)
 
     return _expand(schedule, expand)
 
 
 def add_updates(schedule: Schedule) -> Schedule:
-    """Puts a reduction and an update after the gradients are complete.
+    """Puts a reduction where gradients are complete, and an update where they are applied.
 
-    For a synchronous schedule that is the end; for an asynchronous one, each backward. An
-    evaluation schedule stays as it is.
+    An evaluation schedule stays as it is.
 
     Args:
-        schedule: With communication.
+        schedule: Compute actions only.
     """
-    has_backward = any(a.kind is B for actions in schedule.ranks for a in actions)
-    if not has_backward:
+    if not any(a.kind in _FULL_OR_WEIGHT for actions in schedule.ranks for a in actions):
         return schedule
-    if not schedule.asynchronous:
-        ranks = tuple(
-            (*actions, *_update(actions[-1].stage_index, 0)) for actions in schedule.ranks
-        )
-        return replace(schedule, ranks=ranks)
+    add = {
+        UpdateRule.FLUSHED: _at_the_end,
+        UpdateRule.EACH: _after_each_backward,
+        UpdateRule.LATE: _after_the_next_batch,
+    }[schedule.update_rule]
+    return replace(schedule, ranks=tuple(tuple(add(schedule, a)) for a in schedule.ranks))
 
-    def expand(action: Action) -> Iterator[Action]:
+
+def _at_the_end(schedule: Schedule, actions: Sequence[Action]) -> Iterator[Action]:
+    yield from actions
+    stages = sorted({action.stage_index for action in actions})
+    yield from (Action(stage, ActionKind.REDUCE_GRAD, 0) for stage in stages)
+    yield from (Action(stage, ActionKind.STEP, 0) for stage in stages)
+
+
+def _after_each_backward(schedule: Schedule, actions: Sequence[Action]) -> Iterator[Action]:
+    for action in actions:
         yield action
-        completes = ActionKind.SEND_B if action.stage_index > 0 else B
-        if action.kind is completes:
-            yield from _update(action.stage_index, action.microbatch_index)
-
-    return _expand(schedule, expand)
+        if action.kind is ActionKind.BACKWARD:
+            yield replace(action, kind=ActionKind.REDUCE_GRAD)
+            yield replace(action, kind=ActionKind.STEP)
 
 
-def _update(stage: int, index: int) -> tuple[Action, Action]:
-    return Action(stage, ActionKind.REDUCE_GRAD, index), Action(stage, ActionKind.STEP, index)
+def _after_the_next_batch(schedule: Schedule, actions: Sequence[Action]) -> Iterator[Action]:
+    """Updates when a batch's last forward and the backward in step with it are done.
+
+    Its own batch may have been complete long before, but the whole next batch shall see the weights
+    without it, on each stage alike. That also gives the stages the time to agree about all
+    gradients of the update (their norm, say) while they work on.
+    """
+    size = schedule.microbatches_per_update
+    forward = -1
+    for action in actions:
+        yield action
+        if action.kind is F:
+            forward = action.microbatch_index
+            continue
+        update, place = divmod(action.microbatch_index, size)
+        if place == size - 1:
+            yield Action(action.stage_index, ActionKind.REDUCE_GRAD, update)
+        batch, place = divmod(forward, size)
+        if place == size - 1 and batch > 0:
+            yield Action(action.stage_index, ActionKind.STEP, batch - 1)
+            forward = -1  # the backwards of a drain follow no forward
+        if action.microbatch_index == schedule.num_microbatches - 1:
+            yield Action(action.stage_index, ActionKind.STEP, update)
 
 
 def _expand(schedule: Schedule, expand: Callable[[Action], Iterator[Action]]) -> Schedule:

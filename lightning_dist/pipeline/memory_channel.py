@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from typing import Any
 
-from lightning_dist.pipeline.channel import Failed, Message
+from lightning_dist.pipeline.channel import Failed, Inbox, Message
 from lightning_dist.tree import flatten, unflatten
 
 
@@ -14,19 +14,23 @@ class MemoryChannel:
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Message | Failed] = queue.SimpleQueue()
+        self._inbox = Inbox(self._take)
 
-    def send(self, tree: Any, stamp: int = 0) -> None:
+    def send(self, tree: Any, *, port: int = 0, stamp: int = 0) -> None:
         """Hands a tree over, its tensors cut from their graph."""
         tensors, skeleton = flatten(tree)
         cut = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        self._messages.put(Message(unflatten(cut, skeleton), stamp))
+        self._messages.put(Message(unflatten(cut, skeleton), port, stamp))
 
-    def receive(self, stamp: int = 0) -> Any:
-        """Waits for the next tree, which must have been sent with an equal stamp."""
+    def receive(self, *, port: int = 0, stamp: int = 0) -> Any:
+        """Waits for the next tree of a port, which must have been sent with an equal stamp."""
+        return self._inbox.next(port).opened(stamp)
+
+    def _take(self) -> Message:
         message = self._messages.get()
         if isinstance(message, Failed):
             raise message.error
-        return message.opened(stamp)
+        return message
 
     def interrupt(self, error: BaseException) -> None:
         """Makes the next :meth:`receive` raise."""

@@ -2,7 +2,8 @@
 
 .. code-block:: python
 
-    pipeline = Pipeline(model, layers_per_stage=[2, 2], stage_index=rank, links=links, ...)
+    shape = PipelineShape("1f1b", num_microbatches=4, layers_per_stage=(2, 2), rank=rank)
+    pipeline = Pipeline(model, shape, links)
     for batch in loader:
         pipeline.train_batch(batch, step=lambda microbatch: loss(model(microbatch.x), microbatch.y))
         if pipeline.has_gradients:
@@ -14,40 +15,51 @@
         ...  # the same four lines
 
 Under a synchronous schedule each batch ends with gradients, and :meth:`Pipeline.drain` has nothing
-to do. Under ``pipedream`` the first ``num_stages - 1 - stage_index`` batches after a drain only
-fill the pipeline; later ones bring the gradients of the minibatch so many batches ago.
+to do. Under ``pipedream`` the first ``num_stages - 1 - stage`` batches after a drain only fill the
+pipeline; later ones bring the gradients of the minibatch so many batches ago. Under
+``pipedream_2bw`` the first one does, and later ones bring those of the batch before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dist.pipeline.actions import Action, ActionKind
-from lightning_dist.pipeline.cut import cut, own_layers
+from lightning_dist.pipeline.cut import cut, layers_of
 from lightning_dist.pipeline.fingerprint import fingerprint
 from lightning_dist.pipeline.gradients import Gradients, Returned
 from lightning_dist.pipeline.microbatch import batch_size_of, split
 from lightning_dist.pipeline.recorder import Recorder
+from lightning_dist.pipeline.rounds import Rounds
 from lightning_dist.pipeline.runtime import Links, Runtime, Work, explain_with
-from lightning_dist.pipeline.schedules import build_schedule
+from lightning_dist.pipeline.schedule import UpdateRule
+from lightning_dist.pipeline.seam import Seam
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.stage import Stage, Step
-from lightning_dist.pipeline.stream import Stream
+from lightning_dist.pipeline.stream import Round
 from lightning_dist.pipeline.timeline import SpanKind
 from lightning_dist.pipeline.weight_policy import Current, Stashed, Unstashed, WeightPolicy
 from lightning_dist.pipeline.weights import WeightStore
 from lightning_dist.rng import python_state_kept
 
 WeightVersions = Literal["stash", "none"]
+OnComplete = Callable[[int, Mapping[str, Tensor]], None]
+"""Takes an update, counted since the last drain, and its gradients by parameter name."""
+
+
+def _ignore(*_: object) -> None:
+    """Does nothing."""
 
 
 class Pipeline:
-    """Runs batches through one stage of a pipeline.
+    """Runs batches through one rank's stages of a pipeline.
 
     Args:
         sequence: The pipelined module; its other stages' layers are taken out of it.
@@ -57,9 +69,12 @@ class Pipeline:
         seed: Base of the random numbers; the same on all ranks.
         device: Where the stage computes.
         rank: Name of this rank in the timeline.
-        layers: Runs this stage's layers, if something has been made of them that does; else they
-            run one after the other.
-        gradients: Where they stay until :meth:`install_gradients`; by default they are asked for.
+        layers: Gives what runs a stage's layers, if something has been made of them that does; else
+            they run one after the other.
+        gradients: Makes what holds a stage's until :meth:`install_gradients`; by default they are
+            asked for.
+        on_complete: Called where gradients are complete before their update is due, under
+            ``"pipedream_2bw"``.
         mark_batches: Whether activations carry a fingerprint of their batch, which needs its
             values.
     """
@@ -74,27 +89,41 @@ class Pipeline:
         seed: int = 0,
         device: torch.device | None = None,
         rank: int | None = None,
-        layers: nn.Module | None = None,
-        gradients: Gradients | None = None,
+        layers: Callable[[int], nn.Module] | None = None,
+        gradients: Callable[[], Gradients] = Returned,
+        on_complete: OnComplete = _ignore,
         mark_batches: bool = True,
     ) -> None:
-        cut(sequence, shape.layers_per_stage, shape.stage_index)
+        cut(sequence, shape.layers_per_stage, shape.stages)
         device = device or torch.device("cpu")
         self.shape = shape
         self.links = links
-        self.recorder = Recorder(shape.stage_index if rank is None else rank, device)
-        self._stream = _stream(shape, shape.schedule, shape.num_microbatches)
-        self.stage = Stage(
-            sequence,
-            shape.stage_index,
-            shape.num_stages,
-            own_layers(sequence) if layers is None else layers,
-            _policy(sequence, self._stream.asynchronous, weight_versions),
-            gradients or Returned(),
-            seed=(seed, shape.replica_index),
-            device=device,
+        self.recorder = Recorder(shape.rank if rank is None else rank, device)
+        self._rounds = Rounds(shape)
+        self._seam = Seam(sequence, is_whole=shape.num_stages == 1)
+
+        def stage(number: int) -> Stage:
+            own = layers_of(sequence, shape.layers_per_stage, number)
+            return Stage(
+                self._seam,
+                number,
+                shape.num_stages,
+                own if layers is None else layers(number),
+                _policy(own, self._rounds.asynchronous, weight_versions),
+                gradients(),
+                seed=(seed, shape.replica_index),
+                device=device,
+            )
+
+        self.stages = {number: stage(number) for number in shape.stages}
+        self._runtime = Runtime(
+            self.stages,
+            links,
+            self.recorder,
+            shape.num_microbatches if self._rounds.asynchronous else None,
+            lambda update: on_complete(update, self._held(update)),
+            explain_with(self._rounds.drawn()),
         )
-        self._runtime = Runtime(self.stage, links, self.recorder, self._explain())
         self._mark_batches = mark_batches
         self._batches_since_drain = 0
         self._num_batches = 0
@@ -102,17 +131,41 @@ class Pipeline:
         self._microbatch_sizes: tuple[int, ...] = ()
         self._update: Action | None = None
         self._update_start: Any = None
-        self._other_rounds: dict[tuple[str, int], tuple[Action, ...]] = {}
 
     @property
     def asynchronous(self) -> bool:
         """Whether batches overlap, so that gradients come later than their batch."""
-        return self._stream.asynchronous
+        return self._rounds.asynchronous
 
     @property
     def delay(self) -> int:
-        """Batches between a batch and its gradients on this stage."""
-        return self._stream.delay
+        """Batches between a batch and its gradients on this rank."""
+        return self._rounds.delay
+
+    @property
+    def lag(self) -> int:
+        """By how many batches the first rank may be ahead of what the last one knows."""
+        return self._rounds.lag
+
+    @property
+    def update_rule(self) -> UpdateRule:
+        """When gradients are applied."""
+        return self._rounds.update_rule
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether whole steps run here."""
+        return any(stage.is_last for stage in self.stages.values())
+
+    @property
+    def peak_stash_bytes(self) -> dict[int, int]:
+        """The most bytes of stashed weights, by stage of this rank."""
+        return {number: stage.policy.peak_stash_bytes for number, stage in self.stages.items()}
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Gives this rank's trainable parameters by their names in the pipelined module."""
+        stages = self.stages.values()
+        return {n: p for stage in stages for n, p in stage.named_parameters().items()}
 
     @property
     def batches_since_drain(self) -> int:
@@ -133,6 +186,12 @@ class Pipeline:
     def has_gradients(self) -> bool:
         """Whether gradients are held that :meth:`install_gradients` has not installed."""
         return self._update is not None
+
+    @property
+    def due_update(self) -> int:
+        """The update whose gradients are held, counted since the last drain."""
+        assert self._update is not None
+        return self._update.microbatch_index
 
     @property
     def gradients_of_batch(self) -> int:
@@ -160,14 +219,14 @@ class Pipeline:
         Raises:
             ValueError: The stage before read another batch, or the batch cannot be cut.
         """
-        first = self._batches_since_drain if self.asynchronous else 0
-        microbatches = split(batch, self._num_pieces(batch))
+        microbatches = split(batch, self._rounds.num_pieces(batch_size_of(batch) or 1))
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
+        first = self._batches_since_drain * len(microbatches) if self.asynchronous else 0
         numbered = {first + microbatch.index: microbatch for microbatch in microbatches}
         name = (self._num_batches if seed is None else seed,)
         # The pipeline has to fill then, so that nobody waits because of a look at a device.
         mark = self._mark(batch, read_devices=self._batches_since_drain == 0)
-        actions = self._round(len(microbatches))
+        actions = self._rounds.training(self._batches_since_drain, len(microbatches))
         with python_state_kept():
             results = self._run(actions, Work(numbered, step, gradient_scale, name, mark))
         self._batches_since_drain += 1
@@ -182,7 +241,7 @@ class Pipeline:
             Once after each backward; install the gradients and step before going on.
         """
         self.recorder.interrupt()
-        for actions in self._stream.drain(self._batches_since_drain):
+        for actions in self._rounds.drain(self._batches_since_drain):
             self._run(actions, None)
             yield
         self.recorder.interrupt()
@@ -212,7 +271,7 @@ class Pipeline:
         work = Work({m.index: m for m in microbatches}, step, 1.0, name, mark)
         self._num_evaluated += 1
         with python_state_kept():
-            results = self._runtime.run(self._other_round("forward", count), work)
+            results = self._runtime.run(self._rounds.evaluation(count), work)
         return [results[index] for index in sorted(results)]
 
     def install_gradients(self, reduce: Callable[[], None] | None = None) -> None:
@@ -221,16 +280,17 @@ class Pipeline:
         Args:
             reduce: Averages ``p.grad`` over the data replicas.
         """
-        for name, parameter in self.stage.named_parameters().items():
-            gradient = self.stage.gradients.held.pop(name, None)
-            if gradient is not None and parameter.grad is not None:
-                parameter.grad.add_(gradient)
-            elif gradient is not None:
-                parameter.grad = gradient
+        update = 0 if self._update is None else self._update.microbatch_index
+        for stage in self.stages.values():
+            taken = stage.gradients.take(update)
+            for name, parameter in stage.named_parameters().items():
+                gradient = taken.get(name)
+                if gradient is not None and parameter.grad is not None:
+                    parameter.grad.add_(gradient)
+                elif gradient is not None:
+                    parameter.grad = gradient
         if reduce is not None and self._update is not None:
-            action = Action(
-                self._update.stage_index, ActionKind.REDUCE_GRAD, self._update.microbatch_index
-            )
+            action = replace(self._update, kind=ActionKind.REDUCE_GRAD)
             with self.recorder.span(SpanKind.COMMUNICATION, action):
                 reduce()
 
@@ -238,7 +298,8 @@ class Pipeline:
         """Stashes the weights; the optimizer's writes must come next."""
         assert self._update is not None
         self._update_start = self.recorder.mark()
-        self.stage.policy.before_step()
+        for stage in self.stages.values():
+            stage.policy.before_step()
 
     def end_update(self) -> None:
         """Notes that the optimizer has written."""
@@ -265,63 +326,37 @@ class Pipeline:
 
     def close(self) -> None:
         """Gives the pipelined module its forward back and ends the channels."""
-        self.stage.detach()
+        self.detach()
         self.links.close()
+
+    def detach(self) -> None:
+        """Gives the pipelined module its forward back."""
+        self._seam.detach()
+        for stage in self.stages.values():
+            stage.clear()
 
     def _mark(self, batch: Any, *, read_devices: bool) -> int:
         return fingerprint(batch, read_devices=read_devices) if self._mark_batches else 0
 
-    def _num_pieces(self, batch: Any) -> int:
-        count = self.shape.num_microbatches
-        return min(count, batch_size_of(batch) or 1) if self.shape.may_use_fewer else count
+    def _held(self, update: int) -> dict[str, Tensor]:
+        stages = self.stages.values()
+        return {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
 
-    def _round(self, num_microbatches: int) -> tuple[Action, ...]:
-        if num_microbatches == self.shape.num_microbatches:
-            return self._stream.round(self._batches_since_drain)
-        return self._other_round(self.shape.schedule, num_microbatches)
-
-    def _other_round(self, schedule: str, num_microbatches: int) -> tuple[Action, ...]:
-        """Gives a synchronous round of another size or schedule than the stream's."""
-        key = (schedule, num_microbatches)
-        if key not in self._other_rounds:
-            self._other_rounds[key] = _stream(self.shape, schedule, num_microbatches).round(0)
-        return self._other_rounds[key]
-
-    def _run(self, actions: Sequence[Action], work: Work | None) -> dict[int, Any]:
-        owned = [a for a in actions if a.kind in (ActionKind.REDUCE_GRAD, ActionKind.STEP)]
-        assert tuple(owned) == tuple(actions[len(actions) - len(owned) :])
-        num_backwards = sum(action.kind is ActionKind.BACKWARD for action in actions)
-        if num_backwards:
-            self.stage.gradients.begin_round(num_backwards)
-        results = self._runtime.run(actions[: len(actions) - len(owned)], work)
-        if num_backwards:
-            self.stage.gradients.end_round()
+    def _run(self, actions: Round, work: Work | None) -> dict[int, Any]:
+        runs, owned = self._rounds.parted(actions)
+        backwards = Counter(a.stage_index for a in runs if a.kind is ActionKind.BACKWARD)
+        for number, count in backwards.items():
+            self.stages[number].gradients.begin_round(count)
+        results = self._runtime.run(runs, work)
+        for number in backwards:
+            self.stages[number].gradients.end_round()
         self._update = owned[-1] if owned else None
         return results
 
-    def _explain(self) -> Callable[[Action], str]:
-        drawn = 2 * self.shape.num_stages if self.asynchronous else self.shape.num_microbatches
-        return explain_with(
-            build_schedule(
-                self.shape.schedule, num_stages=self.shape.num_stages, num_microbatches=drawn
-            )
-        )
 
-
-def _stream(shape: PipelineShape, name: str, num_microbatches: int) -> Stream:
-    return Stream(
-        name,
-        num_stages=shape.num_stages,
-        num_microbatches=num_microbatches,
-        rank=shape.stage_index,
-    )
-
-
-def _policy(
-    sequence: nn.Sequential, asynchronous: bool, weight_versions: WeightVersions
-) -> WeightPolicy:
+def _policy(layers: nn.Module, asynchronous: bool, weight_versions: WeightVersions) -> WeightPolicy:
     if not asynchronous:
         return Current()
     if weight_versions == "none":
         return Unstashed()
-    return Stashed(WeightStore(sequence.named_parameters()))
+    return Stashed(WeightStore(layers.named_parameters()))

@@ -3,7 +3,8 @@
 There is no loop for 1F1B here, nor for any other schedule. The order of the work is data, made in
 :mod:`lightning_dist.pipeline.schedules`, lowered in :mod:`lightning_dist.pipeline.lowering` and cut
 into rounds in :mod:`lightning_dist.pipeline.stream`; what is left is one method for each kind of
-action. ``REDUCE_GRAD`` and ``STEP`` belong to whoever owns the optimizer; the runtime stops there.
+action. ``STEP``, and a ``REDUCE_GRAD`` right before it, belong to whoever owns the optimizer; the
+runtime stops there.
 
 When an action fails, the exception keeps its type and gets a note: which action, on which rank and
 stage, with which shapes, and where in the schedule.
@@ -12,7 +13,7 @@ stage, with which shapes, and where in the schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,22 +28,29 @@ from lightning_dist.pipeline.stage import Stage, Step
 from lightning_dist.pipeline.timeline import SpanKind
 from lightning_dist.tree import flatten
 
+Place = tuple[int, int]
+"""A stage and a micro-batch."""
+
+_MOST_STAGES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The channels of one stage; None where there is no neighbour.
+    """The channels of one rank, by the stage of this rank that uses them.
+
+    Stages may share channels; each message's port says which stage and micro-batch it is for.
 
     Attributes:
-        activations_in: From the stage before.
-        activations_out: To the stage after.
-        gradients_in: From the stage after.
-        gradients_out: To the stage before.
+        activations_in: From the stage before; missing for the first.
+        activations_out: To the stage after; missing for the last.
+        gradients_in: From the stage after; missing for the last.
+        gradients_out: To the stage before; missing for the first.
     """
 
-    activations_in: Receiver | None = None
-    activations_out: Sender | None = None
-    gradients_in: Receiver | None = None
-    gradients_out: Sender | None = None
+    activations_in: dict[int, Receiver] = field(default_factory=dict)
+    activations_out: dict[int, Sender] = field(default_factory=dict)
+    gradients_in: dict[int, Receiver] = field(default_factory=dict)
+    gradients_out: dict[int, Sender] = field(default_factory=dict)
 
     def interrupt(self, error: BaseException) -> None:
         """Makes each waiting or later receive raise.
@@ -50,18 +58,19 @@ class Links:
         Args:
             error: What to raise.
         """
-        for receiver in (self.activations_in, self.gradients_in):
-            if receiver is not None:
-                receiver.interrupt(error)
+        for receiver in self._receivers():
+            receiver.interrupt(error)
 
     def close(self) -> None:
         """Ends all channels; both ends must call it."""
-        for sender in (self.activations_out, self.gradients_out):
-            if sender is not None:
-                sender.close()
-        for receiver in (self.activations_in, self.gradients_in):
-            if receiver is not None:
-                receiver.close()
+        senders = (*self.activations_out.values(), *self.gradients_out.values())
+        for sender in dict.fromkeys(senders):
+            sender.close()
+        for receiver in self._receivers():
+            receiver.close()
+
+    def _receivers(self) -> list[Receiver]:
+        return list(dict.fromkeys((*self.activations_in.values(), *self.gradients_in.values())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,35 +96,43 @@ class Runtime:
     """Runs the actions of one rank.
 
     Args:
-        stage: The rank's stage.
+        stages: The rank's stages.
         links: Its channels.
         recorder: Where the spans go.
+        microbatches_per_update: Whose gradients are applied together.
+        on_complete: Called with an update whose gradients are complete before it is due.
         explain: Draws the schedule around an action, for errors.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        stages: Mapping[int, Stage],
         links: Links,
         recorder: Recorder,
+        microbatches_per_update: int | None,
+        on_complete: Callable[[int], None],
         explain: Callable[[Action], str],
     ) -> None:
-        self._stage = stage
+        self._stages = stages
         self._links = links
         self._recorder = recorder
+        self._microbatches_per_update = microbatches_per_update
+        self._on_complete = on_complete
         self._explain = explain
-        self._received: dict[int, Any] = {}
-        self._results: dict[int, Any] = {}
-        self._scales: dict[int, float] = {}
-        self._gradients_in: dict[int, list[Tensor | None]] = {}
-        self._gradients_out: dict[int, list[Tensor | None]] = {}
-        self._handlers: dict[ActionKind, Callable[[int, Work | None], None]] = {
+        self._received: dict[Place, Any] = {}
+        self._results: dict[Place, Any] = {}
+        self._gradients_in: dict[Place, list[Tensor | None]] = {}
+        self._gradients_out: dict[Place, list[Tensor | None]] = {}
+        self._handlers: dict[ActionKind, Callable[[Place, Work | None], None]] = {
             ActionKind.RECV_F: self._receive_activation,
             ActionKind.FORWARD: self._forward,
             ActionKind.SEND_F: self._send_activation,
             ActionKind.RECV_B: self._receive_gradient,
             ActionKind.BACKWARD: self._backward,
+            ActionKind.BACKWARD_INPUT: self._backward_input,
+            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
             ActionKind.SEND_B: self._send_gradient,
+            ActionKind.REDUCE_GRAD: self._complete,
         }
         self._span_kinds = {
             kind: SpanKind.COMPUTE if kind.is_compute else SpanKind.COMMUNICATION
@@ -126,33 +143,43 @@ class Runtime:
         """Runs actions in order.
 
         Args:
-            actions: Compute and communication of this rank; others must have been taken out.
+            actions: Of this rank; updates must have been taken out.
             work: The batch that the forwards among them are about.
 
         Returns:
-            What the user's step returned, by micro-batch index; empty but on the last stage.
+            What the user's step returned on the last stage, by micro-batch index; empty where that
+            stage is not.
         """
         for action in actions:
+            place = (action.stage_index, action.microbatch_index)
             try:
                 with self._recorder.span(self._span_kinds[action.kind], action):
-                    self._handlers[action.kind](action.microbatch_index, work)
+                    self._handlers[action.kind](place, work)
             except BaseException as error:
                 error.add_note(self._describe_failure(action, work))
                 raise
         results, self._results = self._results, {}
-        return results if self._stage.is_last else {}
+        return {
+            index: result
+            for (stage, index), result in results.items()
+            if self._stages[stage].is_last
+        }
 
     def clear(self) -> None:
         """Forgets everything in flight, after a failure."""
         for store in (self._received, self._results, self._gradients_in, self._gradients_out):
             store.clear()
-        self._stage.clear()
+        for stage in self._stages.values():
+            stage.clear()
 
-    def _receive_activation(self, index: int, work: Work | None) -> None:
-        assert self._links.activations_in is not None
+    def _receive_activation(self, place: Place, work: Work | None) -> None:
         assert work is not None
+        stage, index = place
+        port = self._port(stage - 1, index)
         try:
-            self._received[index] = self._links.activations_in.receive(work.fingerprint)
+            self._received[place] = self._links.activations_in[stage].receive(
+                port=port, stamp=work.fingerprint
+            )
         except StampError:
             raise ValueError(
                 "This stage and the one before read different batches. All stages of a pipeline"
@@ -162,38 +189,67 @@ class Runtime:
                 " happens when one rank alone ends an epoch or skips a batch."
             ) from None
 
-    def _forward(self, index: int, work: Work | None) -> None:
+    def _forward(self, place: Place, work: Work | None) -> None:
         assert work is not None
-        microbatch = work.microbatches[index]
+        number, index = place
+        stage, microbatch = self._stages[number], work.microbatches[index]
         seed = (*work.seed, microbatch.index)
-        received = self._received.pop(index, None)
-        self._results[index] = self._stage.forward(index, microbatch, received, work.step, seed)
-        if not torch.is_grad_enabled():
-            return
-        if self._stage.is_last:
+        received = self._received.pop(place, None)
+        self._results[place] = stage.forward(index, microbatch, received, work.step, seed)
+        if torch.is_grad_enabled() and stage.is_last:
             scale = microbatch.weight * work.gradient_scale
-            loss = _loss_of(self._results[index])
-            self._stage.set_loss(index, loss)
-            self._gradients_in[index] = [torch.full_like(loss, scale)] if loss.requires_grad else []
+            loss = _loss_of(self._results[place])
+            stage.set_loss(index, loss)
+            self._gradients_in[place] = [torch.full_like(loss, scale)] if loss.requires_grad else []
 
-    def _send_activation(self, index: int, work: Work | None) -> None:
-        assert self._links.activations_out is not None
+    def _send_activation(self, place: Place, work: Work | None) -> None:
         assert work is not None
-        self._links.activations_out.send(self._results.pop(index), work.fingerprint)
+        stage, index = place
+        activation = self._results.pop(place)
+        port = self._port(stage, index)
+        self._links.activations_out[stage].send(activation, port=port, stamp=work.fingerprint)
 
-    def _receive_gradient(self, index: int, _: Work | None) -> None:
-        assert self._links.gradients_in is not None
-        self._gradients_in[index] = self._links.gradients_in.receive()
+    def _receive_gradient(self, place: Place, _: Work | None) -> None:
+        stage, index = place
+        port = self._port(stage, index)
+        self._gradients_in[place] = self._links.gradients_in[stage].receive(port=port)
 
-    def _backward(self, index: int, _: Work | None) -> None:
-        self._gradients_out[index] = self._stage.backward(index, self._gradients_in.pop(index))
+    def _backward(self, place: Place, _: Work | None) -> None:
+        stage, index = place
+        self._gradients_out[place] = self._stages[stage].backward(
+            index, self._gradients_in.pop(place), self._update_of(index)
+        )
 
-    def _send_gradient(self, index: int, _: Work | None) -> None:
-        assert self._links.gradients_out is not None
-        self._links.gradients_out.send(self._gradients_out.pop(index))
+    def _backward_input(self, place: Place, _: Work | None) -> None:
+        stage, index = place
+        self._gradients_out[place] = self._stages[stage].backward_input(
+            index, self._gradients_in.pop(place)
+        )
+
+    def _backward_weight(self, place: Place, _: Work | None) -> None:
+        stage, index = place
+        self._stages[stage].backward_weight(index, self._update_of(index))
+
+    def _send_gradient(self, place: Place, _: Work | None) -> None:
+        stage, index = place
+        gradients = self._gradients_out.pop(place)
+        self._links.gradients_out[stage].send(gradients, port=self._port(stage - 1, index))
+
+    def _complete(self, place: Place, _: Work | None) -> None:
+        self._on_complete(place[1])
+
+    def _update_of(self, index: int) -> int:
+        size = self._microbatches_per_update
+        return 0 if size is None else index // size
+
+    @staticmethod
+    def _port(stage: int, index: int) -> int:
+        """Names what crosses the boundary behind a stage, in both directions."""
+        return index * _MOST_STAGES + stage
 
     def _describe_failure(self, action: Action, work: Work | None) -> str:
         index = action.microbatch_index
+        place = (action.stage_index, index)
         lines = [
             f"While rank {self._recorder.rank} ran action {action} (stage {action.stage_index},"
             f" {action.kind.name.lower()}, micro-batch {index})."
@@ -201,10 +257,10 @@ class Runtime:
         if work is not None and index in work.microbatches:
             lines.append(f"  micro-batch: {_describe(work.microbatches[index].content)}")
         for name, store in (("received", self._received), ("gradients", self._gradients_in)):
-            if index in store:
-                lines.append(f"  {name}: {_describe(store[index])}")
-        if index in self._stage.in_flight:
-            flight = self._stage.in_flight[index]
+            if place in store:
+                lines.append(f"  {name}: {_describe(store[place])}")
+        if index in self._stages[action.stage_index].in_flight:
+            flight = self._stages[action.stage_index].in_flight[index]
             lines.append(f"  layer input: {_describe(flight.layer_input)}")
         return "\n".join([*lines, self._explain(action)])
 

@@ -8,12 +8,25 @@ the simulator asks when. So what is valid and what can be timed cannot differ.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from lightning_dist.pipeline.actions import Action, ActionKind
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
+
+
+class UpdateRule(StrEnum):
+    """When gradients are applied."""
+
+    FLUSHED = "flushed"
+    """After each batch, when the pipeline is empty."""
+    EACH = "each"
+    """After each backward; the pipeline is never flushed (PipeDream)."""
+    LATE = "late"
+    """After the next batch's forwards; the pipeline is never flushed (PipeDream-2BW)."""
 
 
 class ScheduleError(ValueError):
@@ -27,17 +40,35 @@ class Schedule:
     Attributes:
         name: For people.
         num_stages: Stages of the pipeline.
-        num_microbatches: Micro-batches of one batch; for an asynchronous schedule the minibatches
-            between two drains.
+        num_microbatches: Micro-batches, of all batches.
         ranks: The actions of each rank in order.
-        asynchronous: Whether each micro-batch ends with an update of its own.
+        update_rule: When gradients are applied.
+        num_batches: Batches between two drains, where each has several micro-batches.
     """
 
     name: str
     num_stages: int
     num_microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
-    asynchronous: bool = False
+    update_rule: UpdateRule = UpdateRule.FLUSHED
+    num_batches: int = 1
+
+    @property
+    def microbatches_per_update(self) -> int:
+        """Micro-batches whose gradients are applied together."""
+        each = self.update_rule is UpdateRule.EACH
+        return 1 if each else self.num_microbatches // self.num_batches
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The most stages that a rank has."""
+        return max(Counter(self.rank_of_stage).values())
+
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        homes = {a.stage_index: rank for rank, actions in enumerate(self.ranks) for a in actions}
+        return tuple(homes[stage] for stage in range(self.num_stages))
 
     def validate(self) -> Schedule:
         """Checks that each action is there once, on one rank, and that all can be done.
@@ -61,11 +92,11 @@ class Schedule:
         """Counts the most micro-batches with their forward done and their backward not.
 
         Args:
-            rank: The rank.
+            rank: The rank; what is in flight on each of its stages counts for one.
         """
         present = peak = 0
         for action in self.ranks[rank]:
-            present += (action.kind is F) - (action.kind is B)
+            present += (action.kind is F) - (action.kind in (B, W))
             peak = max(peak, present)
         return peak
 
@@ -95,16 +126,20 @@ class Schedule:
         doubled = [str(action) for action, count in counts.items() if count > 1]
         if doubled:
             raise ScheduleError(f"Schedule {self.name!r} has doubled actions: {doubled}.")
-        kinds = [kind for kind in (F, B) if any(a.kind is kind for a in counts)]
+        trains = any(action.kind in (B, I, W) for action in counts)
         missing = [
-            str(Action(stage, kind, index))
+            str(action)
             for stage in range(self.num_stages)
             for index in range(self.num_microbatches)
-            for kind in kinds or [F]
-            if Action(stage, kind, index) not in counts
+            for action in _missing(stage, index, counts, trains)
         ]
         if missing:
             raise ScheduleError(f"Schedule {self.name!r} misses actions: {missing}.")
+        both = [str(a) for a in counts if a.kind is B and replace(a, kind=I) in counts]
+        if both:
+            raise ScheduleError(
+                f"Schedule {self.name!r} has whole backwards {both} of what it also parts in two."
+            )
 
     def format_grid(self, mark: Action | None = None, max_columns: int = 40) -> str:
         """Draws the compute actions as a table, a row per rank and a column per time slot.
@@ -118,7 +153,7 @@ class Schedule:
             Several lines of text.
         """
         slots = self._slots()
-        marked = None if mark is None else _compute_action_of(mark)
+        marked = None if mark is None else self._compute_action_of(mark)
         width = 1 + max((slot for row in slots for slot in row), default=0)
         place = next((s for row in slots for s, a in row.items() if a == marked), 0)
         first = min(max(0, place - max_columns // 2), max(0, width - max_columns))
@@ -129,6 +164,7 @@ class Schedule:
             if action is None:
                 return "."
             short = f"{action.kind.value}{action.microbatch_index}"
+            short = f"{action.stage_index}{short}" if self._shares_ranks else short
             return f">{short}<" if action == marked else short
 
         cells = [[text(row, slot) for slot in columns] for row in slots]
@@ -140,6 +176,17 @@ class Schedule:
         if len(columns) < width:
             lines.append(f"(slots {columns.start} to {columns.stop - 1} of {width})")
         return "\n".join(lines)
+
+    @property
+    def _shares_ranks(self) -> bool:
+        return len(self.ranks) < self.num_stages
+
+    def _compute_action_of(self, action: Action) -> Action:
+        forward = action.kind in (F, ActionKind.SEND_F, ActionKind.RECV_F)
+        whole = replace(action, kind=F if forward else B)
+        parted = replace(action, kind=W if action.kind is W else I)
+        present = {a for actions in self.ranks for a in actions}
+        return parted if whole not in present and parted in present else whole
 
     def _slots(self) -> list[dict[int, Action]]:
         """Places each compute action in the first unit of time in which it can be done."""
@@ -219,24 +266,36 @@ class Execution:
         def at(other_stage: int, kind: ActionKind) -> Action:
             return Action(other_stage, kind, index)
 
+        def backward_of(other_stage: int) -> Action:
+            parted = at(other_stage, I)
+            return parted if parted in self._present else at(other_stage, B)
+
         received_f, received_b = at(stage, ActionKind.RECV_F), at(stage, ActionKind.RECV_B)
         if action.kind is F:
             if stage == 0:
                 return ()
             return (received_f,) if received_f in self._present else (at(stage - 1, F),)
-        if action.kind is B:
+        if action.kind in (B, I):
             own = at(stage, F)
             if stage == self.schedule.num_stages - 1:
                 return (own,)
-            return (own, received_b if received_b in self._present else at(stage + 1, B))
+            return (own, received_b if received_b in self._present else backward_of(stage + 1))
         return {
+            W: (at(stage, I),),
             ActionKind.SEND_F: (at(stage, F),),
             ActionKind.RECV_F: (at(stage - 1, ActionKind.SEND_F),),
-            ActionKind.SEND_B: (at(stage, B),),
+            ActionKind.SEND_B: (backward_of(stage),),
             ActionKind.RECV_B: (at(stage + 1, ActionKind.SEND_B),),
         }.get(action.kind, ())
 
 
-def _compute_action_of(action: Action) -> Action:
-    forward = action.kind in (F, ActionKind.SEND_F, ActionKind.RECV_F)
-    return Action(action.stage_index, F if forward else B, action.microbatch_index)
+def _missing(
+    stage: int, index: int, present: Mapping[Action, int], trains: bool
+) -> Iterator[Action]:
+    def absent(*kinds: ActionKind) -> list[Action]:
+        actions = (Action(stage, kind, index) for kind in kinds)
+        return [action for action in actions if action not in present]
+
+    yield from absent(F)
+    if trains and len(parts := absent(I, W)) > 0 and absent(B):
+        yield from parts if len(parts) == 1 else absent(B)

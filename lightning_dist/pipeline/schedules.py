@@ -1,116 +1,145 @@
-"""The schedules: who computes what when, as short functions that yield compute actions.
+"""The schedules by name: which order, on which placement of the stages, for which sizes.
 
-Four micro-batches on three stages, a column per unit of time (``F`` and ``B`` equally long here):
+The orders themselves are drawn in :mod:`lightning_dist.pipeline.orders` and
+:mod:`lightning_dist.pipeline.zero_bubble`.
 
-.. code-block:: text
-
-    gpipe      F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3     all forwards, then all backwards
-               .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
-               .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
-
-    1f1b       F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3     fewer in flight, the same bubble
-               .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
-               .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
-
-    pipedream  the order of 1f1b, but each micro-batch is a minibatch with an update of its own,
-               and the next ones follow without a flush: no bubble but at a drain
-
-GPipe: Huang et al. 2019, section 2. 1F1B: Narayanan et al. 2021 (Megatron-LM), section 2.2.1, after
-PipeDream: Narayanan et al. 2019, section 3.2.
+====================  ===============  =======================================================
+name                  stages per rank  in short
+====================  ===============  =======================================================
+``gpipe``             1                all forwards, then all backwards
+``1f1b``              1                the same bubble, fewer micro-batches in flight
+``interleaved_1f1b``  2 or more        ``1f1b`` with a smaller bubble and more messages
+``looped_bfs``        2 or more        ``gpipe`` with a smaller bubble and more messages
+``zb_h1``             1                a third of ``1f1b``'s bubble, as many in flight
+``zbv``               2                a sixth of it, as many in flight
+``pipedream``         1                no bubble; each micro-batch is a batch with an update
+``pipedream_2bw``     1                no bubble; an update per batch, one batch late
+====================  ===============  =======================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from lightning_dist.pipeline.actions import Action, ActionKind
-from lightning_dist.pipeline.schedule import Schedule
+from lightning_dist.pipeline import orders, zero_bubble
+from lightning_dist.pipeline.schedule import Schedule, UpdateRule
+from lightning_dist.pipeline.schedule_family import MicrobatchRule, ScheduleFamily
+from lightning_dist.pipeline.schedule_file import ScheduleFile, read_schedule
+from lightning_dist.pipeline.seat import seats, vee
 
-F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-
-Generator = Callable[[int, int, int], Iterator[tuple[ActionKind, int]]]
-"""Takes stage, stages and micro-batches; yields kinds and micro-batches in order."""
-
-
-def _gpipe(stage: int, num_stages: int, count: int) -> Iterator[tuple[ActionKind, int]]:
-    yield from ((F, index) for index in range(count))
-    yield from ((B, index) for index in range(count))
+_FILE = "file:"
 
 
-def _one_forward_one_backward(
-    stage: int, num_stages: int, count: int
-) -> Iterator[tuple[ActionKind, int]]:
-    # The stages behind this one are filled while it runs ahead by as many forwards.
-    warmup = min(num_stages - 1 - stage, count)
-    yield from ((F, index) for index in range(warmup))
-    for index in range(warmup, count):
-        yield F, index
-        yield B, index - warmup
-    yield from ((B, index) for index in range(count - warmup, count))
-
-
-def _forward(stage: int, num_stages: int, count: int) -> Iterator[tuple[ActionKind, int]]:
-    yield from ((F, index) for index in range(count))
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleFamily:
-    """A kind of schedule, for any sizes.
-
-    Attributes:
-        name: Its name.
-        generate: Makes the order of one stage.
-        asynchronous: Whether each micro-batch ends with an update of its own.
-        trains: Whether it has backwards.
-    """
-
-    name: str
-    generate: Generator
-    asynchronous: bool = False
-    trains: bool = True
+_ROUNDS = MicrobatchRule(
+    lambda num_ranks, count: count % max(1, count // num_ranks) == 0,
+    "they pass the ranks in equal rounds, each of at least as many as there are ranks",
+)
+_AHEAD = MicrobatchRule(
+    lambda num_ranks, count: count >= num_ranks - 1,
+    "with fewer than the ranks after the first, a batch would need weights that its predecessor"
+    " has not yet made",
+)
 
 
 FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
     {
         family.name: family
         for family in (
-            ScheduleFamily("gpipe", _gpipe),
-            ScheduleFamily("1f1b", _one_forward_one_backward),
-            ScheduleFamily("pipedream", _one_forward_one_backward, asynchronous=True),
-            ScheduleFamily("forward", _forward, trains=False),
+            ScheduleFamily("gpipe", orders.gpipe),
+            ScheduleFamily("1f1b", orders.one_forward_one_backward),
+            ScheduleFamily(
+                "interleaved_1f1b",
+                orders.interleaved,
+                fewest_stages=2,
+                most_stages=None,
+                microbatch_rule=_ROUNDS,
+            ),
+            ScheduleFamily("looped_bfs", orders.looped_bfs, fewest_stages=2, most_stages=None),
+            ScheduleFamily("zb_h1", zero_bubble.zb_h1, splits_backward=True),
+            ScheduleFamily(
+                "zbv",
+                zero_bubble.zbv,
+                place=vee,
+                fewest_stages=2,
+                most_stages=2,
+                splits_backward=True,
+            ),
+            ScheduleFamily(
+                "pipedream", orders.one_forward_one_backward, update_rule=UpdateRule.EACH
+            ),
+            ScheduleFamily(
+                "pipedream_2bw",
+                orders.one_forward_one_backward,
+                update_rule=UpdateRule.LATE,
+                microbatch_rule=_AHEAD,
+            ),
         )
     }
 )
 
-SCHEDULE_NAMES = tuple(family.name for family in FAMILIES.values() if family.trains)
+SCHEDULE_NAMES = tuple(FAMILIES)
 
 
-def build_schedule(name: str, *, num_stages: int, num_microbatches: int) -> Schedule:
+def find_schedules(name: str) -> ScheduleFamily | ScheduleFile:
+    """Finds a kind of schedule.
+
+    Args:
+        name: One of :data:`SCHEDULE_NAMES`, or ``"file:"`` and the path of a CSV file.
+
+    Raises:
+        ValueError: There is none of that name, or the file cannot be read or executed.
+    """
+    if name.startswith(_FILE):
+        return ScheduleFile(name, read_schedule(name.removeprefix(_FILE)))
+    if name not in FAMILIES:
+        raise ValueError(
+            f"schedule={name!r} is unknown; use one of {list(FAMILIES)}, or 'file:my_schedule.csv'."
+        )
+    return FAMILIES[name]
+
+
+def build_schedule(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    num_batches: int = 1,
+) -> Schedule:
     """Builds a schedule of compute actions.
 
     Args:
-        name: One of :data:`SCHEDULE_NAMES`, or ``"forward"`` for evaluation.
-        num_stages: Stages of the pipeline, one per rank.
-        num_microbatches: Micro-batches per batch; for ``"pipedream"`` the minibatches between two
-            drains.
+        name: One of :data:`SCHEDULE_NAMES`, or ``"file:"`` and the path of a CSV file.
+        num_stages: Stages of the pipeline, on all ranks together.
+        num_microbatches: Micro-batches per batch; for ``"pipedream"``, whose batches are its
+            micro-batches, those between two drains.
+        stages_per_rank: Stages on each rank; None takes the fewest that the schedule needs.
+        num_batches: Batches between two drains, for ``"pipedream_2bw"``.
 
     Raises:
-        ValueError: An unknown name, or a size below 1.
+        ValueError: An unknown name, or sizes for which there is no such schedule.
     """
-    if name not in FAMILIES:
-        raise ValueError(f"schedule={name!r} is unknown; use one of {list(FAMILIES)}.")
-    if num_stages < 1 or num_microbatches < 1:
+    if num_stages < 1 or num_microbatches < 1 or num_batches < 1:
         raise ValueError(
-            f"num_stages={num_stages} and num_microbatches={num_microbatches} must be at least 1."
+            f"num_stages={num_stages}, num_microbatches={num_microbatches} and"
+            f" num_batches={num_batches} must be at least 1."
         )
-    family = FAMILIES[name]
+    schedules = find_schedules(name)
+    num_ranks = schedules.num_ranks(num_stages, stages_per_rank)
+    schedules.check_microbatches(num_ranks, num_microbatches)
+    rank_of_stage = schedules.rank_of_stage(num_ranks, stages_per_rank)
+    return schedules.build(rank_of_stage, num_microbatches, num_batches)
+
+
+def build_forward_schedule(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Schedule:
+    """Builds a schedule without backwards, for evaluation.
+
+    Args:
+        rank_of_stage: The rank of each stage.
+        num_microbatches: Micro-batches of the batch.
+    """
     ranks = tuple(
-        tuple(
-            Action(stage, kind, index)
-            for kind, index in family.generate(stage, num_stages, num_microbatches)
-        )
-        for stage in range(num_stages)
+        tuple(orders.forward_only(seat, num_microbatches)) for seat in seats(rank_of_stage)
     )
-    return Schedule(name, num_stages, num_microbatches, ranks, family.asynchronous)
+    return Schedule("forward", len(rank_of_stage), num_microbatches, ranks)

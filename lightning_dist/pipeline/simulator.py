@@ -23,12 +23,15 @@ class StageCosts:
         backward_seconds: Full backward of one micro-batch, by stage.
         transfer_seconds: From a send until its receive can end.
         update_seconds: One optimizer update.
+        input_share: What part of a backward the gradients of the inputs are, where a schedule
+            parts it in two; the gradients of the weights are the rest.
     """
 
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
     transfer_seconds: float = 0.0
     update_seconds: float = 0.0
+    input_share: float = 0.5
 
     @classmethod
     def uniform(
@@ -63,8 +66,13 @@ class StageCosts:
         """
         if action.kind is ActionKind.FORWARD:
             return self.forward_seconds[action.stage_index]
-        if action.kind is ActionKind.BACKWARD:
-            return self.backward_seconds[action.stage_index]
+        share = {
+            ActionKind.BACKWARD: 1.0,
+            ActionKind.BACKWARD_INPUT: self.input_share,
+            ActionKind.BACKWARD_WEIGHT: 1.0 - self.input_share,
+        }.get(action.kind)
+        if share is not None:
+            return share * self.backward_seconds[action.stage_index]
         return self.update_seconds if action.kind is ActionKind.STEP else 0.0
 
 
@@ -92,9 +100,15 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     free = [0.0] * len(schedule.ranks)
     spans: list[Span] = []
     execution = Execution(schedule)
+    homes = schedule.rank_of_stage
+
+    def arrival(source: Action, target: Action) -> float:
+        crosses = homes[source.stage_index] != homes[target.stage_index]
+        return end[source] + (costs.transfer_seconds if crosses else 0.0)
+
     for rank, action, needed in execution.run():
         begin = free[rank]
-        ready = max((_arrival(other, action, end, costs) for other in needed), default=0.0)
+        ready = max((arrival(other, action) for other in needed), default=0.0)
         if action.kind.is_receive:
             start, finish = begin, max(begin, ready)
         else:
@@ -105,11 +119,6 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
             spans.append(Span(rank, _span_kind(action), action, start, finish))
     execution.raise_if_stuck()
     return Timeline(len(schedule.ranks), tuple(spans))
-
-
-def _arrival(source: Action, target: Action, end: dict[Action, float], costs: StageCosts) -> float:
-    crosses = source.stage_index != target.stage_index
-    return end[source] + (costs.transfer_seconds if crosses else 0.0)
 
 
 def _span_kind(action: Action) -> SpanKind:

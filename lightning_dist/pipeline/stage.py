@@ -1,10 +1,9 @@
 """One stage: forward and backward of one micro-batch, under a step that nobody rewrote.
 
-The user's step function runs on each stage. It reaches the pipelined module's forward, which the
-stage has replaced: the first stage runs its layers on the step's input, each later stage ignores
-that argument and takes what the stage before has sent. All but the last then leave the step by an
-exception that :meth:`Stage.forward` catches; on the last the module returns, and the user's code
-goes on to its loss.
+The user's step function runs on each stage. It reaches the pipelined module's forward, which is a
+:class:`~lightning_dist.pipeline.seam.Seam`: the first stage runs its layers on the step's input,
+each later stage ignores that argument and takes what the stage before has sent. All but the last
+then leave the step; on the last the module returns, and the user's code goes on to its loss.
 
 Which weights a forward and its backward see is the business of a
 :class:`~lightning_dist.pipeline.weight_policy.WeightPolicy`; where the gradients stay, that of
@@ -23,6 +22,8 @@ from torch import Tensor, nn
 from lightning_dist.pipeline.alias import behind_leaf
 from lightning_dist.pipeline.gradients import Gradients
 from lightning_dist.pipeline.microbatch import Microbatch
+from lightning_dist.pipeline.parted_backward import PartedBackward
+from lightning_dist.pipeline.seam import Seam
 from lightning_dist.pipeline.weight_policy import WeightPolicy
 from lightning_dist.pipeline.weights import WeightVersion
 from lightning_dist.rng import seed_python, seeded
@@ -30,13 +31,6 @@ from lightning_dist.tree import flatten, map_tensors
 
 Step = Callable[[Microbatch], Any]
 """The user's step on one micro-batch; returns the loss or the outputs on the last stage."""
-
-
-class _StepLeft(BaseException):  # noqa: N818  (it is not an error)
-    """Leaves the user's step behind the pipelined module.
-
-    Not an ``Exception``, so that a user's ``except Exception`` does not stop it.
-    """
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -62,10 +56,10 @@ class Stage:
     """The layers of one stage, and the micro-batches in flight on it.
 
     Args:
-        sequence: The pipelined module, already cut (see :func:`lightning_dist.pipeline.cut.cut`).
+        seam: Where the user's step meets the layers.
         stage_index: Which stage this is.
         num_stages: Stages of the pipeline.
-        layers: Those of this stage; see :func:`lightning_dist.pipeline.cut.own_layers`.
+        layers: Those of this stage; see :func:`lightning_dist.pipeline.cut.layers_of`.
         policy: Which weights a micro-batch sees.
         gradients: Runs the backwards.
         seed: Base of all random numbers; data replicas differ in the second integer only.
@@ -74,7 +68,7 @@ class Stage:
 
     def __init__(
         self,
-        sequence: nn.Sequential,
+        seam: Seam,
         stage_index: int,
         num_stages: int,
         layers: nn.Module,
@@ -90,18 +84,11 @@ class Stage:
         self.policy = policy
         self.gradients = gradients
         self._stage_index = stage_index
-        self._sequence = sequence
+        self._seam = seam
         self._seed = seed
         self._device = device
         self._in_flight: dict[int, InFlight] = {}
-        self._call: _LayerCall | None = None
-        self._own_forward: Callable[..., Any] = sequence.forward
-        sequence.forward = self._forward_of_sequence  # type: ignore[method-assign]
-
-    def detach(self) -> None:
-        """Gives the sequence its own forward back."""
-        del self._sequence.forward
-        self._in_flight.clear()
+        self._parted: dict[int, PartedBackward] = {}
 
     @property
     def num_in_flight(self) -> int:
@@ -132,20 +119,17 @@ class Stage:
         Raises:
             ValueError: The step did not call the pipelined module exactly once.
         """
-        self._call = call = _LayerCall(received, (*self._seed, *seed))
-        try:
-            seed_python(*call.seed)
-            with seeded(*call.seed, device=self._device):
-                result = step(microbatch)
-        except _StepLeft:
-            result = call.output
-        finally:
-            self._call = None
-        if not call.done:
-            raise ValueError(
-                "The step ended without a call of the pipelined module, so there is nothing to"
-                " cut. Call it once in each step, or name another module with `layers=`."
-            )
+        call = _LayerCall(received, (*self._seed, *seed))
+
+        def in_step() -> Any:
+            return step(microbatch)
+
+        def layers(*arguments: Any, **_: Any) -> Any:
+            return self._run_call(call, arguments)
+
+        seed_python(*call.seed)
+        with seeded(*call.seed, device=self._device):
+            result = self._seam.run(in_step, layers, leaves=not self.is_last)
         if torch.is_grad_enabled():
             self._keep(index, call, result)
         return result
@@ -159,8 +143,28 @@ class Stage:
         """
         self._in_flight[index].outputs = [loss] if loss.requires_grad else []
 
-    def backward(self, index: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self, index: int, gradients: Sequence[Tensor | None], update: int = 0
+    ) -> list[Tensor | None]:
         """Runs the backward of one micro-batch and holds the parameters' gradients.
+
+        Args:
+            index: The micro-batch.
+            gradients: One for each output that requires grad, None for none.
+            update: What the parameters' gradients are for.
+
+        Returns:
+            One gradient for each received tensor that requires grad.
+        """
+        flight = self._in_flight.pop(index)
+        outputs, gradients = self._roots(flight, gradients)
+        trainable = self._trainable(flight.weights)
+        results = self.gradients.run(outputs, gradients, flight.inputs, trainable, update)
+        self.policy.release(flight.weights)
+        return results
+
+    def backward_input(self, index: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Runs the part of a backward that the stage before waits for.
 
         Args:
             index: The micro-batch.
@@ -169,19 +173,24 @@ class Stage:
         Returns:
             One gradient for each received tensor that requires grad.
         """
+        flight = self._in_flight[index]
+        assert flight.weights is None, "only synchronous schedules part backwards"
+        outputs, gradients = self._roots(flight, gradients)
+        parted = PartedBackward(outputs, gradients, flight.inputs, self.named_parameters())
+        self._parted[index] = parted
+        return parted.run_inputs()
+
+    def backward_weight(self, index: int, update: int = 0) -> None:
+        """Runs what :meth:`backward_input` has left, and holds the parameters' gradients.
+
+        Args:
+            index: The micro-batch.
+            update: What the gradients are for.
+        """
         flight = self._in_flight.pop(index)
-        outputs = flight.outputs
-        if self._recomputes:
-            outputs = self._recompute(flight)
-        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
-        results = self.gradients.run(
-            [o for o, _ in pairs],
-            [g for _, g in pairs],
-            flight.inputs,
-            self._trainable(flight.weights),
-        )
+        found = self._parted.pop(index).run_weights()
+        self.gradients.add(self.named_parameters(), found, update)
         self.policy.release(flight.weights)
-        return results
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Gives the stage's trainable parameters by their names in the stage."""
@@ -190,36 +199,18 @@ class Stage:
     def clear(self) -> None:
         """Drops the micro-batches in flight and the held gradients, after a failure."""
         self._in_flight.clear()
+        self._parted.clear()
         self.gradients.clear()
 
-    def _forward_of_sequence(self, *arguments: Any, **keywords: Any) -> Any:
-        call = self._call
-        if call is None:
-            if self.is_first and self.is_last:
-                return self._own_forward(*arguments, **keywords)
-            raise RuntimeError(
-                "The pipelined module was called outside of a step. Its layers are on several"
-                " ranks: call it inside training_step, validation_step, test_step or"
-                " predict_step."
-            )
-        if call.done:
-            raise ValueError(
-                "The step called the pipelined module twice. A pipeline runs each layer once per"
-                " micro-batch: call the module once per step, or on a concatenated batch."
-            )
+    def _run_call(self, call: _LayerCall, arguments: tuple[Any, ...]) -> Any:
         call.layer_input = arguments[0] if self.is_first else call.received
         if torch.is_grad_enabled():
             call.weights = self.policy.acquire()
         given = call.layer_input
         if self._recomputes:  # the layers may write into what they get
             given = map_tensors(_copy_of, given)
-        call.output = self._run_layers(given, call.weights, call.seed)
-        if self._recomputes:
-            call.output = map_tensors(_cut_from_graph, call.output)
-        call.done = True
-        if self.is_last:
-            return call.output
-        raise _StepLeft
+        output = self._run_layers(given, call.weights, call.seed)
+        return map_tensors(_cut_from_graph, output) if self._recomputes else output
 
     @property
     def _recomputes(self) -> bool:
@@ -240,6 +231,14 @@ class Stage:
             inputs, outputs, call.layer_input, call.weights, call.seed
         )
 
+    def _roots(
+        self, flight: InFlight, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Gives what a backward begins with: outputs, and a gradient for each."""
+        outputs = self._recompute(flight) if self._recomputes else flight.outputs
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+        return [o for o, _ in pairs], [g for _, g in pairs]
+
     def _recompute(self, flight: InFlight) -> list[Tensor]:
         with torch.enable_grad():
             return _differentiable(
@@ -258,9 +257,7 @@ class _LayerCall:
 
     received: Any
     seed: tuple[int, ...]
-    done: bool = False
     layer_input: Any = None
-    output: Any = None
     weights: WeightVersion | None = None
 
 

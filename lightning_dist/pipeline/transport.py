@@ -35,6 +35,7 @@ from lightning_dist.pipeline.buffers import BufferPool
 from lightning_dist.pipeline.channel import (
     ChannelClosedError,
     Failed,
+    Inbox,
     Message,
     PeerLostError,
 )
@@ -81,40 +82,42 @@ class DistributedSender:
         self._thread = threading.Thread(target=self._reap, name=f"send-to-{peer}", daemon=True)
         self._thread.start()
 
-    def send(self, tree: Any, stamp: int = 0) -> None:
+    def send(self, tree: Any, *, port: int = 0, stamp: int = 0) -> None:
         """Hands a tree over; returns at once.
 
         Args:
             tree: Any tree. Its tensors must not be written to afterwards.
+            port: Any integer of 63 bits, for the receiver to sort by.
             stamp: Any integer of 63 bits, for the receiver to compare.
 
         Raises:
             PeerLostError: The receiver is gone.
         """
         try:
-            self._send(tree, stamp)
+            self._send(tree, port, stamp)
         except (KeyboardInterrupt, SystemExit) as error:
             # Nobody knows how much of the message has left, so nothing can follow it, not even a
             # goodbye: gloo ends a process that gets more bytes than it expects.
             self._failure = error
             raise
 
-    def _send(self, tree: Any, stamp: int) -> None:
+    def _send(self, tree: Any, port: int, stamp: int) -> None:
         tensors, skeleton = flatten(tree)
         infos = [_TensorInfo(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         header = pickle.dumps((skeleton, infos))
         parts = [_stage_to_host(t.detach()) for t in tensors]
         if header == self._header:
-            self._transmit([torch.tensor([_SAME_HEADER, stamp]), *parts])
+            self._transmit([torch.tensor([_SAME_HEADER, port, stamp]), *parts])
             return
         announced = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self._transmit([torch.tensor([len(header), stamp]), *self._fillers(), announced, *parts])
+        lead = torch.tensor([len(header), port, stamp])
+        self._transmit([lead, *self._fillers(), announced, *parts])
         self._header, self._infos = header, infos
 
     def close(self) -> None:
         """Waits until everything has been handed over, and ends the channel."""
         with contextlib.suppress(PeerLostError):
-            self._transmit([torch.tensor([_CLOSE, 0]), *self._fillers()])
+            self._transmit([torch.tensor([_CLOSE, 0, 0]), *self._fillers()])
         self._pending.put(_Closed())
         self._thread.join(_CLOSE_SECONDS)
 
@@ -167,15 +170,17 @@ class DistributedReceiver:
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._pool = BufferPool()
-        self._inbox: queue.SimpleQueue[Message | _Closed | Failed] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Message | _Closed | Failed] = queue.SimpleQueue()
+        self._inbox = Inbox(self._next)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
         self._thread.start()
 
-    def receive(self, stamp: int = 0) -> Any:
-        """Waits for the next tree.
+    def receive(self, *, port: int = 0, stamp: int = 0) -> Any:
+        """Waits for the next tree of a port.
 
         Args:
+            port: What the tree has been sent to.
             stamp: What the tree must have been sent with.
 
         Returns:
@@ -186,17 +191,20 @@ class DistributedReceiver:
             StampError: The tree was sent with another stamp.
             TimeoutError: Nothing came in time.
         """
+        return self._inbox.next(port).opened(stamp)
+
+    def _next(self) -> Message:
         if self._failure is not None:
             raise self._failure
         try:
-            message = self._inbox.get(timeout=self._timeout_seconds)
+            message = self._arrived.get(timeout=self._timeout_seconds)
         except queue.Empty:
             raise TimeoutError(
                 f"Nothing came from rank {self._peer} for timeout_s={self._timeout_seconds:g}"
                 " seconds. Raise `timeout_s` if a step may take longer than that."
             ) from None
         if isinstance(message, Message):
-            return message.opened(stamp)
+            return message
         self._failure = self._cause_of(message)
         raise self._failure
 
@@ -205,7 +213,7 @@ class DistributedReceiver:
         error = message.error if isinstance(message, Failed) else None
         if error is None or isinstance(error, PeerLostError):
             with contextlib.suppress(queue.Empty):
-                later = self._inbox.get(timeout=self._cause_seconds)
+                later = self._arrived.get(timeout=self._cause_seconds)
                 if isinstance(later, Failed):
                     return later.error
         return error or ChannelClosedError(f"Rank {self._peer} has closed the channel.")
@@ -216,7 +224,7 @@ class DistributedReceiver:
         Args:
             error: What to raise.
         """
-        self._inbox.put(Failed(error))
+        self._arrived.put(Failed(error))
 
     def close(self) -> None:
         """Waits until the far end has closed the channel."""
@@ -229,21 +237,21 @@ class DistributedReceiver:
             while True:
                 # All receives of a message like the last one are posted before it comes, so that
                 # its data need not wait for this thread; see `DistributedSender._fillers`.
-                lead, hosts = torch.zeros(2, dtype=torch.int64), self._take(infos)
+                lead, hosts = torch.zeros(3, dtype=torch.int64), self._take(infos)
                 self._wait(self._post(lead), self._post(*hosts))
-                length, stamp = lead.tolist()
+                length, port, stamp = lead.tolist()
                 if length == _CLOSE:
                     break
                 if length != _SAME_HEADER:
                     skeleton, infos = self._receive_header(length)
                     hosts = self._take(infos)
                     self._wait(self._post(*hosts))
-                self._inbox.put(Message(self._assemble(skeleton, infos, hosts), stamp))
+                self._arrived.put(Message(self._assemble(skeleton, infos, hosts), port, stamp))
                 del hosts  # else the last activation stays alive until the next one
-            self._inbox.put(_Closed())
+            self._arrived.put(_Closed())
         except RuntimeError as error:
             lost = PeerLostError(f"The connection to rank {self._peer} broke: {error}")
-            self._inbox.put(Failed(lost))
+            self._arrived.put(Failed(lost))
 
     def _take(self, infos: list[_TensorInfo]) -> list[Tensor]:
         return [self._pool.take(info.shape, info.dtype) for info in infos]

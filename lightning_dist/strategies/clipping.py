@@ -19,15 +19,16 @@ from torch.optim import Optimizer
 
 from lightning_dist.shards import local_part
 
+FindNorm = Callable[[Sequence[Sequence[Tensor]]], Tensor]
+"""Takes the parameters, grouped by how they are spread; gives the norm of the whole gradient."""
 
-def clip_by_global_norm(
-    precision_plugin: Precision, group: dist.ProcessGroup | None = None
-) -> Callable[[], None]:
+
+def clip_by_global_norm(precision_plugin: Precision, find_norm: FindNorm) -> Callable[[], None]:
     """Makes a precision plugin clip by the norm over all shards and stages.
 
     Args:
         precision_plugin: Changed until the returned function is called.
-        group: The stages; takes CPU tensors. None where each rank knows all parameters.
+        find_norm: Finds that norm.
 
     Returns:
         Undoes the change.
@@ -36,7 +37,7 @@ def clip_by_global_norm(
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = [p for p in precision_plugin.main_params(optimizer) if p.grad is not None]
         kinds = _alike(parameters)
-        norm = _norm(kinds, group)
+        norm = find_norm(kinds)
         for alike in kinds:
             clip_grads_with_norm_(alike, float(clip_val), norm.to(alike[0].device, alike[0].dtype))
 
@@ -46,6 +47,59 @@ def clip_by_global_norm(
         del precision_plugin.clip_grad_by_norm
 
     return undo
+
+
+def norm_over(group: dist.ProcessGroup | None = None) -> FindNorm:
+    """Gives what adds up the norms of all shards, and of all stages when they are asked.
+
+    Args:
+        group: The stages; takes CPU tensors. None where each rank knows all parameters.
+    """
+    return lambda kinds: _norm(kinds, group)
+
+
+class NormsAhead:
+    """Norms that the stages agree on while they work, for updates that are not yet due.
+
+    A stage has an update's gradients some micro-batches before the update, and the later stages
+    have them earlier. So each adds its own to a sum as soon as it can, which gloo's threads do, and
+    waits for the sum when it clips. By then all stages have joined it: with as many micro-batches
+    per batch as there are stages after the first, what the last stage sends back when its batch is
+    complete has come to the first one before the last has ended its next batch.
+
+    Args:
+        group: The stages; takes CPU tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._pending: dict[int, tuple[dist.Work, Tensor]] = {}
+
+    def post(self, update: int, gradients: Iterable[Tensor]) -> None:
+        """Joins the sum; returns at once.
+
+        Args:
+            update: Which, counted since the last drain.
+            gradients: Of this stage.
+        """
+        if update == 0:
+            self._pending.clear()  # nobody has asked for them
+        own = list(gradients)
+        squared = _squared_norm(own).cpu() if own else torch.zeros((), dtype=torch.float64)
+        work = dist.all_reduce(squared, group=self._group, async_op=True)
+        assert work is not None
+        self._pending[update] = (work, squared)
+
+    def of(self, update: int) -> Tensor:
+        """Waits for a norm.
+
+        Args:
+            update: Which; earlier ones are forgotten.
+        """
+        work, squared = self._pending[update]
+        work.wait()
+        self._pending = {u: pending for u, pending in self._pending.items() if u > update}
+        return squared.sqrt()
 
 
 def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.activation_checkpointing import checkpoint_activations
 from lightning_dist.device_mesh import axis
+from lightning_dist.pipeline.cut import layers_of
 from lightning_dist.sharding import ShardingOptions
 from lightning_dist.sharding import shard as fully_shard
 from lightning_dist.strategies.pipeline_config import PipelineConfig
@@ -93,7 +94,7 @@ def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) ->
     recomputed = _choose_recomputed(module, units, asked.shard)
     spread = _spread(module, axis(mesh, "tp"), asked.tensor, keeps)
 
-    root = StepModule(module) if split is None else split.cut()
+    root = StepModule(module) if split is None else _cut(split)
     own = [unit for unit in units if keeps(unit.name)]
     sharding = asked.sharding if split is None else _kept_whole(asked.sharding)
     summary = _describe(module, own, sharding)
@@ -118,6 +119,12 @@ def _find_split(
     if stages is None:
         return None
     return find_split(module, config, stages.size(), stages.get_local_rank())
+
+
+def _cut(split: PipelineSplit) -> nn.Sequential:
+    (stage,) = split.stages  # several would be as many roots; `check_mesh` refuses them
+    split.cut()
+    return layers_of(split.sequence, split.layers_per_stage, stage)
 
 
 def _keep_all(_: str) -> bool:

@@ -19,6 +19,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_dist.pipeline.pipeline import OnComplete
 from lightning_dist.rng import seed_all
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.last_resort import never_destroy
@@ -28,6 +29,10 @@ from lightning_dist.strategies.run_guard import RunGuard
 from lightning_dist.strategies.session import RunContext
 
 _NEVER = timedelta(days=365)
+
+
+def _ignore(*_: object) -> None:
+    """Does nothing."""
 
 
 class DistributedStrategy(ProcessMesh):
@@ -94,11 +99,14 @@ class DistributedStrategy(ProcessMesh):
             name = (self._seed, data_index, batch_index, int(reading) + int(early))
             seed_all(*name, device=self.root_device)
 
-    def run_context(self, complete_gradients: Callable[[], None]) -> RunContext:
+    def run_context(
+        self, complete_gradients: Callable[[], None], complete_early: OnComplete = _ignore
+    ) -> RunContext:
         """Gives what a pipeline of this mesh runs in; each rank must ask alike.
 
         Args:
-            complete_gradients: Called before each update with the stage's gradients in place.
+            complete_gradients: Called before each update with the rank's gradients in place.
+            complete_early: Called instead where gradients are complete before their update is due.
         """
         return RunContext(
             self.mesh,
@@ -110,6 +118,7 @@ class DistributedStrategy(ProcessMesh):
             self.data_group,
             self.precision_plugin,
             complete_gradients,
+            complete_early,
         )
 
     # --- how a run ends ----------------------------------------------------------------------

@@ -5,7 +5,7 @@ What a Trainer would do around a step is left out: no hooks, no logging, no upda
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_dist.mesh import MeshShape
-from lightning_dist.pipeline.dry_channel import DryMessage, DrySender, dry_links
+from lightning_dist.pipeline.dry_channel import DrySender, Sent, dry_links
 from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.strategies.compose import Composed, Parallelism
@@ -22,7 +22,7 @@ from lightning_dist.strategies.sharded_module import ShardedModule, StepContext
 from lightning_dist.strategies.staged_module import StagedModule
 from lightning_dist.traffic import MessageKind, TrafficLedger
 
-Received = Sequence[DryMessage] | None
+Received = Sent | None
 """What the stage before sends; None if there is none."""
 
 
@@ -98,13 +98,14 @@ class DryStep:
             compares_always=False,
         )
         note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
-        sender = None if split.is_last else DrySender(note)
+        sender = None if split.has_last else DrySender(note)
+        (stage,) = split.stages
         pipeline = Pipeline(
             split.sequence,
             self.asked.pipeline.shape(self.mesh, self.rank, split.layers_per_stage),
-            dry_links(received, sender, note),
-            layers=self.composed.root,
-            gradients=staged.gradients(),
+            dry_links(stage, received, sender, note),
+            layers=lambda _: self.composed.root,
+            gradients=staged.gradients,
             mark_batches=False,
         )
         step = staged.joining(self._training_step)

@@ -64,14 +64,17 @@ def gather_measurements(
     """Joins what the ranks measured; each must call it.
 
     Args:
-        pipeline: This rank's stage.
+        pipeline: This rank's.
         group: A gloo group of all ranks.
         mesh: The sizes of the mesh.
     """
-    own = (pipeline.recorder.stretches(), pipeline.stage.policy.peak_stash_bytes)
+    own = (pipeline.recorder.stretches(), pipeline.peak_stash_bytes)
     everyone: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(everyone, own, group=group)
-    first_replica = [stash for rank, (_, stash) in enumerate(everyone) if not mesh.data_index(rank)]
+    stashes: dict[int, int] = {}
+    for rank, (_, by_stage) in enumerate(everyone):
+        stashes |= {} if mesh.data_index(rank) else by_stage
     return Measurements(
-        MeasuredTimelines([stretches for stretches, _ in everyone]), tuple(first_replica)
+        MeasuredTimelines([stretches for stretches, _ in everyone]),
+        tuple(stashes[stage] for stage in sorted(stashes)),
     )

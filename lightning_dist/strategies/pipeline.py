@@ -18,7 +18,7 @@ validation, when a checkpoint is taken, and at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -35,22 +35,24 @@ from typing_extensions import override
 from lightning_dist.mesh import MeshShape
 from lightning_dist.named_optimizer import keep_own_parameters
 from lightning_dist.pipeline.cut import whole
+from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.strategies import lightning_private, pipeline_checks, whole_model_checks
 from lightning_dist.strategies.bracket import bracket_callbacks
-from lightning_dist.strategies.clipping import clip_by_global_norm
+from lightning_dist.strategies.clipping import NormsAhead, clip_by_global_norm, norm_over
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.measured import Measurements, gather_measurements
 from lightning_dist.strategies.pipeline_config import (
     PipelineConfig,
+    ScheduleName,
     check_count,
     share_among_stages,
 )
 from lightning_dist.strategies.pipeline_split import find_split
 from lightning_dist.strategies.pipelined_module import tensors_outside
 from lightning_dist.strategies.process_mesh import StartMethod
-from lightning_dist.strategies.replicas import average_gradients, broadcast_state
+from lightning_dist.strategies.replicas import average, average_gradients, broadcast_state
 from lightning_dist.strategies.session import Session, open_session
 
 _PROGRESS_KEY = "lightning_dist"
@@ -59,20 +61,23 @@ _PROGRESS_KEY = "lightning_dist"
 class PipelineStrategy(LayoutFreeCheckpoints):
     """Cuts a model into stages, one per rank, and trains it unchanged.
 
-    The world size is the number of stages times the number of data replicas.
+    The world size is the number of stages, over those per rank, times that of data replicas.
 
     Args:
-        num_stages: Stages of the pipeline; ``"auto"`` takes all ranks.
-        schedule: ``"1f1b"`` or ``"gpipe"``, which equal single-device training, or ``"pipedream"``,
-            which never waits and pays with stale weights (PipeDream, SOSP 2019).
-        num_microbatches: Pieces of each Lightning batch; ``"auto"`` is 4 per stage for synchronous
-            schedules (fewer for a batch of fewer samples) and 1 for ``"pipedream"``.
+        num_stages: Stages of the pipeline, on all its ranks together; ``"auto"`` takes all ranks.
+        schedule: See :mod:`lightning_dist.pipeline.schedules`. All equal single-device training but
+            ``"pipedream"`` and ``"pipedream_2bw"``, which never wait and pay with stale weights
+            (Narayanan et al., SOSP 2019 and ICML 2021). Or ``"file:"`` and the path of a CSV file.
+        num_microbatches: Pieces of each Lightning batch; ``"auto"`` is 4 per rank for synchronous
+            schedules (fewer for a batch of fewer samples), 1 for ``"pipedream"`` and 1 per rank for
+            ``"pipedream_2bw"``.
         layers: Dotted path of the ``nn.Sequential`` whose children are the layers; ``"auto"`` takes
             the one that holds the trainable parameters.
         partition: ``"parameters"`` balances the number of parameters, ``"uniform"`` the number of
             layers; or the layers per stage.
         weight_versions: For ``"pipedream"``: ``"stash"`` runs the backward of a batch with the
             weights of its forward; ``"none"`` does not, only to study what stashing buys.
+        stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
         accelerator: As for any Lightning strategy.
@@ -90,11 +95,12 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     def __init__(
         self,
         num_stages: int | Literal["auto"] = "auto",
-        schedule: Literal["gpipe", "1f1b", "pipedream"] = "1f1b",
+        schedule: ScheduleName = "1f1b",
         num_microbatches: int | Literal["auto"] = "auto",
         layers: str = "auto",
         partition: Literal["parameters", "uniform"] | list[int] = "parameters",
         weight_versions: Literal["stash", "none"] = "stash",
+        stages_per_rank: int | Literal["auto"] = "auto",
         timeout_s: float = 1800.0,
         save_full: bool = False,
         accelerator: Accelerator | None = None,
@@ -120,23 +126,19 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             check_count("num_stages", num_stages)
         self._num_stages = num_stages
         self._config = PipelineConfig(
-            schedule, num_microbatches, layers, partition, weight_versions
+            schedule, num_microbatches, layers, partition, weight_versions, stages_per_rank
         )
         self._undo: tuple[Callable[[], None], ...] = ()
         self._session: Session | None = None
         self._accumulating = False
+        self._norms: NormsAhead | None = None
         self._measurements = Measurements()
 
     # --- where this rank is ------------------------------------------------------------------
 
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:
-        return share_among_stages(world_size, self._num_stages)
-
-    @property
-    def stage_index(self) -> int:
-        """This rank's stage."""
-        return self.mesh.coordinates(self.global_rank)["pp"]
+        return share_among_stages(world_size, self._num_stages, self._config)
 
     @property
     def asynchronous(self) -> bool:
@@ -172,8 +174,9 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
-            pipeline_checks.check_trainer(trainer, module, self.asynchronous)
-        self._split = find_split(module, self._config, self.mesh.pp, self.stage_index)
+            pipeline_checks.check_trainer(trainer, module, self._config)
+        place = self.mesh.coordinates(self.global_rank)["pp"]
+        self._split = find_split(module, self._config, self.mesh.pp, place)
         sequence = self._split.sequence
         self.model = self.precision_plugin.convert_module(module)
         if is_fitting:
@@ -208,16 +211,32 @@ class PipelineStrategy(LayoutFreeCheckpoints):
                 on_exception=self.on_exception,
             ),
         )
-        if not self.asynchronous:
-            self._undo += (clip_by_global_norm(self.precision_plugin, self.group("pp")),)
+        self._undo += self._change_clipping(trainer)
         split = self._split
-        run = self.run_context(self._average_gradients)
+        run = self.run_context(self._average_gradients, self._complete_early)
         return open_session(self.module, split.sequence, split.layers_per_stage, self._config, run)
 
     def _average_gradients(self) -> None:
         if self.mesh.data_size > 1:
-            stage = self.session.pipeline.stage
-            average_gradients(stage.named_parameters().values(), self.data_group)
+            parameters = self.session.pipeline.named_parameters()
+            average_gradients(parameters.values(), self.data_group)
+
+    def _complete_early(self, update: int, gradients: Mapping[str, Tensor]) -> None:
+        if self.mesh.data_size > 1:
+            average(list(gradients.values()), self.data_group)
+        if self._norms is not None:
+            self._norms.post(update, gradients.values())
+
+    def _change_clipping(self, trainer: pl.Trainer) -> tuple[Callable[[], None], ...]:
+        rule = self._config.schedules.update_rule
+        if rule is UpdateRule.EACH:
+            return ()
+        self._norms = None
+        find_norm = norm_over(self.group("pp"))
+        if rule is UpdateRule.LATE and pipeline_checks.clips_by_norm(trainer, self.module):
+            norms = self._norms = NormsAhead(self.group("pp", purpose="norms"))
+            find_norm = lambda _: norms.of(self.session.pipeline.due_update)  # noqa: E731
+        return (clip_by_global_norm(self.precision_plugin, find_norm),)
 
     @property
     def session(self) -> Session:

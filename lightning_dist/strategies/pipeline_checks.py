@@ -13,19 +13,22 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.strategies.lightning_private import callbacks_of
+from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.whole_model_checks import check_callbacks
 
 
-def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, asynchronous: bool) -> None:
+def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, config: PipelineConfig) -> None:
     """Checks the trainer and the module before training.
 
     Args:
         trainer: The trainer.
         module: The user's module.
-        asynchronous: Whether batches overlap.
+        config: What the user asks for.
 
     Raises:
         ValueError: They ask for what a pipeline cannot do.
@@ -41,21 +44,34 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, asynchronous:
             " pipeline does not have. Use precision='bf16-mixed'."
         )
     check_callbacks(trainer)
-    if not asynchronous:
+    if not config.asynchronous:
         return
     accumulates = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks_of(trainer))
     if trainer.accumulate_grad_batches != 1 or accumulates:
         raise ValueError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not go with"
-            " schedule='pipedream', which updates the weights after each batch. Use larger batches,"
-            " or schedule='1f1b'."
+            f" schedule={config.schedule!r}, which updates the weights after each batch. Use larger"
+            " batches, or schedule='1f1b'."
         )
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+    is_apart = config.schedules.update_rule is UpdateRule.EACH
+    if is_apart and trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
         rank_zero_warn(
-            f"gradient_clip_val={trainer.gradient_clip_val} with schedule='pipedream' clips by the"
-            " norm of each stage's own gradients: the stages' updates belong to different batches,"
-            " and a norm over all stages would make them wait for each other."
+            f"gradient_clip_val={trainer.gradient_clip_val} with schedule={config.schedule!r} clips"
+            " by the norm of each stage's own gradients: the stages' updates belong to different"
+            " batches, and a norm over all stages would make them wait for each other."
+            " schedule='pipedream_2bw' clips by the norm of the whole gradient."
         )
+
+
+def clips_by_norm(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Tells whether gradients are clipped by their norm, as far as one can know before.
+
+    Args:
+        trainer: The trainer.
+        module: The user's module.
+    """
+    asked = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+    return asked or is_overridden("configure_gradient_clipping", module)
 
 
 @contextmanager

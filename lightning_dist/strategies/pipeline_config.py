@@ -7,10 +7,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_dist.mesh import MeshShape
-from lightning_dist.pipeline.schedules import SCHEDULE_NAMES
+from lightning_dist.pipeline.schedule import UpdateRule
+from lightning_dist.pipeline.schedule_family import ScheduleFamily
+from lightning_dist.pipeline.schedule_file import ScheduleFile
+from lightning_dist.pipeline.schedules import find_schedules
 from lightning_dist.pipeline.shape import PipelineShape
 
-_MICROBATCHES_PER_STAGE = 4
+_MICROBATCHES_PER_RANK = 4
+
+# The names for the command line's help; a string may also be "file:" and a path.
+ScheduleName = (
+    Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "zb_h1",
+        "zbv",
+        "pipedream",
+        "pipedream_2bw",
+    ]
+    | str
+)
 
 
 @dataclass(frozen=True)  # without slots, which the command line's parser does not take
@@ -23,30 +41,31 @@ class PipelineConfig:
         layers: Dotted path of the pipelined module.
         partition: How to cut it, or the layers per stage.
         weight_versions: Which weights an asynchronous backward sees.
+        stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
 
     Raises:
         ValueError: One of them is unknown, too small, or does not go with another.
     """
 
-    schedule: Literal["gpipe", "1f1b", "pipedream"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     num_microbatches: int | Literal["auto"] = "auto"
     layers: str = "auto"
     partition: Literal["parameters", "uniform"] | Sequence[int] = "parameters"
     weight_versions: Literal["stash", "none"] = "stash"
+    stages_per_rank: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        if self.schedule not in SCHEDULE_NAMES:
-            raise ValueError(
-                f"schedule={self.schedule!r} is unknown; use one of {list(SCHEDULE_NAMES)}."
-            )
+        rule = self.schedules.update_rule
         if self.weight_versions not in ("stash", "none"):
             raise ValueError(
                 f"weight_versions={self.weight_versions!r} is unknown; use 'stash' or 'none'."
             )
         if self.num_microbatches != "auto":
             check_count("num_microbatches", self.num_microbatches)
-        if self.asynchronous and self.num_microbatches not in ("auto", 1):
+        if self.stages_per_rank != "auto":
+            check_count("stages_per_rank", self.stages_per_rank)
+        if rule is UpdateRule.EACH and self.num_microbatches not in ("auto", 1):
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} does not go with schedule='pipedream',"
                 " which takes each Lightning batch as one micro-batch. Leave it at 'auto' and use"
@@ -59,34 +78,53 @@ class PipelineConfig:
             )
 
     @property
+    def schedules(self) -> ScheduleFamily | ScheduleFile:
+        """The kind of schedule."""
+        return find_schedules(self.schedule)
+
+    @property
     def asynchronous(self) -> bool:
         """Whether batches overlap, so that weights are stale."""
-        return self.schedule == "pipedream"
+        return self.schedules.update_rule is not UpdateRule.FLUSHED
+
+    def rank_of_stage(self, num_ranks: int) -> tuple[int, ...]:
+        """Gives the rank of each stage.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+
+        Raises:
+            ValueError: The schedule takes other numbers of stages or micro-batches.
+        """
+        per_rank = None if self.stages_per_rank == "auto" else self.stages_per_rank
+        found = self.schedules.rank_of_stage(num_ranks, per_rank)
+        self.schedules.check_microbatches(num_ranks, self.training_microbatches(num_ranks))
+        return found
 
     @property
     def may_use_fewer_microbatches(self) -> bool:
         """Whether a batch of fewer samples is cut into fewer micro-batches."""
-        return self.num_microbatches == "auto"
+        return self.num_microbatches == "auto" and not self.asynchronous
 
-    def training_microbatches(self, num_stages: int) -> int:
+    def training_microbatches(self, num_ranks: int) -> int:
         """Decides the number of micro-batches of a training batch.
 
         Args:
-            num_stages: Stages of the pipeline.
+            num_ranks: Ranks of the pipeline.
         """
         if self.num_microbatches != "auto":
             return self.num_microbatches
-        return 1 if self.asynchronous else _MICROBATCHES_PER_STAGE * num_stages
+        return self.schedules.default_microbatches(num_ranks)
 
-    def evaluation_microbatches(self, num_stages: int) -> int:
+    def evaluation_microbatches(self, num_ranks: int) -> int:
         """Decides the number of micro-batches of a batch that runs forward only.
 
         Args:
-            num_stages: Stages of the pipeline.
+            num_ranks: Ranks of the pipeline.
         """
-        if self.asynchronous:  # one would leave all stages but one idle
-            return _MICROBATCHES_PER_STAGE * num_stages
-        return self.training_microbatches(num_stages)
+        if self.asynchronous:  # one would leave all ranks but one idle
+            return _MICROBATCHES_PER_RANK * num_ranks
+        return self.training_microbatches(num_ranks)
 
     def shape(self, mesh: MeshShape, rank: int, layers_per_stage: tuple[int, ...]) -> PipelineShape:
         """Says which part of which pipeline a rank is.
@@ -101,32 +139,43 @@ class PipelineConfig:
             self.training_microbatches(mesh.pp),
             layers_per_stage,
             mesh.coordinates(rank)["pp"],
+            stages_per_rank=len(layers_per_stage) // mesh.pp,
             may_use_fewer=self.may_use_fewer_microbatches,
             replica_index=mesh.data_index(rank),
         )
 
 
-def share_among_stages(world_size: int, num_stages: int | Literal["auto"]) -> MeshShape:
+def share_among_stages(
+    world_size: int, num_stages: int | Literal["auto"], config: PipelineConfig
+) -> MeshShape:
     """Shares the ranks among stages and data replicas.
 
     Args:
         world_size: All ranks.
         num_stages: Stages; ``"auto"`` takes all ranks.
+        config: What else the user asks for.
 
     Raises:
-        ValueError: The stages do not divide them.
+        ValueError: The stages do not divide them, or the schedule does not go with the sizes.
     """
     if num_stages == "auto":
+        config.rank_of_stage(world_size)
         return MeshShape(pp=world_size)
-    if world_size % num_stages:
-        below = num_stages * max(1, world_size // num_stages)
-        above = num_stages * (world_size // num_stages + 1)
+    per_rank = None if config.stages_per_rank == "auto" else config.stages_per_rank
+    num_ranks = config.schedules.num_ranks(num_stages, per_rank)
+    config.rank_of_stage(num_ranks)
+    if world_size % num_ranks:
+        below = num_ranks * max(1, world_size // num_ranks)
+        above = num_ranks * (world_size // num_ranks + 1)
+        takes = f"{num_ranks} ranks" + (
+            "" if num_ranks == num_stages else f" of {num_stages // num_ranks} stages"
+        )
         raise ValueError(
             f"The world size ({world_size}) must be a multiple of num_stages={num_stages}: each"
-            f" data replica takes {num_stages} ranks. Use {below} or {above} devices in all, or"
-            " another `num_stages`."
+            f" data replica takes {takes}. Use {below} or {above} devices in all, or another"
+            " `num_stages`."
         )
-    return MeshShape(pp=num_stages, dp_replicate=world_size // num_stages)
+    return MeshShape(pp=num_ranks, dp_replicate=world_size // num_ranks)
 
 
 def check_count(name: str, value: int) -> None:

@@ -170,20 +170,23 @@ class ProcessMesh(ParallelStrategy):
             device_id=device if backend == "nccl" else None,
         )
 
-    def group(self, *axes: str) -> dist.ProcessGroup:
+    def group(self, *axes: str, purpose: str = "") -> dist.ProcessGroup:
         """Gives this rank's gloo group along some mesh axes; each rank must ask alike.
 
         Args:
             axes: Names of mesh axes; all of them for a group of all ranks.
+            purpose: Of a group of one's own, for collectives whose order among others differs from
+                rank to rank.
         """
-        if axes not in self._groups:
+        key = (*axes, purpose)
+        if key not in self._groups:
             for ranks in self.mesh.groups(*axes):
                 group = dist.new_group(
                     ranks, backend="gloo", timeout=timedelta(seconds=self._timeout_seconds)
                 )
                 if self.global_rank in ranks:
-                    self._groups[axes] = group
-        return self._groups[axes]
+                    self._groups[key] = group
+        return self._groups[key]
 
     @property
     def data_group(self) -> dist.ProcessGroup:

@@ -14,8 +14,8 @@ from torch import nn
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.connect import Channels, connect
-from lightning_dist.pipeline.gradients import Gradients
-from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.gradients import Gradients, Returned
+from lightning_dist.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.stage_metrics import StageMetrics
 from lightning_dist.strategies.step_runner import StepRunner
@@ -35,7 +35,8 @@ class RunContext:
         stages: A gloo group of this replica's stages.
         replicas: A gloo group of the ranks that read other data and hold this stage.
         precision_plugin: Runs hooks, clipping and the optimizer's step.
-        complete_gradients: Called before each update with the stage's gradients in place.
+        complete_gradients: Called before each update with the rank's gradients in place.
+        complete_early: Called instead where gradients are complete before their update is due.
     """
 
     mesh: MeshShape
@@ -47,6 +48,7 @@ class RunContext:
     replicas: dist.ProcessGroup
     precision_plugin: Precision
     complete_gradients: Callable[[], None]
+    complete_early: OnComplete
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Session:
 
     Attributes:
         mesh: All ranks.
-        pipeline: This rank's stage.
+        pipeline: This rank's stages.
         channels: To the other stages.
         metrics: The module's torchmetrics objects.
         runner: Runs the user's steps.
@@ -78,7 +80,7 @@ class Session:
         if failed:
             self.pipeline.clear()
         self.metrics.detach()
-        self.pipeline.stage.detach()
+        self.pipeline.detach()
         self.channels.close()
 
 
@@ -89,8 +91,8 @@ def open_session(
     config: PipelineConfig,
     run: RunContext,
     *,
-    layers: nn.Module | None = None,
-    gradients: Gradients | None = None,
+    layers: Callable[[int], nn.Module] | None = None,
+    gradients: Callable[[], Gradients] = Returned,
     change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
 ) -> Session:
     """Puts the parts together; each rank must call it.
@@ -101,14 +103,16 @@ def open_session(
         layers_per_stage: The partition.
         config: What the user asks for.
         run: What the pipeline runs in.
-        layers: Runs this stage's layers, if something has been made of them.
-        gradients: Where they stay until an update.
+        layers: Gives what runs a stage's layers, if something has been made of them.
+        gradients: Makes what holds a stage's until an update.
         change_step: What is made of each of the user's steps.
     """
-    channels = connect(run.mesh.groups("pp"), run.device, run.timeout_seconds)
+    shape = config.shape(run.mesh, run.rank, layers_per_stage)
+    homes = shape.rank_of_stage
+    channels = connect(run.mesh.groups("pp"), run.device, run.timeout_seconds, homes)
     pipeline = Pipeline(
         sequence,
-        config.shape(run.mesh, run.rank, layers_per_stage),
+        shape,
         channels.links,
         weight_versions=config.weight_versions,
         seed=run.seed,
@@ -116,9 +120,10 @@ def open_session(
         rank=run.rank,
         layers=layers,
         gradients=gradients,
+        on_complete=run.complete_early,
     )
-    last_rank = dist.get_process_group_ranks(run.stages)[-1]
-    metrics = StageMetrics(module, run.stages, run.replicas, last_rank, pipeline.stage.is_last)
+    last_rank = dist.get_process_group_ranks(run.stages)[homes[-1]]
+    metrics = StageMetrics(module, run.stages, run.replicas, last_rank, pipeline.has_last_stage)
     return Session(
         run.mesh,
         pipeline,

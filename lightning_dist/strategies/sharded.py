@@ -27,7 +27,7 @@ from lightning_dist.sharding import fill
 from lightning_dist.shards import is_spread
 from lightning_dist.strategies import data_parallel_checks
 from lightning_dist.strategies import fsdp_checks as checks
-from lightning_dist.strategies.clipping import clip_by_global_norm
+from lightning_dist.strategies.clipping import clip_by_global_norm, norm_over
 from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
@@ -128,7 +128,7 @@ class ShardedStrategy(DataParallelStrategy):
         if is_fitting:
             check_callbacks(trainer)
         if is_fitting and self.mesh.pp > 1:
-            check_trainer(trainer, self.module, asynchronous=False)
+            check_trainer(trainer, self.module, self._pipeline_config)
         if self._sharded is None or self._sharded.module is not self.module:
             self._sharded = self._shard()
         self.hook_into(trainer)
@@ -138,7 +138,7 @@ class ShardedStrategy(DataParallelStrategy):
         if is_fitting:
             self.tell()
             stages = self.group("pp") if self.mesh.pp > 1 else None
-            self._undo += (clip_by_global_norm(self.precision_plugin, stages),)
+            self._undo += (clip_by_global_norm(self.precision_plugin, norm_over(stages)),)
             self._setup_optimizers_of_whole_model(trainer)
         self.setup_precision_plugin()
         if self.mesh.pp > 1:

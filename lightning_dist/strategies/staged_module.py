@@ -78,8 +78,8 @@ class StagedModule(ShardedModule):
             self._split.layers_per_stage,
             self._config,
             run,
-            layers=self._root,
-            gradients=self.gradients(),
+            layers=lambda _: self._root,
+            gradients=self.gradients,
             change_step=self.joining,
         )
 

@@ -23,11 +23,11 @@ StepContext = Callable[[], AbstractContextManager[None]]
 
 
 class StepRunner:
-    """Runs ``training_step`` and its like, per micro-batch, on this rank's stage.
+    """Runs ``training_step`` and its like, per micro-batch, on this rank's stages.
 
     Args:
         module: The user's module.
-        pipeline: This rank's stage at work.
+        pipeline: This rank's stages at work.
         channels: This rank's.
         metrics: The module's torchmetrics objects.
         change_step: What is made of each of the user's steps.
@@ -124,7 +124,7 @@ class StepRunner:
         return step
 
     def _publish(self, results: list[Any], batch: Any, should_stop: bool = False) -> None:
-        if not self._pipeline.stage.is_last:
+        if not self._pipeline.has_last_stage:
             self._outcomes.publish(None)
             return
         log = self._log.take(batch_size_of(batch) or 1)
@@ -145,7 +145,7 @@ class StepRunner:
         is_last_step = trainer.global_step + 1 == trainer.max_steps
         if not self._pipeline.asynchronous or trainer.is_last_batch or is_last_step:
             return 0
-        return min(self._pipeline.shape.num_stages - 1, self._pipeline.batches_since_drain)
+        return min(self._pipeline.lag, self._pipeline.batches_since_drain)
 
 
 def _cut_from_graph(result: Any) -> Any:

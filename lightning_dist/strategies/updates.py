@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.strategies.hyperparameters import HyperparameterHistory
 
 
@@ -22,7 +23,8 @@ class Updates:
         module: The user's module.
         pipeline: This rank's stage at work.
         precision_plugin: Runs the hooks, the clipping and the step.
-        complete_gradients: Called before each update with the stage's gradients in place.
+        complete_gradients: Called before each update with the rank's gradients in place, unless
+            they were complete before.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class Updates:
         if not self._pipeline.has_gradients:
             return loss
         self._precision_plugin.pre_backward(loss, self._module)
-        self._pipeline.install_gradients(None if accumulating else self._complete_gradients)
+        is_complete = accumulating or self._pipeline.update_rule is UpdateRule.LATE
+        self._pipeline.install_gradients(None if is_complete else self._complete_gradients)
         loss = self._precision_plugin.post_backward(loss, self._module)
         if not accumulating:
             self._pipeline.begin_update()

@@ -1,7 +1,8 @@
-"""What an asynchronous pipeline must compute, as a plain loop over minibatches.
+"""What an asynchronous pipeline must compute, as plain loops over batches.
 
-Timing does not enter: minibatch b meets version max(t0, b - W_s) of stage s, where t0 is the last
-drain and W_s = n - 1 - s, and its gradient makes version b + 1 of the newest one.
+Timing does not enter. PipeDream: minibatch b meets version max(t0, b - W_s) of stage s, where t0 is
+the last drain and W_s = n - 1 - s, and its gradient makes version b + 1 of the newest one. 2BW:
+batch b meets version max(t0, b - 1) of the whole model.
 """
 
 from __future__ import annotations
@@ -46,6 +47,31 @@ def train_sequentially(
             before_step(b)
             optimizers[s].step()
             versions[s].append(_copy(stages[s]))
+    return losses
+
+
+def train_one_batch_late(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    drains: Collection[int],
+    before_step: Callable[[int], Any] = lambda b: None,
+) -> list[float]:
+    """Trains a model in place; drains come before the batches named."""
+    versions = [_copy(model)]
+    drained, losses = 0, []
+    for b, (x, y) in enumerate(batches):
+        drained = b if b in drains else drained
+        weights = versions[max(drained, b - 1)]
+        result = loss(torch.func.functional_call(model, weights, x), y)
+        losses.append(float(result.detach()))
+        gradients = torch.autograd.grad(result, list(weights.values()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        before_step(b)
+        optimizer.step()
+        versions.append(_copy(model))
     return losses
 
 

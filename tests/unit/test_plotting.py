@@ -35,6 +35,20 @@ def test_a_picture_has_a_row_per_rank_and_the_bubble(tmp_path: Path) -> None:
     assert len(plot_timelines({"a": simulated("gpipe"), "b": simulated()}).axes) == 2
 
 
+def test_a_picture_tells_stages_of_a_rank_and_parts_of_a_backward() -> None:
+    schedule = build_schedule("zbv", num_stages=4, num_microbatches=4)
+    figure = plot_timeline(simulate(schedule, StageCosts.uniform(4)))
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend[:4] == [
+        "forward",
+        "backward (or inputs' part)",
+        "weights' part",
+        "a rank's stage 2",
+    ]
+    underlined = figure.axes[0].collections[1]  # behind the boxes of rank 0
+    assert len(underlined.get_paths()) == 3 * 4  # F, I and W of each micro-batch
+
+
 def test_an_empty_timeline_can_be_drawn(tmp_path: Path) -> None:
     plot_timeline(Timeline(2, ()), tmp_path / "empty.png")
 

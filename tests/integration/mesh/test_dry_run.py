@@ -133,8 +133,8 @@ def train_a_step(case: Case) -> Held:
         with Counting(strategy._mesh_of_ranks) as counting:
             if case.sizes.get("pp", 1) > 1:
                 links = strategy.sharded.session.channels.links
-                for sender in (links.activations_out, links.gradients_out):
-                    if sender is not None:
+                for senders in (links.activations_out, links.gradients_out):
+                    for sender in senders.values():
                         sender.send = partial(_noted, counting, sender.send)
             result = step(*args, **kwargs)
         held.sent = counting.sent
@@ -153,11 +153,11 @@ def train_a_step(case: Case) -> Held:
     return held
 
 
-def _noted(counting: Counting, send: Any, tree: Any, *stamp: int) -> None:
+def _noted(counting: Counting, send: Any, tree: Any, **numbers: int) -> None:
     tensors = tree if isinstance(tree, list) else [tree]
     counting.counts["send", "pp"] += 1
     counting.bytes["send", "pp"] += sum(t.nbytes for t in tensors)
-    send(tree, *stamp)
+    send(tree, **numbers)
 
 
 def _bytes(tensors: Any) -> int:

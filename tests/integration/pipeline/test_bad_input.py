@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -49,6 +50,13 @@ class Twice(Classifier):
 class NotAtAll(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return torch.zeros((), requires_grad=True)
+
+
+class Five(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (ConvLayer() for _ in range(3))
+        self.model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(12, 3))
 
 
 class Manual(Classifier):
@@ -103,6 +111,34 @@ CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, A
         {"accumulate_grad_batches": 2},
         r"accumulate_grad_batches=2.*pipedream",
     ),
+    "micro-batches of rounds": (
+        2,
+        Classifier,
+        {"schedule": "interleaved_1f1b", "num_microbatches": 5},
+        {},
+        r"num_microbatches=5 .*interleaved_1f1b.* on 2 ranks.* Use 4 or 6",
+    ),
+    "micro-batches ahead": (
+        4,
+        Classifier,
+        {"schedule": "pipedream_2bw", "num_microbatches": 2},
+        {},
+        r"num_microbatches=2 .*pipedream_2bw.* on 4 ranks.* Use 3",
+    ),
+    "a rank that cannot have two": (
+        4,
+        Five,
+        {"schedule": "zbv"},
+        {},
+        r"num_stages=8 is more than the 5 layers",
+    ),
+    "stages of another schedule": (
+        2,
+        Classifier,
+        {"schedule": "zbv", "stages_per_rank": 3},
+        {},
+        r"stages_per_rank=3 .*zbv.*takes 2",
+    ),
 }
 
 
@@ -135,6 +171,8 @@ class Short(Classifier):
     ("arguments", "message"),
     [
         ({"schedule": "zigzag"}, "zigzag.*gpipe"),
+        ({"schedule": "file:nowhere.csv"}, r"nowhere\.csv.*cannot be read"),
+        ({"stages_per_rank": 0}, "stages_per_rank=0"),
         ({"num_stages": 0}, "num_stages=0"),
         ({"num_microbatches": -1}, "num_microbatches=-1"),
         ({"schedule": "pipedream", "num_microbatches": 2}, "num_microbatches=2.*pipedream"),
@@ -147,6 +185,29 @@ class Short(Classifier):
 def test_arguments_are_checked_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PipelineStrategy(**arguments)
+
+
+def test_a_file_that_deadlocks_says_which_ranks_wait_for_what(tmp_path: Path) -> None:
+    path = tmp_path / "stuck.csv"
+    path.write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
+    message = r"deadlocks: rank 0 waits with 0B0 for 1B0; rank 1 waits with 1F1 for 0F1"
+    with pytest.raises(ValueError, match=message):
+        PipelineStrategy(schedule=f"file:{path}")
+
+
+def test_a_file_of_other_sizes_is_refused_alike(workers: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "two.csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n")
+    for options, message in (
+        ({}, "has 2 rows.* but the pipeline has 3"),
+        ({"num_microbatches": 2, "num_stages": 2}, "num_microbatches=2 .* which has 1"),
+    ):
+        devices = 3 if not options else 2
+        strategy = {"schedule": f"file:{path}", **options}
+        answers = workers.run(devices, attempt, devices, Classifier, strategy, {})
+        assert {(kind, text) for kind, text, _ in answers} == {answers[0][:2]}
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(answers[0][1])
 
 
 def test_a_module_of_the_other_package_is_refused_by_lightning() -> None:

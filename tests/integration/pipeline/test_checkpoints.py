@@ -52,13 +52,16 @@ def assert_close(
 
 SYNC = {"schedule": "1f1b", "num_microbatches": 2}
 ASYNC = {"schedule": "pipedream"}
+LATE = {"schedule": "pipedream_2bw", "num_microbatches": 2}
 
 
 @pytest.fixture(scope="module")
 def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Checkpoints after one epoch by different layouts, and the state after two."""
     root = tmp_path_factory.mktemp("trained")
-    sharded, full, plain = (str(root / f"{n}.ckpt") for n in ("sharded", "full", "plain"))
+    names = ("sharded", "full", "plain", "vee")
+    sharded, full, plain, vee = (str(root / f"{n}.ckpt") for n in names)
+    workers.run(2, train, 2, {**SYNC, "schedule": "zbv"}, 1, None, vee)
     workers.run(2, train, 2, SYNC, 1, None, sharded)
     workers.run(2, train, 2, {**SYNC, "save_full": True}, 1, None, full)
     train(1, None, 1, None, plain)
@@ -66,11 +69,12 @@ def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> di
         "sharded": sharded,
         "full": full,
         "plain": plain,
+        "vee": vee,
         "after_two": train(1, None, 2, None, None),
     }
 
 
-@pytest.mark.parametrize("form", ["sharded", "full", "plain"])
+@pytest.mark.parametrize("form", ["sharded", "full", "plain", "vee"])
 @pytest.mark.parametrize(
     ("devices", "strategy"),
     [
@@ -78,8 +82,10 @@ def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> di
         (2, {**SYNC, "partition": [3, 5]}),
         (4, {**SYNC, "schedule": "gpipe"}),
         (4, {**SYNC, "num_stages": 2}),
+        (2, {**SYNC, "schedule": "interleaved_1f1b"}),
+        (2, {**SYNC, "schedule": "zbv"}),
     ],
-    ids=["1 stage", "2 other stages", "4 stages", "2 stages, 2 replicas"],
+    ids=["1 stage", "2 other stages", "4 stages", "2 stages, 2 replicas", "4 looped", "4 in a V"],
 )
 def test_resumes_on_any_number_of_stages(
     workers: WorkerPool,
@@ -118,7 +124,7 @@ def test_both_forms_load_as_the_ordinary_dictionary(trained: dict[str, Any]) -> 
                 torch.testing.assert_close(ours["state"][number][name], value, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", [SYNC, ASYNC], ids=["1f1b", "pipedream"])
+@pytest.mark.parametrize("strategy", [SYNC, ASYNC, LATE], ids=["1f1b", "pipedream", "2bw"])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     workers: WorkerPool, tmp_path: Path, strategy: dict[str, Any]
 ) -> None:

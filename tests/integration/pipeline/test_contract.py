@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dist import PipelineStrategy
+from lightning_dist.pipeline.schedules import SCHEDULE_NAMES, find_schedules
 from lightning_dist.pipeline.stage import Stage
 from tests.helpers.models import (
     Classifier,
@@ -199,7 +200,7 @@ def fit_sleepy(devices: int, schedule: str, sleepy: bool) -> Any:
     return {name.replace(".layer.", "."): value for name, value in state_of(module).items()}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_random_sleeps_change_nothing(workers: WorkerPool, schedule: str) -> None:
     awake = workers.run(3, fit_sleepy, 3, schedule, False)
     sleepy = workers.run(3, fit_sleepy, 3, schedule, True)
@@ -217,25 +218,27 @@ class Census(L.Callback):
         self.peak_versions = self.peak_flights = 0
 
     def watch(self) -> None:
-        original = Stage.backward
+        original = Stage.forward
 
-        def backward(stage: Stage, *args: Any) -> Any:
+        def forward(stage: Stage, *args: Any) -> Any:
+            result = original(stage, *args)
             for flight in stage.in_flight.values():
                 self.flights.add(flight)
                 if flight.weights is not None:
                     self.versions.add(flight.weights)
             self.peak_flights = max(self.peak_flights, len(self.flights))
             self.peak_versions = max(self.peak_versions, len(self.versions))
-            return original(stage, *args)
+            return result
 
-        Stage.backward = backward  # type: ignore[method-assign]
-        self.undo = lambda: setattr(Stage, "backward", original)
+        Stage.forward = forward  # type: ignore[method-assign]
+        self.undo = lambda: setattr(Stage, "forward", original)
 
 
 def count_alive(devices: int, schedule: str) -> Any:
     census = Census()
     census.watch()
-    strategy = PipelineStrategy(schedule=schedule)
+    count = 8 if find_schedules(schedule).update_rule == "flushed" else "auto"
+    strategy = PipelineStrategy(schedule=schedule, num_microbatches=count)
     trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=3)
     trainer.fit(make_module(), make_loader(80), make_loader(8))
     census.undo()
@@ -250,6 +253,17 @@ def test_no_more_versions_and_activations_than_stages_behind(workers: WorkerPool
     ]
     assert ranks[0][2][3] == 0
     assert min(ranks[0][2][:3]) > 0
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if name != "pipedream"])
+def test_no_more_activations_than_the_schedule_says(workers: WorkerPool, schedule: str) -> None:
+    family = find_schedules(schedule)
+    homes = family.rank_of_stage(4)
+    late = family.update_rule == "late"
+    built = family.build(homes, 4, 3) if late else family.build(homes, 8)
+    ranks = workers.run(4, count_alive, 4, schedule)
+    assert [flights for _, flights, _ in ranks] == [built.in_flight(rank) for rank in range(4)]
+    assert [versions for versions, *_ in ranks] == ([2, 2, 2, 1] if late else [0] * 4)
 
 
 # --- summary and hooks ---------------------------------------------------------------------------

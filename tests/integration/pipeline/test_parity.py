@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DistributedSampler
 
 from lightning_dist import PipelineStrategy
+from lightning_dist.pipeline.schedules import SCHEDULE_NAMES, find_schedules
 from tests.helpers.models import (
     Classifier,
     make_data,
@@ -54,16 +56,36 @@ def single_device(trainer_args: dict[str, Any], **module: Any) -> Any:
         return fit(None, 1, trainer_args, **module)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
+SYNCHRONOUS = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zbv"]
+
+
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+@pytest.mark.parametrize(("num_ranks", "optimizer"), [(2, "adamw"), (3, "sgd"), (4, "adamw")])
 def test_fit_equals_a_single_device(
-    workers: WorkerPool, num_stages: int, schedule: str, optimizer: str
+    workers: WorkerPool, num_ranks: int, schedule: str, optimizer: str
 ) -> None:
     # Batches of 8 in 3 micro-batches, and a last one of 6: uneven all over.
     strategy = {"schedule": schedule, "num_microbatches": 3}
-    ranks = workers.run(num_stages, case, strategy, num_stages, {}, {"optimizer": optimizer})
+    ranks = workers.run(num_ranks, case, strategy, num_ranks, {}, {"optimizer": optimizer})
     assert_equal_to_single(ranks, single_device({}, optimizer=optimizer))
+
+
+def test_more_stages_than_two_per_rank_equal_a_single_device(workers: WorkerPool) -> None:
+    for schedule in ("interleaved_1f1b", "looped_bfs"):
+        strategy = {"schedule": schedule, "num_microbatches": 4, "stages_per_rank": 4}
+        ranks = workers.run(2, case, strategy, 2, {}, {})
+        assert_equal_to_single(ranks, single_device({}))
+
+
+def test_a_schedule_from_a_file_equals_a_single_device(workers: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    # Backwards out of order, and one of them parted in two.
+    path.write_text(
+        "0F0,0F1,3F1,3B1,3F0,3I0,0B1,,0B0,3W0\n1F0,1F1,2F1,2F0,2B1,1B1,2B0,1B0\n".replace(" ", "")
+    )
+    strategy = {"schedule": f"file:{path}"}
+    ranks = workers.run(2, case, strategy, 2, {}, {})
+    assert_equal_to_single(ranks, single_device({}))
 
 
 def case(strategy: Any, devices: int, trainer: Any, module: Any) -> Any:
@@ -94,17 +116,21 @@ def test_trainer_options_equal_a_single_device(
     assert_equal_to_single(ranks, single_device(trainer_args, schedule_lr=True))
 
 
-def fit_replicas(devices: int, num_stages: int | None) -> Any:
+def fit_replicas(devices: int, schedule: str | None) -> Any:
     module = make_module()
-    replicas = devices // num_stages if num_stages else 1
+    replicas = devices // 2 if schedule else 1
     strategy: Any = "auto"
-    if num_stages:
-        strategy = PipelineStrategy(num_stages=num_stages, num_microbatches=2)
-    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
+    if schedule:
+        num_stages = len(find_schedules(schedule).rank_of_stage(2))
+        strategy = PipelineStrategy(
+            num_stages=num_stages, schedule=schedule, num_microbatches=2, partition="uniform"
+        )
+    options = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2, **options)
 
     def loader(size: int) -> Any:
         data, sampler = make_data(size), None
-        if num_stages:
+        if schedule:
             place = trainer.strategy.distributed_sampler_kwargs
             assert place["num_replicas"] == replicas
             sampler = DistributedSampler(data, shuffle=False, **place)
@@ -115,8 +141,11 @@ def fit_replicas(devices: int, num_stages: int | None) -> Any:
     return state_of(module), metrics
 
 
-def test_two_replicas_of_two_stages_equal_a_single_device(workers: WorkerPool) -> None:
-    ranks = workers.run(4, fit_replicas, 4, 2)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_two_replicas_of_two_ranks_equal_a_single_device(
+    workers: WorkerPool, schedule: str
+) -> None:
+    ranks = workers.run(4, fit_replicas, 4, schedule)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WORLD_SIZE", raising=False)
         single = fit_replicas(1, None)
@@ -172,7 +201,7 @@ def predict(devices: int, schedule: str | None) -> Any:
     return predictions, tested, validated
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_predictions_are_whole_and_in_order_on_each_rank(
     workers: WorkerPool, schedule: str
 ) -> None:

@@ -85,8 +85,8 @@ def test_queues_in_one_process_do_the_same(workers: WorkerPool, schedule: str) -
     count = 1 if schedule == "pipedream" else 3
     forward, backward = MemoryChannel(), MemoryChannel()
     ends = [
-        Links(activations_out=forward, gradients_in=backward),
-        Links(activations_in=forward, gradients_out=backward),
+        Links(activations_out={0: forward}, gradients_in={0: backward}),
+        Links(activations_in={1: forward}, gradients_out={1: backward}),
     ]
     states: dict[int, Any] = {}
     nets = [model(), model()]  # here, for the threads share one random generator

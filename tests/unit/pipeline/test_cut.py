@@ -24,7 +24,7 @@ def sequence() -> nn.Sequential:
 def test_names_stay_and_foreign_layers_hold_nothing() -> None:
     net = sequence()
     names = {name for name, _ in net.named_parameters()}
-    cut(net, [1, 3], 1)
+    cut(net, [1, 3], [1])
     assert {name for name, _ in net.named_parameters()} == {n for n in names if n[0] != "0"}
     assert foreign_state_names(net) == {"0.weight", "0.bias"}
     with pytest.raises(RuntimeError, match="Layer '0' lives on stage 0"):
@@ -33,18 +33,18 @@ def test_names_stay_and_foreign_layers_hold_nothing() -> None:
 
 def test_cutting_again_alike_does_nothing_and_otherwise_is_refused() -> None:
     net = sequence()
-    cut(net, [2, 2], 0)
+    cut(net, [2, 2], [0])
     layer = net[0]
-    cut(net, [2, 2], 0)
+    cut(net, [2, 2], [0])
     assert net[0] is layer
     with pytest.raises(ValueError, match=r"\[1, 3\].*'1' is here"):
-        cut(net, [1, 3], 0)
+        cut(net, [1, 3], [0])
 
 
 def test_the_whole_structure_can_be_seen_for_a_while() -> None:
     net = sequence()
     total = sum(p.numel() for p in net.parameters())
-    cut(net, [2, 2], 0)
+    cut(net, [2, 2], [0])
     with whole(net):
         assert sum(p.numel() for p in net.parameters()) == total
         assert {p.device.type for p in net.parameters()} == {"cpu", "meta"}
@@ -72,7 +72,7 @@ def test_optimizer_state_by_name_is_the_ordinary_one() -> None:
     for stage, net in enumerate(nets):
         optimizer = stepped(net)
         names = name_groups(optimizer, net)
-        cut(net, [3, 1], stage)
+        cut(net, [3, 1], [stage])
         keep_own_parameters(optimizer, net)
         for name, p in net.named_parameters():
             p.grad = single.get_parameter(name).grad

@@ -19,22 +19,22 @@ def test_what_is_sent_comes_out_as_shapes() -> None:
 
 def test_a_gradient_comes_back_for_each_tensor_that_wants_one() -> None:
     sender = DrySender(lambda _: None)
-    links = dry_links(None, sender, lambda _: None)
-    assert links.activations_in is links.gradients_out is None
-    assert links.gradients_in is not None
-    for size in (2, 3):  # an activation may be sent when others have come back
-        sender.send([torch.ones(size, requires_grad=True), torch.ones(9)])
-        (gradient,) = links.gradients_in.receive()
+    links = dry_links(0, None, sender, lambda _: None)
+    assert not links.activations_in
+    assert not links.gradients_out
+    for size in (2, 3):
+        sender.send([torch.ones(size, requires_grad=True), torch.ones(9)], port=size)
+    for size in (3, 2):  # whatever the order of the backwards
+        (gradient,) = links.gradients_in[0].receive(port=size)
         assert gradient.shape == (size,)
         assert not gradient.requires_grad
 
 
 def test_the_last_stage_receives_activations_and_sends_gradients() -> None:
     sizes: list[int] = []
-    links = dry_links([DryMessage.of(torch.ones(4))], None, sizes.append)
-    assert links.activations_out is links.gradients_in is None
-    assert links.activations_in is not None
-    assert links.activations_in.receive(stamp=5).shape == (4,)
-    assert links.gradients_out is not None
-    links.gradients_out.send([torch.ones(3)])
+    links = dry_links(1, {7: DryMessage.of(torch.ones(4))}, None, sizes.append)
+    assert not links.activations_out
+    assert not links.gradients_in
+    assert links.activations_in[1].receive(port=7, stamp=5).shape == (4,)
+    links.gradients_out[1].send([torch.ones(3)])
     assert sizes == [12]
