@@ -49,7 +49,7 @@ from lightning_dist.pipeline.weight_policy import Current, Stashed, Unstashed, W
 from lightning_dist.pipeline.weights import WeightStore
 from lightning_dist.rng import python_state_kept
 
-WeightVersions = Literal["stash", "none"]
+WeightVersions = Literal["stash", "vertical_sync", "none"]
 OnComplete = Callable[[int, Mapping[str, Tensor]], None]
 """Takes an update, counted since the last drain, and its gradients by parameter name."""
 
@@ -65,7 +65,8 @@ class Pipeline:
         sequence: The pipelined module; its other stages' layers are taken out of it.
         shape: Which part of which pipeline this is.
         links: Channels to the neighbours.
-        weight_versions: ``"stash"`` or ``"none"``; matters for asynchronous schedules only.
+        weight_versions: ``"stash"``, ``"vertical_sync"`` or ``"none"``; matters for asynchronous
+            schedules only.
         seed: Base of the random numbers; the same on all ranks.
         device: Where the stage computes.
         rank: Name of this rank in the timeline.
@@ -109,7 +110,7 @@ class Pipeline:
                 number,
                 shape.num_stages,
                 own if layers is None else layers(number),
-                _policy(own, self._rounds.asynchronous, weight_versions),
+                self._policy(own, number, weight_versions),
                 gradients(),
                 seed=(seed, shape.replica_index),
                 device=device,
@@ -246,6 +247,8 @@ class Pipeline:
             yield
         self.recorder.interrupt()
         self._batches_since_drain = 0
+        for stage in self.stages.values():
+            stage.policy.restart()
 
     def evaluate_batch(
         self, batch: Any, step: Step, num_microbatches: int, *, seed: int | None = None
@@ -353,10 +356,11 @@ class Pipeline:
         self._update = owned[-1] if owned else None
         return results
 
-
-def _policy(layers: nn.Module, asynchronous: bool, weight_versions: WeightVersions) -> WeightPolicy:
-    if not asynchronous:
-        return Current()
-    if weight_versions == "none":
-        return Unstashed()
-    return Stashed(WeightStore(layers.named_parameters()))
+    def _policy(self, layers: nn.Module, stage: int, versions: WeightVersions) -> WeightPolicy:
+        if not self.asynchronous:
+            return Current()
+        if versions == "none":
+            return Unstashed()
+        # What stage s has is s updates newer than what the first one has for the same minibatch.
+        age = stage if versions == "vertical_sync" else 0
+        return Stashed(WeightStore(layers.named_parameters(), age))

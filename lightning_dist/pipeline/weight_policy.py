@@ -1,12 +1,13 @@
 """Which weights a micro-batch's forward and its backward see.
 
-==================  ==========================  ============================
-policy              forward of b                backward of b
-==================  ==========================  ============================
-:class:`Current`    the parameters themselves   the same (nothing moved)
-:class:`Stashed`    the newest version          the version of its forward
-:class:`Unstashed`  the newest version          the newest version then
-==================  ==========================  ============================
+==================  =================================  ============================
+policy              forward of b                       backward of b
+==================  =================================  ============================
+:class:`Current`    the parameters themselves          the same (nothing moved)
+:class:`Stashed`    the newest version, or one that    the version of its forward
+                    all stages have (vertical sync)
+:class:`Unstashed`  the newest version                 the newest version then
+==================  =================================  ============================
 
 A stage asks its policy; the schedule decides which policy is needed.
 """
@@ -32,6 +33,9 @@ class WeightPolicy(Protocol):
     def before_step(self) -> None:
         """Prepares for the optimizer's writes."""
 
+    def restart(self) -> None:
+        """Notes that nothing is in flight, after a drain."""
+
     @property
     def peak_stash_bytes(self) -> int:
         """The most bytes held beyond the parameters."""
@@ -52,6 +56,9 @@ class Current:
     def before_step(self) -> None:
         """Does nothing."""
 
+    def restart(self) -> None:
+        """Does nothing."""
+
 
 class Unstashed(Current):
     """Asynchronous without stashing: the backward sees weights that its forward did not.
@@ -67,7 +74,7 @@ class Stashed:
     """PipeDream's weight stashing: the backward sees the version of its forward.
 
     Args:
-        store: The versions.
+        store: The versions; it decides which one a forward gets.
     """
 
     recomputes = False
@@ -87,6 +94,10 @@ class Stashed:
     def before_step(self) -> None:
         """Moves the parameters to fresh memory where a micro-batch still uses the present one."""
         self.store.before_step()
+
+    def restart(self) -> None:
+        """Makes the next forward use the newest version."""
+        self.store.restart()
 
     @property
     def peak_stash_bytes(self) -> int:

@@ -8,12 +8,16 @@ forward's graph. Only when the optimizer is about to write, and only if a micro-
 still uses the present memory, do the parameters move to a fresh copy: copy-on-write, at most one
 copy per step, and none on the last stage.
 
+Under vertical sync (the same section) a minibatch meets the same version on each stage. The later
+a stage, the newer its weights, so it keeps some versions that its forwards have yet to use.
+
 Overwriting the memory under a live graph instead would be silently wrong for convolutions and
 norms, which save their weights without a version check through ``.data``.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -41,10 +45,14 @@ class WeightStore:
 
     Args:
         parameters: The stage's parameters with their names, trainable or not.
+        max_age: How many steps behind the newest version forwards stay, as soon as there were so
+            many since the last :meth:`restart`.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], max_age: int = 0) -> None:
         self._parameters = dict(parameters)
+        self._max_age = max_age
+        self._aging: deque[WeightVersion] = deque()
         self._num_bytes = sum(
             p.numel() * p.element_size() for p in self._parameters.values() if p.requires_grad
         )
@@ -80,14 +88,10 @@ class WeightStore:
         return self._peak_stash_bytes
 
     def acquire(self) -> WeightVersion:
-        """Gives the newest version to a forward; pair it with :meth:`release`."""
-        if self._current is None:
-            aliases = {
-                name: p.data.requires_grad_(p.requires_grad) for name, p in self._parameters.items()
-            }
-            self._current = WeightVersion(self._num_steps, aliases)
-        self._current.num_users += 1
-        return self._current
+        """Gives a forward its version; pair it with :meth:`release`."""
+        version = self._aging[0] if self._aging else self._newest()
+        version.num_users += 1
+        return version
 
     def release(self, version: WeightVersion) -> None:
         """Takes a version back after the backward that needed it.
@@ -97,8 +101,7 @@ class WeightStore:
         """
         assert version.num_users > 0
         version.num_users -= 1
-        if version.num_users == 0 and version in self._stashed:
-            self._stashed.remove(version)
+        self._drop_if_unused(version)
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -107,7 +110,11 @@ class WeightStore:
         Call it right before the optimizer writes. A step that the optimizer then skips still makes
         a version, for the versions are counted in minibatches.
         """
-        if self._current is not None and self._current.num_users > 0:
+        if self._max_age > 0:
+            self._aging.append(self._newest())
+        if len(self._aging) > self._max_age:  # before the copy, so that there is one less
+            self._drop_if_unused(self._aging.popleft())
+        if self._current is not None and (self._current.num_users > 0 or self._max_age > 0):
             self._stashed.append(self._current)
             for parameter in self._parameters.values():
                 if parameter.requires_grad:
@@ -117,7 +124,20 @@ class WeightStore:
         self._current = None
         self._num_steps += 1
 
-    def clear(self) -> None:
-        """Forgets all versions, after a failure or a drain."""
-        self._current = None
-        self._stashed.clear()
+    def restart(self) -> None:
+        """Makes the next forward use the newest version, after a drain."""
+        while self._aging:
+            self._drop_if_unused(self._aging.popleft())
+
+    def _newest(self) -> WeightVersion:
+        if self._current is None:
+            aliases = {
+                name: p.data.requires_grad_(p.requires_grad) for name, p in self._parameters.items()
+            }
+            self._current = WeightVersion(self._num_steps, aliases)
+        return self._current
+
+    def _drop_if_unused(self, version: WeightVersion) -> None:
+        is_needed = version.num_users > 0 or version in self._aging
+        if not is_needed and version in self._stashed:
+            self._stashed.remove(version)

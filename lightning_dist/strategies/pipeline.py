@@ -35,6 +35,7 @@ from typing_extensions import override
 from lightning_dist.mesh import MeshShape
 from lightning_dist.named_optimizer import keep_own_parameters
 from lightning_dist.pipeline.cut import whole
+from lightning_dist.pipeline.pipeline import WeightVersions
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.strategies import lightning_private, pipeline_checks, whole_model_checks
@@ -76,7 +77,8 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         partition: ``"parameters"`` balances the number of parameters, ``"uniform"`` the number of
             layers; or the layers per stage.
         weight_versions: For ``"pipedream"``: ``"stash"`` runs the backward of a batch with the
-            weights of its forward; ``"none"`` does not, only to study what stashing buys.
+            weights of its forward; ``"vertical_sync"`` too, and gives a batch the same version on
+            all stages; ``"none"`` does neither, only to study what stashing buys.
         stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
@@ -99,7 +101,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         num_microbatches: int | Literal["auto"] = "auto",
         layers: str = "auto",
         partition: Literal["parameters", "uniform"] | list[int] = "parameters",
-        weight_versions: Literal["stash", "none"] = "stash",
+        weight_versions: WeightVersions = "stash",
         stages_per_rank: int | Literal["auto"] = "auto",
         timeout_s: float = 1800.0,
         save_full: bool = False,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_dist.mesh import MeshShape
+from lightning_dist.pipeline.pipeline import WeightVersions
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.schedule_family import ScheduleFamily
 from lightning_dist.pipeline.schedule_file import ScheduleFile
@@ -51,15 +52,22 @@ class PipelineConfig:
     num_microbatches: int | Literal["auto"] = "auto"
     layers: str = "auto"
     partition: Literal["parameters", "uniform"] | Sequence[int] = "parameters"
-    weight_versions: Literal["stash", "none"] = "stash"
+    weight_versions: WeightVersions = "stash"
     stages_per_rank: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
         rule = self.schedules.update_rule
-        if self.weight_versions not in ("stash", "none"):
+        if self.weight_versions not in ("stash", "vertical_sync", "none"):
             raise ValueError(
-                f"weight_versions={self.weight_versions!r} is unknown; use 'stash' or 'none'."
+                f"weight_versions={self.weight_versions!r} is unknown; use 'stash',"
+                " 'vertical_sync' or 'none'."
+            )
+        if self.weight_versions != "stash" and rule is UpdateRule.LATE:
+            raise ValueError(
+                f"weight_versions={self.weight_versions!r} does not go with schedule="
+                f"{self.schedule!r}, which gives each batch the same version on all stages anyway."
+                " Leave it at 'stash'."
             )
         if self.num_microbatches != "auto":
             check_count("num_microbatches", self.num_microbatches)

@@ -1,7 +1,8 @@
 """What an asynchronous pipeline must compute, as plain loops over batches.
 
 Timing does not enter. PipeDream: minibatch b meets version max(t0, b - W_s) of stage s, where t0 is
-the last drain and W_s = n - 1 - s, and its gradient makes version b + 1 of the newest one. 2BW:
+the last drain and W_s = n - 1 - s (n - 1 on all stages under vertical sync), and its gradient makes
+version b + 1 of the newest one. 2BW:
 batch b meets version max(t0, b - 1) of the whole model.
 """
 
@@ -20,25 +21,27 @@ def train_sequentially(
     batches: Sequence[tuple[Tensor, Tensor]],
     loss: Callable[[Tensor, Tensor], Tensor],
     drains: Collection[int],
-    stash: bool,
+    weight_versions: str,
     before_step: Callable[[int], Any] = lambda b: None,
 ) -> list[float]:
     """Trains the stages in place; drains come before the minibatches named."""
     versions = [[_copy(stage)] for stage in stages]
+    last = len(stages) - 1
+    staleness = [last if weight_versions == "vertical_sync" else last - s for s in range(last + 1)]
     drained, losses = 0, []
     for b, (x, y) in enumerate(batches):
         drained = b if b in drains else drained
-        used = [v[max(drained, b - (len(stages) - 1 - s))] for s, v in enumerate(versions)]
+        used = [v[max(drained, b - staleness[s])] for s, v in enumerate(versions)]
         inputs = [x]
         for stage, weights in zip(stages, used, strict=True):
             inputs.append(torch.func.functional_call(stage, weights, inputs[-1]).detach())
         losses.append(float(loss(inputs.pop(), y)))
         gradient = None
         for s in reversed(range(len(stages))):
-            weights = used[s] if stash else versions[s][b]
+            weights = versions[s][b] if weight_versions == "none" else used[s]
             h = inputs[s].requires_grad_(inputs[s].is_floating_point())
             out = torch.func.functional_call(stages[s], weights, h)
-            root = loss(out, y) if s == len(stages) - 1 else out
+            root = loss(out, y) if s == last else out
             sources = [h, *weights.values()] if h.requires_grad else list(weights.values())
             results = list(torch.autograd.grad(root, sources, gradient))
             gradient = results.pop(0) if h.requires_grad else None

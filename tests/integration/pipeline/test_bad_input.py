@@ -177,6 +177,7 @@ class Short(Classifier):
         ({"num_microbatches": -1}, "num_microbatches=-1"),
         ({"schedule": "pipedream", "num_microbatches": 2}, "num_microbatches=2.*pipedream"),
         ({"weight_versions": "many"}, "many.*stash"),
+        ({"weight_versions": "none", "schedule": "pipedream_2bw"}, "none.*pipedream_2bw"),
         ({"partition": "best"}, "best.*uniform"),
         ({"start_method": "spawn"}, "spawn.*popen"),
         ({"timeout_s": 0.0}, "timeout_s=0"),

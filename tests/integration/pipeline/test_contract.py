@@ -255,6 +255,18 @@ def test_no_more_versions_and_activations_than_stages_behind(workers: WorkerPool
     assert min(ranks[0][2][:3]) > 0
 
 
+def stash_under_vertical_sync(devices: int) -> tuple[tuple[int, ...], int]:
+    strategy = PipelineStrategy(schedule="pipedream", weight_versions="vertical_sync")
+    module = make_module()
+    make_trainer(devices=devices, strategy=strategy).fit(module, make_loader(80), make_loader(8))
+    return strategy.peak_stash_bytes, sum(p.nbytes for p in module.parameters())
+
+
+def test_vertical_sync_holds_a_version_per_stage_on_each(workers: WorkerPool) -> None:
+    for stage, (stashes, num_bytes) in enumerate(workers.run(4, stash_under_vertical_sync, 4)):
+        assert stashes[stage] == 3 * num_bytes
+
+
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if name != "pipedream"])
 def test_no_more_activations_than_the_schedule_says(workers: WorkerPool, schedule: str) -> None:
     family = find_schedules(schedule)

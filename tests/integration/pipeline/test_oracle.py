@@ -71,7 +71,7 @@ def oracle(
         batches,
         F.cross_entropy,
         drains=range(0, len(batches), epoch) if drains else (),
-        stash=versions == "stash",
+        weight_versions=versions,
         before_step=set_lr,
     )
     flat = nn.Sequential(*(layer for stage in stages for layer in stage))
@@ -87,7 +87,7 @@ def largest_difference(actual: list[Any], expected: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("versions", ["stash", "none"])
+@pytest.mark.parametrize("versions", ["stash", "vertical_sync", "none"])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_equals_the_oracle_over_drains(
     workers: WorkerPool, num_stages: int, versions: str, optimizer: str
@@ -115,10 +115,13 @@ def test_update_b_uses_the_learning_rate_of_step_b(workers: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_the_oracle_tells_stash_from_no_stash(num_stages: int) -> None:
-    stash, _ = oracle(num_stages, "stash", "sgd", True, False)
-    none, _ = oracle(num_stages, "none", "sgd", True, False)
-    assert max(float((stash[n] - none[n]).abs().max()) for n in stash) > 1e-6
+def test_the_oracle_tells_the_versions_apart(num_stages: int) -> None:
+    stash, vertical, none = (
+        oracle(num_stages, versions, "sgd", True, False)[0]
+        for versions in ("stash", "vertical_sync", "none")
+    )
+    for one, other in ((stash, none), (stash, vertical), (vertical, none)):
+        assert max(float((one[n] - other[n]).abs().max()) for n in stash) > 1e-6
 
 
 def fit_replicas() -> Any:

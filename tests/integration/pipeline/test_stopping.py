@@ -94,7 +94,7 @@ def test_a_validation_within_an_epoch_sees_and_loses_no_loss(workers: WorkerPool
         list(make_loader(80)),
         F.cross_entropy,
         drains=(5,),
-        stash=True,
+        weight_versions="stash",
     )
     for latest, mean in workers.run(2, fit_validating, 5):
         assert latest == pytest.approx([losses[4], losses[9]], rel=1e-12)

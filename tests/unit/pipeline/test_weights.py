@@ -49,6 +49,39 @@ def test_users_of_one_version_share_it() -> None:
     assert store.num_live_versions == 1
 
 
+def test_forwards_stay_behind_by_some_steps() -> None:
+    module = nn.Linear(2, 2)
+    store = WeightStore(module.named_parameters(), max_age=2)
+    seen, held = [], []
+    for step in range(5):
+        module.weight.data.fill_(float(step))
+        version = store.acquire()
+        seen.append(float(version.aliases["weight"].detach()[0, 0]))
+        store.release(version)
+        store.before_step()
+        held.append(store.num_live_versions)
+    assert seen == [0.0, 0.0, 0.0, 1.0, 2.0]
+    assert held == [2, 3, 3, 3, 3]
+    store.restart()
+    assert (store.num_live_versions, store.stash_bytes) == (1, 0)
+    module.weight.data.fill_(9.0)
+    assert float(store.acquire().aliases["weight"].detach()[0, 0]) == 9.0
+
+
+def test_a_version_in_use_outlives_its_age() -> None:
+    module = nn.Linear(2, 2)
+    store = WeightStore(module.named_parameters(), max_age=1)
+    first = store.acquire()
+    for _ in range(3):
+        store.before_step()
+        module.weight.data.add_(1.0)
+    store.restart()
+    assert store.num_live_versions == 2
+    assert not bool((first.aliases["weight"] == module.weight).any())
+    store.release(first)
+    assert store.num_live_versions == 1
+
+
 def test_released_memory_is_free() -> None:
     store = store_of(nn.Linear(2, 2))
     version = store.acquire()
