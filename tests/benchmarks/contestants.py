@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -12,10 +13,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import PipelineStrategy
+from lightning_dist.pipeline.schedules import find_schedules
 from recipes.gpt import GPT, build_gpt
 from recipes.text import load_text, split_text
 
@@ -23,6 +33,14 @@ WIDTH, DEPTH, HEADS = 256, 8, 4
 BATCH, LENGTH = 8, 128
 WARMUP = 4
 CUT = [5, 5]
+CUT_IN_FOUR = [3, 2, 2, 3]
+# torch's class for one stage per rank of its interleaved zero bubble is ZB-H1.
+LISTED = {
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "zb_h1": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
 
 
 def batches(count: int, size: int = BATCH) -> TensorDataset:
@@ -125,6 +143,28 @@ def torch_1f1b(rank: int, count: int, num_microbatches: int) -> float:
     return torch_pipelining(rank, count, Schedule1F1B, num_microbatches)
 
 
+def torch_listed(rank: int, count: int, name: str, num_microbatches: int) -> float:
+    """Runs one of torch's schedules that take a list of stages."""
+    homes = find_schedules(name).rank_of_stage(2)
+    layers = iter(model())
+    cuts = CUT if len(homes) == 2 else CUT_IN_FOUR
+    modules = [nn.Sequential(*islice(layers, size)) for size in cuts]
+    own = [number for number, home in enumerate(homes) if home == rank]
+    device = torch.device("cpu")
+    stages = [PipelineStage(modules[number], number, len(homes), device) for number in own]
+    pipeline = LISTED[name](stages, num_microbatches, loss_fn=loss_of)
+    optimizer = adamw(p for number in own for p in modules[number].parameters())
+
+    def run(x: Tensor, y: Tensor) -> None:
+        given = (x,) if 0 in own else ()
+        target = {"target": y} if len(homes) - 1 in own else {}
+        pipeline.step(*given, **target)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed_loop(count, run)
+
+
 # --- inside Lightning ----------------------------------------------------------------------------
 
 
@@ -180,5 +220,6 @@ def in_lightning(
 
 
 def ours(rank: int, count: int, schedule: str, num_microbatches: int | str) -> float:
-    strategy = PipelineStrategy(schedule=schedule, num_microbatches=num_microbatches, partition=CUT)
+    cut = CUT if len(find_schedules(schedule).rank_of_stage(2)) == 2 else CUT_IN_FOUR
+    strategy = PipelineStrategy(schedule=schedule, num_microbatches=num_microbatches, partition=cut)
     return in_lightning(strategy, count)

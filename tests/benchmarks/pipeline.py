@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.connect import connect
 from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.pipeline.schedules import build_schedule
+from lightning_dist.pipeline.schedules import SCHEDULE_NAMES, find_schedules
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.simulator import StageCosts, simulate
 from lightning_dist.strategies.measured import MeasuredTimelines
@@ -56,7 +56,10 @@ CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
     **{f"torch 1F1B, m={m}": (c.torch_1f1b, (m,)) for m in (2, 4, 8)},
     **{f"ours gpipe, m={m}": (c.ours, ("gpipe", m)) for m in (2, 4, 8)},
     **{f"ours 1f1b, m={m}": (c.ours, ("1f1b", m)) for m in (2, 4, 8)},
+    **{f"torch {name}, m=4": (c.torch_listed, (name, 4)) for name in c.LISTED},
+    **{f"ours {name}, m=4": (c.ours, (name, 4)) for name in c.LISTED},
     "ours pipedream": (c.ours, ("pipedream", "auto")),
+    "ours pipedream_2bw, m=2": (c.ours, ("pipedream_2bw", 2)),
 }
 
 
@@ -100,37 +103,44 @@ def print_throughput(times: dict[str, list[float]]) -> None:
 
 
 class Sleep(torch.autograd.Function):
-    """Keeps its rank busy for a while in both directions, without a processor."""
+    """Keeps its rank busy for a while, without a processor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return gradient, None, None
 
 
 class SleepingLayer(nn.Module):
+    """Sleeps for its forward, as long for its inputs' gradient, and as long for its weight's."""
+
     def __init__(self, seconds: float) -> None:
         super().__init__()
+        self.shift = nn.Parameter(torch.zeros(()))  # so that the first stage has all parts, too
         self.scale = nn.Parameter(torch.ones(()))
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(x * self.scale, self.seconds)  # type: ignore[no-any-return]
+        x = Sleep.apply(x + self.shift, self.seconds, self.seconds)
+        return x * Sleep.apply(self.scale, 0.0, self.seconds)  # type: ignore[no-any-return]
 
 
-def sleeping(num_stages: int, schedule: str, count: int, seconds: float) -> Any:
+def sleeping(num_ranks: int, schedule: str, count: int, seconds: float) -> Any:
+    """Trains some batches; ``seconds`` is for the forwards of all of a rank's stages."""
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", rank=rank, world_size=num_stages)
-    channels = connect(MeshShape(pp=num_stages).groups("pp"), torch.device("cpu"), 60.0)
-    net = nn.Sequential(*(SleepingLayer(seconds) for _ in range(num_stages)))
-    pieces = 1 if schedule == "pipedream" else count
-    shape = PipelineShape(schedule, pieces, (1,) * num_stages, rank)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    homes = find_schedules(schedule).rank_of_stage(num_ranks)
+    channels = connect(MeshShape(pp=num_ranks).groups("pp"), torch.device("cpu"), 60.0, homes)
+    per_rank = len(homes) // num_ranks
+    net = nn.Sequential(*(SleepingLayer(seconds / per_rank) for _ in homes))
+    pieces = {"pipedream": 1, "pipedream_2bw": num_ranks}.get(schedule, count)
+    shape = PipelineShape(schedule, pieces, (1,) * len(homes), rank, per_rank)
     pipeline = Pipeline(net, shape, channels.links)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
 
@@ -150,7 +160,7 @@ def sleeping(num_stages: int, schedule: str, count: int, seconds: float) -> Any:
         update()
     dist.barrier()
     pipeline.recorder.clear()
-    for _ in range(count if schedule == "pipedream" else 1):
+    for _ in range(count // pieces):
         batch()
     for _ in pipeline.drain():
         update()
@@ -160,27 +170,32 @@ def sleeping(num_stages: int, schedule: str, count: int, seconds: float) -> Any:
     return {0: tuple(spans)}
 
 
-def print_bubbles(workers: WorkerPool, seconds: float) -> None:
-    title = f"Bubble fraction with stages that sleep {seconds:g} s forward, twice that backward"
+def print_bubbles(workers: WorkerPool, seconds: float, sizes: list[int], only: str) -> None:
+    title = f"Bubble fraction with ranks that sleep {seconds:g} s forward, twice that backward"
     table = Table(title=title)
-    for heading in ("schedule", "stages", "micro-batches", "measured", "closed form", "simulated"):
+    for heading in ("schedule", "ranks", "micro-batches", "measured", "closed form", "simulated"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
-    cases = [(n, s) for n in (2, 4, 8) for s in ("gpipe", "1f1b", "pipedream")]
-    for num_stages, schedule in track(cases, description="bubbles"):
-        count = 4 * num_stages
+    wanted = only.split("|")
+    names = [name for name in SCHEDULE_NAMES if any(w in name for w in wanted)]
+    cases = [(n, name) for n in sizes for name in names]
+    for num_ranks, schedule in track(cases, description="bubbles"):
+        count = 4 * num_ranks
         stretches = workers.run(
-            num_stages, sleeping, num_stages, schedule, count, seconds, timeout=90
+            num_ranks, sleeping, num_ranks, schedule, count, seconds, timeout=90
         )
         measured = MeasuredTimelines(stretches).whole.bubble_fraction
+        homes = find_schedules(schedule).rank_of_stage(num_ranks)
+        per_rank = len(homes) // num_ranks
         simulated = simulate(
-            build_schedule(schedule, num_stages=num_stages, num_microbatches=count),
-            StageCosts.uniform(num_stages, seconds, 2 * seconds),
+            find_schedules(schedule).build(homes, count),
+            StageCosts.uniform(len(homes), seconds / per_rank, 2 * seconds / per_rank),
         ).bubble_fraction
-        # Fill and drain of n - 1 slots around count slots, for all three.
-        closed = (num_stages - 1) / (count + num_stages - 1)
+        # Fill and drain around the micro-batches, in parts of a micro-batch's time on a rank.
+        parts = {"zb_h1": 3, "zbv": 6}.get(schedule, per_rank)
+        closed = (num_ranks - 1) / (parts * count + num_ranks - 1)
         table.add_row(
             schedule,
-            str(num_stages),
+            str(num_ranks),
             str(count),
             f"{measured:.3f}",
             f"{closed:.3f}",
@@ -197,11 +212,15 @@ def main() -> None:
         "--only", default="", help="contestants whose name contains one of these, parted by |"
     )
     parser.add_argument("--sleep", type=float, default=0.1, help="seconds of a sleeping forward")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="that sleep")
+    parser.add_argument("--schedules", default="", help="of ranks that sleep, parted by |")
     parser.add_argument("--skip-bubbles", action="store_true")
+    parser.add_argument("--skip-throughput", action="store_true")
     options = parser.parse_args()
     workers = WorkerPool()
     try:
-        times = throughput(workers, options.rounds, options.batches, options.only)
+        rounds = 0 if options.skip_throughput else options.rounds
+        times = throughput(workers, rounds, options.batches, options.only) if rounds else {}
         replicas = {name: values for name, values in times.items() if name in d.REFERENCES}
         spread = {name: values for name, values in times.items() if name in t.REFERENCES}
         pipelines = {n: v for n, v in times.items() if n not in {*replicas, *spread}}
@@ -215,7 +234,7 @@ def main() -> None:
             title = "The same GPT, tensor parallelism: batch 8 x 128, two processes of one thread"
             d.print_beside_references(spread, t.REFERENCES, title)
         if not options.skip_bubbles:
-            print_bubbles(workers, options.sleep)
+            print_bubbles(workers, options.sleep, options.ranks, options.schedules)
     finally:
         workers.close()
 
