@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import MeanMetric
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.pipeline.pipeline import Pipeline
 from tests.helpers.models import (
+    Classifier,
     make_data,
     make_loader,
     make_module,
@@ -113,6 +115,41 @@ def test_clips_by_the_norm_of_the_whole_gradient(workers: WorkerPool, num_stages
     actual = workers.run(num_stages, case, num_stages, "sgd", options)
     assert largest_difference(actual, oracle(clip=True)[0]) < 1e-12
     assert largest_difference(actual, oracle()[0]) > 1e-6
+
+
+class Measured(Classifier):
+    """Asks for a metric, which the stages share, between any two batches."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.mean.compute()
+
+
+def fit_measured(num_stages: int) -> Any:
+    module = make_module(Measured)
+    trainer = make_trainer(
+        devices=num_stages,
+        strategy=PipelineStrategy(schedule="pipedream_2bw", partition="uniform"),
+        max_epochs=EPOCHS,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        gradient_clip_val=CLIP,
+    )
+    trainer.fit(module, make_loader(), make_loader())
+    return {n: v for n, v in state_of(module).items() if n.startswith("model.")}, 0.0
+
+
+def test_norms_on_their_way_do_not_disturb_what_else_stages_share(workers: WorkerPool) -> None:
+    actual = workers.run(3, fit_measured, 3, timeout=40)
+    assert largest_difference(actual, oracle(clip=True)[0]) < 1e-12
 
 
 def test_the_oracle_tells_late_from_prompt() -> None:
