@@ -32,7 +32,7 @@ from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.evaluation_lengths import check_evaluation_lengths
-from lightning_dist.strategies.pipeline_checks import check_trainer
+from lightning_dist.strategies.pipeline_checks import check_trainer, one_optimizer
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.random_state import first_ranks_numbers
 from lightning_dist.strategies.replicas import broadcast_state
@@ -146,7 +146,8 @@ class ShardedStrategy(DataParallelStrategy):
 
     def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
         """Lets the user group the whole model's parameters, as on a single device."""
-        with self.sharded.whole_structure():
+        refused = one_optimizer() if self.mesh.pp > 1 else nullcontext()
+        with self.sharded.whole_structure(), refused:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
             self.name_optimizer_groups()

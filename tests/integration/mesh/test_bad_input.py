@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,6 +30,16 @@ def odd_vocabulary() -> GPT:
     module = make_gpt()
     module.model[0].token = nn.Embedding(255, 32)
     return module
+
+
+class TwoOptimizers(GPT):
+    """Gives its weights and its biases to an optimizer each."""
+
+    def configure_optimizers(self) -> Any:
+        halves: tuple[list[Any], list[Any]] = ([], [])
+        for parameter in self.parameters():
+            halves[parameter.dim() > 1].append(parameter)
+        return [torch.optim.SGD(half, lr=0.1) for half in halves], []
 
 
 def refusal(
@@ -85,6 +96,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
         ["4", "3 layers"],
     ),
     "tied over stages": (tied, {"pp": 2}, {}, 8, ["0.token.weight", "3.logits.weight", "tied"]),
+    "several optimizers": (
+        lambda: TwoOptimizers(width=32, depth=2, num_heads=4),
+        {"pp": 2},
+        {},
+        8,
+        ["`configure_optimizers`", "several optimizers", "one per rank", "parameter groups"],
+    ),
     "a plan": (
         make_gpt,
         {"pp": 2, "tp": 2, "tensor": TensorConfig(plan={"model.*.attention.qvk": "colwise"})},
