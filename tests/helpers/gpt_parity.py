@@ -20,6 +20,7 @@ from tests.helpers.models import make_trainer
 
 DEPTH = 2
 BATCH_SIZE = 4
+NUM_SAMPLES = 40  # ten batches
 TOLERANCE = 1e-10
 
 
@@ -49,7 +50,7 @@ class Measured(GPT):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def data(num_samples: int = 36) -> TensorDataset:
+def data(num_samples: int = NUM_SAMPLES) -> TensorDataset:
     drawn = torch.randint(256, (2, num_samples, 8), generator=torch.Generator().manual_seed(1))
     return TensorDataset(drawn[0], drawn[1])
 
@@ -78,7 +79,9 @@ class Fitted:
     replica: int = 0
 
 
-def fit(devices: int, strategy: Strategy | str, num_samples: int = 36, **options: Any) -> Fitted:
+def fit(
+    devices: int, strategy: Strategy | str, num_samples: int = NUM_SAMPLES, **options: Any
+) -> Fitted:
     """Trains for an epoch; all replicas together have the batches of a single device."""
     module, fitted = make_gpt(), Fitted()
     trainer = make_trainer(devices=devices, strategy=strategy, gradient_clip_val=0.5, **options)

@@ -2,91 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
 
 import pytest
 
-from lightning_dist import MeshStrategy
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.shard_config import ShardConfig
-from lightning_dist.tensor.config import TensorConfig
-from tests.helpers.gpt_parity import Fitted, check_equal, fit
+from tests.helpers.gpt_parity import BATCH_SIZE, Fitted, check_equal, fit
 from tests.helpers.workers import WorkerPool
-
-
-@dataclass(frozen=True)
-class Case:
-    """A mesh, and what is special about it.
-
-    Attributes:
-        sizes: By axis.
-        tensor: Dials of tensor parallelism.
-        shard: Dials of the shards.
-        accumulate: Batches for an update.
-        num_samples: Of an epoch; batches have four.
-    """
-
-    sizes: dict[str, int]
-    tensor: dict[str, Any] = field(default_factory=dict)
-    shard: dict[str, Any] = field(default_factory=dict)
-    schedule: Any = "1f1b"
-    accumulate: int = 1
-    num_samples: int = 36
-
-    @property
-    def devices(self) -> int:
-        sizes = self.sizes.values()
-        product = 1
-        for size in sizes:
-            product *= size
-        return product
-
-    @property
-    def replicas(self) -> int:
-        return self.sizes.get("dp_replicate", 1) * self.sizes.get("dp_shard", 1)
-
-    def fit(self) -> Fitted:
-        strategy = MeshStrategy(
-            **{"dp_shard": 1, **self.sizes},
-            pipeline=PipelineConfig(schedule=self.schedule, num_microbatches=2),
-            tensor=TensorConfig(**self.tensor),
-            shard=ShardConfig(**self.shard),
-        )
-        return fit(
-            self.devices, strategy, self.num_samples, accumulate_grad_batches=self.accumulate
-        )
-
-
-SEQUENCE, LOSS = {"sequence_parallel": True}, {"loss_parallel": True}
-BOTH = {**SEQUENCE, **LOSS}
-
-CASES = {
-    "pp 2": Case({"pp": 2}),
-    "pp 2, an uneven last batch": Case({"pp": 2}, num_samples=34),
-    "replicas 2": Case({"dp_replicate": 2}),
-    "replicas 2, recomputed": Case({"dp_replicate": 2}, shard={"activation_checkpointing": "full"}),
-    "pp 2 x shards 2": Case({"pp": 2, "dp_shard": 2}),
-    "pp 2 x shards 2, gpipe": Case({"pp": 2, "dp_shard": 2}, schedule="gpipe"),
-    "pp 2 x shards 2, accumulated": Case({"pp": 2, "dp_shard": 2}, accumulate=2),
-    "pp 2 x shards 2, recomputed and gathered again": Case(
-        {"pp": 2, "dp_shard": 2},
-        shard={"activation_checkpointing": "full", "reshard_after_forward": True},
-    ),
-    "pp 2 x replicas 2": Case({"pp": 2, "dp_replicate": 2}),
-    "pp 2 x tp 2, accumulated": Case({"pp": 2, "tp": 2}, accumulate=2),
-    "pp 2 x tp 2, sequence": Case({"pp": 2, "tp": 2}, SEQUENCE),
-    "pp 2 x tp 2, loss": Case({"pp": 2, "tp": 2}, LOSS),
-    "pp 2 x tp 2, both": Case({"pp": 2, "tp": 2}, BOTH),
-    "pp 4": Case({"pp": 4}),
-    "replicas 2 x shards 2": Case({"dp_replicate": 2, "dp_shard": 2}),
-    "replicas 2 x tp 2, both": Case({"dp_replicate": 2, "tp": 2}, BOTH),
-    "pp 2 x shards 2 x tp 2, both": Case({"pp": 2, "dp_shard": 2, "tp": 2}, BOTH),
-}
+from tests.integration.mesh.cases import CASES, TENSOR_DIALS, Case, name_of
 
 
 def fit_on_mesh(case: Case) -> Fitted:
     return case.fit()
+
+
+@cache
+def single_device(num_samples: int, accumulate: int) -> Fitted:
+    return fit(1, "auto", num_samples, accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -95,7 +26,19 @@ def test_equals_a_single_device(
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     case = CASES[name]
-    single = fit(1, "auto", case.num_samples, accumulate_grad_batches=case.accumulate)
+    single = single_device(case.num_samples, case.accumulate)
     ranks = workers.run(case.devices, fit_on_mesh, case, timeout=120.0)
-    num_batches = -(-case.num_samples // 4)
+    num_batches = -(-case.num_samples // BATCH_SIZE)
     check_equal(ranks, single, case.replicas, -(-num_batches // case.accumulate))
+
+
+def test_no_product_of_axes_is_left_out() -> None:
+    on_two = {"2 stages", "2 replicas", "2 shards", "2 tensor ranks"}
+    pairs = {"2 stages x 2 replicas", "2 stages x 2 shards", "2 stages x 2 tensor ranks"}
+    pairs |= {"2 replicas x 2 shards", "2 replicas x 2 tensor ranks", "2 shards x 2 tensor ranks"}
+    on_four = {name.replace("2", "4") for name in on_two} | pairs
+    meshes = {name_of(case.sizes) for case in CASES.values()}
+    assert meshes >= on_two | on_four
+    for mesh in on_two | on_four:
+        dials = TENSOR_DIALS if "tensor" in mesh else ("", ", accumulated")
+        assert all(any(name.startswith(f"{mesh}{dial}") for name in CASES) for dial in dials)

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_dist import MeshStrategy, TensorParallelStrategy
-from lightning_dist.strategies.shard_config import ShardConfig
-from lightning_dist.tensor.config import TensorConfig
+from lightning_dist import TensorParallelStrategy
 from tests.helpers.gpt_parity import DEPTH, Fitted, check_equal, data, fit, make_gpt
 from tests.helpers.models import make_trainer
 from tests.helpers.workers import WorkerPool
@@ -24,27 +22,15 @@ PLAN = {
 }
 
 
-def strategy_of(
-    tp_size: int, replicas: bool, **options: Any
-) -> TensorParallelStrategy | MeshStrategy:
-    if replicas:
-        return TensorParallelStrategy(tp_size=tp_size, **{"plan": PLAN, **options})
-    shard = ShardConfig(activation_checkpointing=options.pop("again", "none"))
-    return MeshStrategy(tp=tp_size, shard=shard, tensor=TensorConfig(PLAN, **options))
-
-
 BOTH = {"sequence_parallel": True, "loss_parallel": True}
 FOUND = {"plan": "auto"}
-CASES: dict[str, tuple[int, int, bool, dict[str, Any]]] = {
-    "2": (2, 2, True, {}),
-    "4": (4, 4, True, {}),
-    "2, sequence": (2, 2, True, {"sequence_parallel": True}),
-    "2, plan found": (2, 2, True, FOUND),
-    "2, loss": (2, 2, True, {"loss_parallel": True}),
-    "2 replicas of 2, both": (4, 2, True, BOTH),
-    "2 shards of 2": (4, 2, False, {}),
-    "2 shards of 2, recomputed": (4, 2, False, {"again": "full", **BOTH}),
-    "2 shards of 2, both": (4, 2, False, BOTH),
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "2": (2, 2, {}),
+    "4": (4, 4, {}),
+    "2, sequence": (2, 2, {"sequence_parallel": True}),
+    "2, plan found": (2, 2, FOUND),
+    "2, loss": (2, 2, {"loss_parallel": True}),
+    "2 replicas of 2, both": (4, 2, BOTH),
 }
 
 
@@ -53,15 +39,15 @@ def test_equals_a_single_device(
     workers: WorkerPool, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    devices, tp_size, replicas_only, flags = CASES[case]
-    options = {"tp_size": tp_size, "replicas": replicas_only, **flags}
+    devices, tp_size, flags = CASES[case]
+    options = {"tp_size": tp_size, **flags}
     results = workers.run(devices, fit_spread, devices, options)
     replicas = devices // tp_size
-    check_equal(results, fit(1, "auto"), replicas, num_updates=9)
+    check_equal(results, fit(1, "auto"), replicas, num_updates=10)
 
 
 def fit_spread(devices: int, options: dict[str, Any]) -> Fitted:
-    return fit(devices, strategy_of(**options))
+    return fit(devices, TensorParallelStrategy(**{"plan": PLAN, **options}))
 
 
 def refusal(options: dict[str, Any]) -> str:
