@@ -120,8 +120,10 @@ BOTH = TENSOR_DIALS[", both"]
 
 CASES = {
     **dict(cases_of_products()),
-    "2 stages, gpipe": Case({"pp": 2}, schedule="gpipe"),
+    "2 stages, gpipe, recomputed": Case({"pp": 2}, shard=FULL, schedule="gpipe"),
+    "2 stages x 2 replicas, gpipe": Case({"pp": 2, "dp_replicate": 2}, schedule="gpipe"),
     "2 stages x 2 shards, gpipe": Case({"pp": 2, "dp_shard": 2}, schedule="gpipe"),
+    "2 stages x 2 tensor ranks, both, gpipe": Case({"pp": 2, "tp": 2}, BOTH, schedule="gpipe"),
     "2 stages x 2 shards, recomputed and gathered again": Case(
         {"pp": 2, "dp_shard": 2}, shard={**FULL, "reshard_after_forward": True}
     ),
