@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.helpers.models import Classifier, make_data, make_trainer
-from tests.integration.conformance.strategies import ENTRIES, Entry
+from tests.integration.conformance.strategies import EIGHT, ENTRIES, Entry
 
 TOLERANCE = 1e-10
 GLOBAL_BATCH = 8
@@ -24,7 +24,7 @@ class Synced(Classifier):
 
 def trainer_of(name: str | None, **options: Any) -> tuple[L.Trainer, Entry | None]:
     """Builds a trainer with a strategy, or one for a single device."""
-    entry = ENTRIES[name] if name else None
+    entry = {**ENTRIES, **EIGHT}[name] if name else None
     trainer = make_trainer(
         devices=entry.devices if entry else 1,
         strategy=entry.make() if entry else "auto",

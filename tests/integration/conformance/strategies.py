@@ -45,6 +45,14 @@ ENTRIES: dict[str, Entry] = {
     "tp-2": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN)),
     "shard-2-tp-2": Entry(4, 2, partial(MeshStrategy, tp=2, tensor=TensorConfig(plan=PLAN))),
     "pp-2-shard-2": Entry(4, 2, partial(MeshStrategy, pp=2)),
+    "pp-2-replicate-2": Entry(4, 2, partial(MeshStrategy, pp=2, dp_replicate=2, dp_shard=1)),
     "pp-2-tp-2": Entry(4, 1, partial(MeshStrategy, pp=2, tp=2, tensor=TensorConfig(plan=PLAN))),
     "tp-2x2": Entry(4, 2, partial(TensorParallelStrategy, tp_size=2, plan=PLAN)),
+}
+
+# Too costly for all tests.
+EIGHT: dict[str, Entry] = {
+    "pp-2-shard-2-tp-2": Entry(
+        8, 2, partial(MeshStrategy, pp=2, dp_shard=2, tp=2, tensor=TensorConfig(plan=PLAN))
+    ),
 }
