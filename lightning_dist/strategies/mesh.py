@@ -22,7 +22,7 @@ from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.strategies import fsdp_checks
 from lightning_dist.strategies.dry_run import DryRun
 from lightning_dist.strategies.measured import Measurements
-from lightning_dist.strategies.mesh_checks import check_dry_run, check_mesh
+from lightning_dist.strategies.mesh_checks import check_dry_run, check_mesh, check_offload
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.rank_table import gather_rank_table
@@ -125,6 +125,7 @@ class MeshStrategy(ShardedStrategy):
     def mesh_shape(self, world_size: int) -> MeshShape:
         shape = fill_mesh(world_size, **self._sizes)
         fsdp_checks.check_reshard(self._shard_config.reshard_after_forward, shape.dp_shard)
+        check_offload(self._shard_config.offload, shape)
         return shape
 
     def dry_run(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from lightning_dist.mesh import MeshShape
 from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.shard_config import ShardConfig
+from lightning_dist.strategies.shard_config import Offload, ShardConfig
 
 
 def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -> None:
@@ -35,6 +36,24 @@ def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -
         raise ValueError(
             f"wrap='manual' with pp={pp}, tp={tp}: `configure_model` would shard layers before they"
             " are shared out among stages or spread. Use wrap='auto', or another policy."
+        )
+
+
+def check_offload(offload: Offload, shape: MeshShape) -> None:
+    """Checks that what is to be kept in host memory exists.
+
+    Args:
+        offload: As given to the strategy.
+        shape: Of the mesh.
+
+    Raises:
+        ValueError: No parameter is sharded.
+    """
+    if offload != "none" and shape.data_size == 1 and shape.world_size > 1:
+        raise ValueError(
+            f"offload={offload!r} keeps shards in host memory, and with dp_replicate=1 x dp_shard=1"
+            " nothing is sharded: stages and tensor-parallel ranks compute with what they hold."
+            " Use dp_shard=2 or more, or leave offload out."
         )
 
 

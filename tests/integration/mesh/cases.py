@@ -127,6 +127,7 @@ CASES = {
     "2 stages x 2 shards, recomputed and gathered again": Case(
         {"pp": 2, "dp_shard": 2}, shard={**FULL, "reshard_after_forward": True}
     ),
+    "2 stages x 2 shards, offloaded": Case({"pp": 2, "dp_shard": 2}, shard={"offload": "cpu"}),
     "2 replicas, recomputed": Case({"dp_replicate": 2}, shard=FULL),
     "2 shards x 2 tensor ranks, recomputed": Case({"dp_shard": 2, "tp": 2}, BOTH, FULL),
     "2 stages x 2 shards x 2 tensor ranks, both": Case({"pp": 2, "dp_shard": 2, "tp": 2}, BOTH),

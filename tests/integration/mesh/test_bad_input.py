@@ -81,6 +81,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
         8,
         ["wrap='manual'", "tp=2"],
     ),
+    "nothing to offload": (
+        make_gpt,
+        {"pp": 2, "tp": 2, "shard": ShardConfig(offload="cpu")},
+        {},
+        8,
+        ["offload='cpu'", "dp_shard=1", "nothing is sharded", "dp_shard=2"],
+    ),
     "a unit on several stages": (
         make_gpt,
         {"pp": 2, "shard": ShardConfig(wrap=ByName(["model"]))},
