@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +137,21 @@ def fill(
 def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, attribute = name.rpartition(".")
     setattr(root.get_submodule(path), attribute, tensor)
+
+
+def move_rest(module: nn.Module, root: FSDPModule, device: torch.device) -> None:
+    """Moves what is not sharded, while the shards stay where they are, in host memory.
+
+    FSDP2 takes the root's buffers to the device, but nothing outside of the root, and no metric.
+
+    Args:
+        module: The user's.
+        root: Sharded; inside of the module, or around it.
+        device: Where the module computes.
+    """
+    sharded = {id(parameter) for parameter in cast(nn.Module, root).parameters()}
+    # What `.to` calls; metrics and FSDP2's modules have their own.
+    module._apply(lambda t: t if id(t) in sharded else t.to(device))
 
 
 def reshard(root: nn.Module) -> None:

@@ -13,7 +13,9 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
@@ -23,6 +25,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
+
+
+def set_device(module: pl.LightningModule, device: torch.device) -> None:
+    """Makes ``module.device`` what it should be; only ``.to`` does, which moves all parameters.
+
+    Args:
+        module: The user's.
+        device: Where it computes.
+    """
+    _update_properties(module, device=device)
 
 
 def replace_sigterm_protocol(

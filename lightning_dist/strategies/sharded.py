@@ -184,8 +184,7 @@ class ShardedStrategy(DataParallelStrategy):
             own = named_tensors(self.module)
             deferred = [name for name, t in tensors.items() if t.is_meta and name in own]
             fill(self.module, deferred, lambda n: tape.materialize(tensors[n]), self.root_device)
-        if self._shard_config.offload == "none":
-            self.module.to(self.root_device)
+        sharded.move(self.root_device, offloaded=self._shard_config.offload == "cpu")
         return sharded
 
     @property

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
-from lightning_dist.sharding import recover, reshard
+from lightning_dist.sharding import move_rest, recover, reshard
 from lightning_dist.strategies.compose import Composed
+from lightning_dist.strategies.lightning_private import set_device
 from lightning_dist.strategies.measured import Measurements
 from lightning_dist.strategies.session import RunContext
 from lightning_dist.strategies.unit_agreement import UnitAgreement
@@ -233,6 +234,19 @@ class ShardedModule:
             self._shards.set_requires_gradient_sync(True)
 
     # --- parameters --------------------------------------------------------------------------
+
+    def move(self, device: torch.device, *, offloaded: bool) -> None:
+        """Takes the module to where it computes.
+
+        Args:
+            device: That is.
+            offloaded: Whether shards stay in host memory.
+        """
+        if offloaded and self._shards is not None:
+            move_rest(self.module, self._shards, device)
+            set_device(self.module, device)
+        else:
+            self.module.to(device)
 
     def reshard(self) -> None:
         """Makes the module's parameters the sharded ones, whatever has run last."""

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torchmetrics import MeanMetric
 
 from lightning_dist import sharding
 from lightning_dist.fake_ranks import fake_rank
-from lightning_dist.sharding import ShardingOptions, fill, recover, reshard, shard
+from lightning_dist.sharding import ShardingOptions, fill, move_rest, recover, reshard, shard
 from lightning_dist.tensor.placements import stacked
 from lightning_dist.wrap import Unit
 
@@ -180,3 +181,29 @@ def test_shards_may_be_kept_in_host_memory(
     monkeypatch.setattr(sharding, "fully_shard", note)
     shard_whole(make(), [Unit("0")], mesh, offload=offload)
     assert found == [policy] * 2
+
+
+class WithState(nn.Module):
+    """A sharded layer, and beside it what FSDP2 knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.mean = MeanMetric()
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("scale", torch.ones(4))
+
+
+def test_what_is_not_sharded_goes_to_the_device(mesh: DeviceMesh) -> None:
+    module, device = WithState(), torch.device("meta")
+    names = list(dict(module.named_parameters()))
+    root = shard(module.layer, module.layer, [], mesh, ShardingOptions(offload=True))
+    before = module.layer.weight
+    move_rest(module, root, device)
+    assert module.frozen.device == module.scale.device == device
+    assert module.mean.mean_value.device == device
+    assert module.layer.weight is before
+    assert {p.device.type for p in module.layer.parameters()} == {"cpu"}
+    assert list(dict(module.named_parameters())) == names
+    module.layer(torch.ones(1, 4)).sum().backward()
+    assert module.layer.weight.grad is not None

@@ -57,6 +57,14 @@ def test_random_numbers_depend_on_their_name_alone() -> None:
         assert not torch.equal(torch.rand(3), first)
 
 
+def test_a_module_can_be_told_its_device() -> None:
+    module = L.LightningModule()
+    module.layer = nn.Linear(1, 1)
+    lightning_private.set_device(module, torch.device("meta"))
+    assert module.device == torch.device("meta")
+    assert not module.layer.weight.is_meta
+
+
 class Logging(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
