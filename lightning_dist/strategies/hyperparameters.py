@@ -2,13 +2,14 @@
 
 Under an asynchronous schedule a stage applies the update of a batch some batches after Lightning
 has stepped the schedulers for it. So what a schedule can change (everything in a parameter group
-but the parameters) is remembered for each batch and put in place for its update.
+but the parameters) is remembered for each batch and put in place for its update. The rate may be
+smaller there, where the stage's weights are stale: Lightning and the schedulers never see that.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +24,11 @@ class HyperparameterHistory:
 
     Args:
         delay: Batches between a batch and its update on this stage.
+        rate_factor: Gives by what the present learning rates are multiplied.
     """
 
-    def __init__(self, delay: int) -> None:
+    def __init__(self, delay: int, rate_factor: Callable[[], float]) -> None:
+        self._rate_factor = rate_factor
         self._history: deque[tuple[int, _Groups]] = deque(maxlen=delay + 1)
 
     def remember(self, batch_index: int, optimizer: Optimizer) -> None:
@@ -35,7 +38,10 @@ class HyperparameterHistory:
             batch_index: The batch that they belong to.
             optimizer: Whose groups to read.
         """
-        self._history.append((batch_index, _values(optimizer)))
+        values = _values(optimizer)
+        for group in values:
+            group["lr"] = group["lr"] * self._rate_factor()
+        self._history.append((batch_index, values))
 
     @contextmanager
     def of_batch(self, batch_index: int, optimizer: Optimizer) -> Iterator[None]:

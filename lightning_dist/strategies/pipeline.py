@@ -80,6 +80,10 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             weights of its forward; ``"vertical_sync"`` too, and gives a batch the same version on
             all stages; ``"none"`` does neither, only to study what stashing buys.
         stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
+        staleness_correction: For ``"pipedream"``: ``"lr"`` trains a stage whose weights are stale
+            by ``t`` updates with ``rate / t ** (1 - min(k / correction_steps, 1))`` at update ``k``
+            (PipeMare: Yang et al., MLSys 2021).
+        correction_steps: Updates until all stages train with the full rate.
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
         accelerator: As for any Lightning strategy.
@@ -103,6 +107,8 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         partition: Literal["parameters", "uniform"] | list[int] = "parameters",
         weight_versions: WeightVersions = "stash",
         stages_per_rank: int | Literal["auto"] = "auto",
+        staleness_correction: Literal["none", "lr"] = "none",
+        correction_steps: int = 1000,
         timeout_s: float = 1800.0,
         save_full: bool = False,
         accelerator: Accelerator | None = None,
@@ -128,7 +134,14 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             check_count("num_stages", num_stages)
         self._num_stages = num_stages
         self._config = PipelineConfig(
-            schedule, num_microbatches, layers, partition, weight_versions, stages_per_rank
+            schedule,
+            num_microbatches,
+            layers,
+            partition,
+            weight_versions,
+            stages_per_rank,
+            staleness_correction,
+            correction_steps,
         )
         self._undo: tuple[Callable[[], None], ...] = ()
         self._session: Session | None = None

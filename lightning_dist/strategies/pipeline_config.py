@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.pipeline import WeightVersions
+from lightning_dist.pipeline.rate_correction import RateCorrection
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.schedule_family import ScheduleFamily
 from lightning_dist.pipeline.schedule_file import ScheduleFile
@@ -43,6 +44,8 @@ class PipelineConfig:
         partition: How to cut it, or the layers per stage.
         weight_versions: Which weights an asynchronous backward sees.
         stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
+        staleness_correction: ``"lr"`` trains stale stages with smaller rates at first.
+        correction_steps: Updates until all stages train with the full rate.
 
     Raises:
         ValueError: One of them is unknown, too small, or does not go with another.
@@ -54,6 +57,8 @@ class PipelineConfig:
     partition: Literal["parameters", "uniform"] | Sequence[int] = "parameters"
     weight_versions: WeightVersions = "stash"
     stages_per_rank: int | Literal["auto"] = "auto"
+    staleness_correction: Literal["none", "lr"] = "none"
+    correction_steps: int = 1000
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -79,11 +84,37 @@ class PipelineConfig:
                 " which takes each Lightning batch as one micro-batch. Leave it at 'auto' and use"
                 " smaller batches, or use schedule='1f1b'."
             )
+        self._check_correction(rule)
         if isinstance(self.partition, str) and self.partition not in ("parameters", "uniform"):
             raise ValueError(
                 f"partition={self.partition!r} is unknown; use 'parameters', 'uniform' or the"
                 " layers per stage, like [3, 3]."
             )
+
+    def _check_correction(self, rule: UpdateRule) -> None:
+        check_count("correction_steps", self.correction_steps)
+        if self.staleness_correction not in ("none", "lr"):
+            raise ValueError(
+                f"staleness_correction={self.staleness_correction!r} is unknown; use 'none' or"
+                " 'lr'."
+            )
+        if self.staleness_correction != "none" and rule is not UpdateRule.EACH:
+            raise ValueError(
+                f"staleness_correction={self.staleness_correction!r} does not go with schedule="
+                f"{self.schedule!r}: it divides a stage's rate by its staleness, which is more than"
+                " one update under 'pipedream' only. Leave it at 'none'."
+            )
+
+    def rate_correction(self, shape: PipelineShape) -> RateCorrection | None:
+        """Says how a rank's learning rate is corrected, if it is.
+
+        Args:
+            shape: The rank's part of the pipeline.
+        """
+        if self.staleness_correction == "none":
+            return None
+        age = shape.rank if self.weight_versions == "vertical_sync" else 0
+        return RateCorrection(shape.num_ranks - 1 - shape.rank + age, self.correction_steps)
 
     @property
     def schedules(self) -> ScheduleFamily | ScheduleFile:

@@ -130,5 +130,11 @@ def open_session(
         channels,
         metrics,
         StepRunner(module, pipeline, channels, metrics, change_step),
-        Updates(module, pipeline, run.precision_plugin, run.complete_gradients),
+        Updates(
+            module,
+            pipeline,
+            run.precision_plugin,
+            run.complete_gradients,
+            config.rate_correction(shape),
+        ),
     )

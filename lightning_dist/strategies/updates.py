@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.rate_correction import RateCorrection
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.strategies.hyperparameters import HyperparameterHistory
 
@@ -25,6 +26,7 @@ class Updates:
         precision_plugin: Runs the hooks, the clipping and the step.
         complete_gradients: Called before each update with the rank's gradients in place, unless
             they were complete before.
+        rate_correction: For stale weights.
     """
 
     def __init__(
@@ -33,12 +35,19 @@ class Updates:
         pipeline: Pipeline,
         precision_plugin: Precision,
         complete_gradients: Callable[[], None],
+        rate_correction: RateCorrection | None = None,
     ) -> None:
         self._module = module
         self._pipeline = pipeline
         self._precision_plugin = precision_plugin
         self._complete_gradients = complete_gradients
-        self._history = HyperparameterHistory(pipeline.delay)
+        self._rate_correction = rate_correction
+        self._history = HyperparameterHistory(pipeline.delay, self._rate_factor)
+
+    def _rate_factor(self) -> float:
+        if self._rate_correction is None:
+            return 1.0
+        return self._rate_correction.factor(self._module.trainer.global_step)
 
     def backward(self, loss: Tensor, *, accumulating: bool) -> Tensor:
         """Installs the held gradients, between Lightning's hooks around the backward.

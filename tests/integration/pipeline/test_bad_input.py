@@ -177,6 +177,8 @@ class Short(Classifier):
         ({"num_microbatches": -1}, "num_microbatches=-1"),
         ({"schedule": "pipedream", "num_microbatches": 2}, "num_microbatches=2.*pipedream"),
         ({"weight_versions": "many"}, "many.*stash"),
+        ({"staleness_correction": "lr"}, "staleness_correction='lr'.*1f1b"),
+        ({"correction_steps": 0, "schedule": "pipedream"}, "correction_steps=0"),
         ({"weight_versions": "none", "schedule": "pipedream_2bw"}, "none.*pipedream_2bw"),
         ({"partition": "best"}, "best.*uniform"),
         ({"start_method": "spawn"}, "spawn.*popen"),

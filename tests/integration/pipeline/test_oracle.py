@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ def oracle(
     drains: bool,
     scheduled: bool,
     num_samples: int = 46,
+    rate_factor: Callable[[int, int], float] = lambda stage, b: 1.0,
 ) -> tuple[dict[str, Tensor], list[float]]:
     model = make_module().model
     layers = list(copy.deepcopy(model))
@@ -60,8 +62,9 @@ def oracle(
     base = optimizers[0].param_groups[0]["lr"]
 
     def set_lr(b: int) -> None:
-        for opt in optimizers:
-            opt.param_groups[0]["lr"] = base * LR_DECAY**b if scheduled else base
+        for stage, opt in enumerate(optimizers):
+            rate = base * LR_DECAY**b if scheduled else base
+            opt.param_groups[0]["lr"] = rate * rate_factor(stage, b)
 
     batches = [batch for _ in range(EPOCHS) for batch in make_loader(num_samples)]
     epoch = len(batches) // EPOCHS
@@ -106,6 +109,47 @@ def test_is_not_flushed_between_epochs(workers: WorkerPool) -> None:
     actual = workers.run(3, fit, *case)
     assert largest_difference(actual, oracle(*case)[0]) < 1e-12
     assert largest_difference(actual, oracle(3, "stash", "sgd", True, False)[0]) > 1e-6
+
+
+CORRECTION_STEPS = 9
+
+
+def fit_corrected(num_stages: int, versions: str) -> Any:
+    module = make_module(schedule_lr=True)
+    strategy = PipelineStrategy(
+        schedule="pipedream",
+        partition="uniform",
+        weight_versions=versions,
+        staleness_correction="lr",
+        correction_steps=CORRECTION_STEPS,
+    )
+    trainer = make_trainer(
+        devices=num_stages,
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, make_loader(), make_loader())
+    return state_of(module), 0.0
+
+
+@pytest.mark.parametrize("versions", ["stash", "vertical_sync"])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_stale_stages_begin_with_smaller_rates(
+    workers: WorkerPool, num_stages: int, versions: str
+) -> None:
+    actual = workers.run(num_stages, fit_corrected, num_stages, versions)
+    last = num_stages - 1
+
+    def factor(stage: int, b: int) -> float:
+        staleness = last if versions == "vertical_sync" else last - stage
+        return max(1, staleness) ** (min(b / CORRECTION_STEPS, 1.0) - 1.0)
+
+    expected, _ = oracle(num_stages, versions, "sgd", True, True, rate_factor=factor)
+    assert largest_difference(actual, expected) < 1e-12
+    plain, _ = oracle(num_stages, versions, "sgd", True, True)
+    assert (largest_difference(actual, plain) > 1e-6) == (num_stages > 2)
 
 
 def test_update_b_uses_the_learning_rate_of_step_b(workers: WorkerPool) -> None:

@@ -33,7 +33,7 @@ def test_the_strategies_have_names() -> None:
 def test_an_update_gets_the_learning_rate_of_its_batch() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.5)
     group = optimizer.param_groups[0]
-    history = HyperparameterHistory(delay=2)
+    history = HyperparameterHistory(delay=2, rate_factor=lambda: 1.0)
     for batch in range(3):
         group["lr"] = 1.0 / (batch + 1)
         history.remember(batch, optimizer)
