@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -95,6 +96,7 @@ class WorkerPool:
 def _work(connection: Connection) -> None:
     import torch
 
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     for category, message in NAMED_WARNINGS:
@@ -108,6 +110,14 @@ def _work(connection: Connection) -> None:
             connection.send((True, _run_case(case, args, rank, world_size, port)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
+
+
+def _end_with_the_tests() -> None:
+    """Ends a worker that may be in the middle of a collective when the tests are killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run_case(
