@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -45,13 +46,21 @@ from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.stage import Stage, Step
 from lightning_dist.pipeline.stream import Round
 from lightning_dist.pipeline.timeline import SpanKind
-from lightning_dist.pipeline.weight_policy import Current, Stashed, Unstashed, WeightPolicy
+from lightning_dist.pipeline.weight_policy import (
+    Current,
+    Predicted,
+    Stashed,
+    Unstashed,
+    WeightPolicy,
+)
 from lightning_dist.pipeline.weights import WeightStore
 from lightning_dist.rng import python_state_kept
 
 WeightVersions = Literal["stash", "vertical_sync", "none"]
 OnComplete = Callable[[int, Mapping[str, Tensor]], None]
 """Takes an update, counted since the last drain, and its gradients by parameter name."""
+Predict = Callable[[Mapping[str, nn.Parameter], int], Mapping[str, Tensor]]
+"""Takes parameters by name and a number of updates."""
 
 
 def _ignore(*_: object) -> None:
@@ -76,6 +85,8 @@ class Pipeline:
             asked for.
         on_complete: Called where gradients are complete before their update is due, under
             ``"pipedream_2bw"``.
+        predict: Gives copies of parameters as they will be some updates later, for forwards to run
+            on under ``"pipedream"``.
         mark_batches: Whether activations carry a fingerprint of their batch, which needs its
             values.
     """
@@ -93,6 +104,7 @@ class Pipeline:
         layers: Callable[[int], nn.Module] | None = None,
         gradients: Callable[[], Gradients] = Returned,
         on_complete: OnComplete = _ignore,
+        predict: Predict | None = None,
         mark_batches: bool = True,
     ) -> None:
         cut(sequence, shape.layers_per_stage, shape.stages)
@@ -110,7 +122,7 @@ class Pipeline:
                 number,
                 shape.num_stages,
                 own if layers is None else layers(number),
-                self._policy(own, number, weight_versions),
+                self._policy(own, number, weight_versions, predict),
                 gradients(),
                 seed=(seed, shape.replica_index),
                 device=device,
@@ -356,9 +368,14 @@ class Pipeline:
         self._update = owned[-1] if owned else None
         return results
 
-    def _policy(self, layers: nn.Module, stage: int, versions: WeightVersions) -> WeightPolicy:
+    def _policy(
+        self, layers: nn.Module, stage: int, versions: WeightVersions, predict: Predict | None
+    ) -> WeightPolicy:
         if not self.asynchronous:
             return Current()
+        if predict is not None:
+            trainable = {n: p for n, p in layers.named_parameters() if p.requires_grad}
+            return Predicted(layers.named_parameters(), partial(predict, trainable))
         if versions == "none":
             return Unstashed()
         # What stage s has is s updates newer than what the first one has for the same minibatch.

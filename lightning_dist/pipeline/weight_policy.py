@@ -7,6 +7,8 @@ policy              forward of b                       backward of b
 :class:`Stashed`    the newest version, or one that    the version of its forward
                     all stages have (vertical sync)
 :class:`Unstashed`  the newest version                 the newest version then
+:class:`Predicted`  what the optimizer will about      the version of its forward
+                    make of it until its update
 ==================  =================================  ============================
 
 A stage asks its policy; the schedule decides which policy is needed.
@@ -14,7 +16,10 @@ A stage asks its policy; the schedule decides which policy is needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
+
+from torch import Tensor, nn
 
 from lightning_dist.pipeline.weights import WeightStore, WeightVersion
 
@@ -103,3 +108,56 @@ class Stashed:
     def peak_stash_bytes(self) -> int:
         """The most bytes held beyond the parameters."""
         return self.store.peak_stash_bytes
+
+
+class Predicted:
+    """The forward sees weights as they will about be when its update is applied.
+
+    Args:
+        parameters: The stage's with their names, trainable or not.
+        predict: Gives copies of the trainable ones as they will be some updates later.
+    """
+
+    recomputes = False
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        predict: Callable[[int], Mapping[str, Tensor]],
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._predict = predict
+        self._copied_bytes: dict[WeightVersion, int] = {}
+        self._num_steps = 0
+        self._peak_stash_bytes = 0
+
+    def acquire(self) -> WeightVersion:
+        """Predicts over the updates of the micro-batches in flight."""
+        # Nothing in flight: the next update is this micro-batch's own, after its backward.
+        copies = self._predict(len(self._copied_bytes)) if self._copied_bytes else {}
+        aliases = {
+            name: copies.get(name, p.data).detach().requires_grad_(p.requires_grad)
+            for name, p in self._parameters.items()
+        }
+        version = WeightVersion(self._num_steps, aliases, num_users=1)
+        self._copied_bytes[version] = sum(copy.nbytes for copy in copies.values())
+        stash_bytes = sum(self._copied_bytes.values())
+        self._peak_stash_bytes = max(self._peak_stash_bytes, stash_bytes)
+        return version
+
+    def release(self, version: WeightVersion | None) -> None:
+        """Takes a version back."""
+        assert version is not None
+        del self._copied_bytes[version]
+
+    def before_step(self) -> None:
+        """Counts; what is in flight has weights of its own."""
+        self._num_steps += 1
+
+    def restart(self) -> None:
+        """Does nothing."""
+
+    @property
+    def peak_stash_bytes(self) -> int:
+        """The most bytes held beyond the parameters."""
+        return self._peak_stash_bytes

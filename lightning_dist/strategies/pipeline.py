@@ -47,6 +47,7 @@ from lightning_dist.strategies.measured import Measurements, gather_measurements
 from lightning_dist.strategies.pipeline_config import (
     PipelineConfig,
     ScheduleName,
+    StalenessCorrection,
     check_count,
     share_among_stages,
 )
@@ -82,7 +83,8 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
         staleness_correction: For ``"pipedream"``: ``"lr"`` trains a stage whose weights are stale
             by ``t`` updates with ``rate / t ** (1 - min(k / correction_steps, 1))`` at update ``k``
-            (PipeMare: Yang et al., MLSys 2021).
+            (PipeMare: Yang et al., MLSys 2021). ``"predict"`` runs forwards on what the optimizer's
+            own momentum will have made of the weights until the batch's update.
         correction_steps: Updates until all stages train with the full rate.
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
@@ -107,7 +109,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         partition: Literal["parameters", "uniform"] | list[int] = "parameters",
         weight_versions: WeightVersions = "stash",
         stages_per_rank: int | Literal["auto"] = "auto",
-        staleness_correction: Literal["none", "lr"] = "none",
+        staleness_correction: StalenessCorrection = "none",
         correction_steps: int = 1000,
         timeout_s: float = 1800.0,
         save_full: bool = False,
@@ -229,7 +231,14 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         self._undo += self._change_clipping(trainer)
         split = self._split
         run = self.run_context(self._average_gradients, self._complete_early)
-        return open_session(self.module, split.sequence, split.layers_per_stage, self._config, run)
+        return open_session(
+            self.module,
+            split.sequence,
+            split.layers_per_stage,
+            self._config,
+            run,
+            optimizer=next(iter(self.optimizers), None),
+        )
 
     def _average_gradients(self) -> None:
         if self.mesh.data_size > 1:

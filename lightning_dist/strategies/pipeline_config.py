@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+from torch.optim import Optimizer
+
 from lightning_dist.mesh import MeshShape
-from lightning_dist.pipeline.pipeline import WeightVersions
+from lightning_dist.pipeline.extrapolation import check_extrapolation, extrapolated
+from lightning_dist.pipeline.pipeline import Predict, WeightVersions
 from lightning_dist.pipeline.rate_correction import RateCorrection
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.schedule_family import ScheduleFamily
@@ -15,6 +19,7 @@ from lightning_dist.pipeline.schedule_file import ScheduleFile
 from lightning_dist.pipeline.schedules import find_schedules
 from lightning_dist.pipeline.shape import PipelineShape
 
+StalenessCorrection = Literal["none", "lr", "predict"]
 _MICROBATCHES_PER_RANK = 4
 
 # The names for the command line's help; a string may also be "file:" and a path.
@@ -44,7 +49,8 @@ class PipelineConfig:
         partition: How to cut it, or the layers per stage.
         weight_versions: Which weights an asynchronous backward sees.
         stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
-        staleness_correction: ``"lr"`` trains stale stages with smaller rates at first.
+        staleness_correction: ``"lr"`` trains stale stages with smaller rates at first;
+            ``"predict"`` runs forwards on where the optimizer is going.
         correction_steps: Updates until all stages train with the full rate.
 
     Raises:
@@ -57,7 +63,7 @@ class PipelineConfig:
     partition: Literal["parameters", "uniform"] | Sequence[int] = "parameters"
     weight_versions: WeightVersions = "stash"
     stages_per_rank: int | Literal["auto"] = "auto"
-    staleness_correction: Literal["none", "lr"] = "none"
+    staleness_correction: StalenessCorrection = "none"
     correction_steps: int = 1000
 
     def __post_init__(self) -> None:
@@ -93,16 +99,21 @@ class PipelineConfig:
 
     def _check_correction(self, rule: UpdateRule) -> None:
         check_count("correction_steps", self.correction_steps)
-        if self.staleness_correction not in ("none", "lr"):
+        if self.staleness_correction not in ("none", "lr", "predict"):
             raise ValueError(
-                f"staleness_correction={self.staleness_correction!r} is unknown; use 'none' or"
-                " 'lr'."
+                f"staleness_correction={self.staleness_correction!r} is unknown; use 'none', 'lr'"
+                " or 'predict'."
             )
         if self.staleness_correction != "none" and rule is not UpdateRule.EACH:
             raise ValueError(
                 f"staleness_correction={self.staleness_correction!r} does not go with schedule="
-                f"{self.schedule!r}: it divides a stage's rate by its staleness, which is more than"
-                " one update under 'pipedream' only. Leave it at 'none'."
+                f"{self.schedule!r}: it makes up for a staleness that differs from stage to stage,"
+                " as under 'pipedream' only. Leave it at 'none'."
+            )
+        if self.staleness_correction == "predict" and self.weight_versions != "stash":
+            raise ValueError(
+                f"staleness_correction='predict' does not go with weight_versions="
+                f"{self.weight_versions!r}: it makes versions of its own. Leave that at 'stash'."
             )
 
     def rate_correction(self, shape: PipelineShape) -> RateCorrection | None:
@@ -111,10 +122,24 @@ class PipelineConfig:
         Args:
             shape: The rank's part of the pipeline.
         """
-        if self.staleness_correction == "none":
+        if self.staleness_correction != "lr":
             return None
         age = shape.rank if self.weight_versions == "vertical_sync" else 0
         return RateCorrection(shape.num_ranks - 1 - shape.rank + age, self.correction_steps)
+
+    def prediction(self, optimizer: Optimizer | None) -> Predict | None:
+        """Says how forwards see weights of later updates, if they do.
+
+        Args:
+            optimizer: Of a rank's parameters; None where nothing is trained.
+
+        Raises:
+            ValueError: Its updates cannot be foreseen.
+        """
+        if self.staleness_correction != "predict" or optimizer is None:
+            return None
+        check_extrapolation(optimizer)
+        return partial(extrapolated, optimizer)
 
     @property
     def schedules(self) -> ScheduleFamily | ScheduleFile:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.connect import Channels, connect
@@ -93,6 +94,7 @@ def open_session(
     *,
     layers: Callable[[int], nn.Module] | None = None,
     gradients: Callable[[], Gradients] = Returned,
+    optimizer: Optimizer | None = None,
     change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
 ) -> Session:
     """Puts the parts together; each rank must call it.
@@ -105,6 +107,7 @@ def open_session(
         run: What the pipeline runs in.
         layers: Gives what runs a stage's layers, if something has been made of them.
         gradients: Makes what holds a stage's until an update.
+        optimizer: Of this rank's parameters; None where nothing is trained.
         change_step: What is made of each of the user's steps.
     """
     shape = config.shape(run.mesh, run.rank, layers_per_stage)
@@ -121,6 +124,7 @@ def open_session(
         layers=layers,
         gradients=gradients,
         on_complete=run.complete_early,
+        predict=config.prediction(optimizer),
     )
     last_rank = dist.get_process_group_ranks(run.stages)[homes[-1]]
     metrics = StageMetrics(module, run.stages, run.replicas, last_rank, pipeline.has_last_stage)

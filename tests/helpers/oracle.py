@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Foresee = Callable[[nn.Module, torch.optim.Optimizer], Callable[[int], dict[str, Tensor]]]
+"""Looks at a stage and its optimizer; gives weights as they will be some updates later."""
+
 
 def train_sequentially(
     stages: Sequence[nn.Module],
@@ -23,8 +26,10 @@ def train_sequentially(
     drains: Collection[int],
     weight_versions: str,
     before_step: Callable[[int], Any] = lambda b: None,
+    foresee: Foresee | None = None,
 ) -> list[float]:
     """Trains the stages in place; drains come before the minibatches named."""
+    sights = [[foresee(*pair)] for pair in zip(stages, optimizers, strict=True)] if foresee else []
     versions = [[_copy(stage)] for stage in stages]
     last = len(stages) - 1
     staleness = [last if weight_versions == "vertical_sync" else last - s for s in range(last + 1)]
@@ -32,6 +37,9 @@ def train_sequentially(
     for b, (x, y) in enumerate(batches):
         drained = b if b in drains else drained
         used = [v[max(drained, b - staleness[s])] for s, v in enumerate(versions)]
+        for s, of_versions in enumerate(sights):
+            version = max(drained, b - staleness[s])
+            used[s] = of_versions[version](b - version)
         inputs = [x]
         for stage, weights in zip(stages, used, strict=True):
             inputs.append(torch.func.functional_call(stage, weights, inputs[-1]).detach())
@@ -50,6 +58,8 @@ def train_sequentially(
             before_step(b)
             optimizers[s].step()
             versions[s].append(_copy(stages[s]))
+            if foresee is not None:
+                sights[s].append(foresee(stages[s], optimizers[s]))
     return losses
 
 

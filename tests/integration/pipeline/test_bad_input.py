@@ -59,6 +59,11 @@ class Five(Classifier):
         self.model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(12, 3))
 
 
+class Foreign(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), 0.1)
+
+
 class Manual(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -110,6 +115,13 @@ CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, A
         {"schedule": "pipedream"},
         {"accumulate_grad_batches": 2},
         r"accumulate_grad_batches=2.*pipedream",
+    ),
+    "an optimizer that cannot be foreseen": (
+        2,
+        Foreign,
+        {"schedule": "pipedream", "staleness_correction": "predict"},
+        {},
+        r"staleness_correction='predict'.*Adagrad.*SGD with momentum",
     ),
     "micro-batches of rounds": (
         2,
@@ -178,6 +190,15 @@ class Short(Classifier):
         ({"schedule": "pipedream", "num_microbatches": 2}, "num_microbatches=2.*pipedream"),
         ({"weight_versions": "many"}, "many.*stash"),
         ({"staleness_correction": "lr"}, "staleness_correction='lr'.*1f1b"),
+        ({"staleness_correction": "guess", "schedule": "pipedream"}, "guess.*predict"),
+        (
+            {
+                "staleness_correction": "predict",
+                "schedule": "pipedream",
+                "weight_versions": "none",
+            },
+            "predict.*weight_versions='none'",
+        ),
         ({"correction_steps": 0, "schedule": "pipedream"}, "correction_steps=0"),
         ({"weight_versions": "none", "schedule": "pipedream_2bw"}, "none.*pipedream_2bw"),
         ({"partition": "best"}, "best.*uniform"),

@@ -22,7 +22,7 @@ from tests.helpers.models import (
     make_trainer,
     state_of,
 )
-from tests.helpers.oracle import train_sequentially
+from tests.helpers.oracle import Foresee, train_sequentially
 from tests.helpers.workers import WorkerPool
 
 EPOCHS = 3
@@ -51,6 +51,7 @@ def oracle(
     scheduled: bool,
     num_samples: int = 46,
     rate_factor: Callable[[int, int], float] = lambda stage, b: 1.0,
+    foresee: Foresee | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
     model = make_module().model
     layers = list(copy.deepcopy(model))
@@ -76,6 +77,7 @@ def oracle(
         drains=range(0, len(batches), epoch) if drains else (),
         weight_versions=versions,
         before_step=set_lr,
+        foresee=foresee,
     )
     flat = nn.Sequential(*(layer for stage in stages for layer in stage))
     return {f"model.{n}": p.detach() for n, p in flat.named_parameters()}, losses[-epoch:]
@@ -150,6 +152,58 @@ def test_stale_stages_begin_with_smaller_rates(
     assert largest_difference(actual, expected) < 1e-12
     plain, _ = oracle(num_stages, versions, "sgd", True, True)
     assert (largest_difference(actual, plain) > 1e-6) == (num_stages > 2)
+
+
+def foresee(stage: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], Any]:
+    (group,) = optimizer.param_groups
+    weights = {n: p.detach().clone() for n, p in stage.named_parameters()}
+    states = {n: copy.deepcopy(optimizer.state.get(p, {})) for n, p in stage.named_parameters()}
+
+    def ahead(name: str, num_updates: int) -> Tensor:
+        state, lr = states[name], group["lr"]
+        if not state or num_updates == 0:
+            return weights[name]
+        if isinstance(optimizer, torch.optim.SGD):
+            gamma = group["momentum"]
+            length = (gamma - gamma ** (num_updates + 1)) / (1 - gamma)
+            return weights[name] - lr * length * state["momentum_buffer"]
+        beta1, beta2 = group["betas"]
+        mean = state["exp_avg"] / (1 - beta1 ** float(state["step"]))
+        variance = state["exp_avg_sq"] / (1 - beta2 ** float(state["step"]))
+        return weights[name] - lr * num_updates * mean / (variance.sqrt() + group["eps"])
+
+    return lambda count: {n: ahead(n, count).clone().requires_grad_() for n in weights}
+
+
+def fit_predicting(num_stages: int, optimizer: str) -> Any:
+    module = make_module(optimizer=optimizer)
+    strategy = PipelineStrategy(
+        schedule="pipedream", partition="uniform", staleness_correction="predict"
+    )
+    trainer = make_trainer(
+        devices=num_stages,
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, make_loader(), make_loader())
+    return state_of(module), strategy.peak_stash_bytes
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_forwards_see_where_the_optimizer_goes(
+    workers: WorkerPool, num_stages: int, optimizer: str
+) -> None:
+    actual = workers.run(num_stages, fit_predicting, num_stages, optimizer)
+    expected, _ = oracle(num_stages, "stash", optimizer, True, False, foresee=foresee)
+    assert largest_difference(actual, expected) < 1e-12
+    plain, _ = oracle(num_stages, "stash", optimizer, True, False)
+    assert largest_difference(actual, plain) > 1e-6
+    for stage, (state, stashes) in enumerate(actual):
+        own = sum(value.nbytes for value in state.values())
+        assert stashes[stage] == (num_stages - stage) * own * (stage < num_stages - 1)
 
 
 def test_update_b_uses_the_learning_rate_of_step_b(workers: WorkerPool) -> None:

@@ -1,0 +1,82 @@
+"""Where an optimizer will have moved weights some updates from now, as far as it knows today.
+
+An optimizer with momentum goes on in its direction when gradients stay away, so its own state says
+where weights will about be when a batch's update is applied (SpecTrain: Chen et al. 2018, section
+3.2; XPipe: Guan et al. 2019, section 4). Weight decay is left out.
+
+==================  ==================================================================
+optimizer           after ``s`` more updates
+==================  ==================================================================
+SGD with momentum   ``W - lr * (g - g ** (s + 1)) / (1 - g) * buffer``, ``g`` the momentum
+Adam and its like   ``W - lr * s * m / (sqrt(v) + eps)``, ``m`` and ``v`` without bias
+==================  ==================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, NAdam, Optimizer, RAdam
+
+_ADAMS = (Adam, NAdam, RAdam)  # AdamW is an Adam
+
+
+def check_extrapolation(optimizer: Optimizer) -> None:
+    """Checks that an optimizer's next updates can be foreseen.
+
+    Args:
+        optimizer: Any.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    has_momentum = isinstance(optimizer, SGD) and all(g["momentum"] for g in optimizer.param_groups)
+    if not has_momentum and not isinstance(optimizer, _ADAMS):
+        raise ValueError(
+            f"staleness_correction='predict' does not know where {type(optimizer).__name__} goes:"
+            " it takes SGD with momentum, Adam, AdamW, NAdam and RAdam. Use one of these, or 'lr'."
+        )
+
+
+@torch.no_grad()
+def extrapolated(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], num_updates: int
+) -> dict[str, Tensor]:
+    """Gives copies of parameters as they will be about some updates later.
+
+    Args:
+        optimizer: Theirs.
+        parameters: By name; those of other ranks are not looked at.
+        num_updates: How many.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is not None:
+                state = optimizer.state.get(parameter, {})
+                found[name] = parameter.detach().clone()
+                direction, length = _direction(optimizer, group, state, num_updates)
+                if direction is not None:
+                    found[name].add_(direction, alpha=-float(group["lr"]) * length)
+    return found
+
+
+def _direction(
+    optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any], num_updates: int
+) -> tuple[Tensor | None, float]:
+    """Gives a direction, and how far it goes in multiples of the learning rate."""
+    if isinstance(optimizer, SGD):
+        momentum = group["momentum"]
+        return state.get("momentum_buffer"), sum(momentum**i for i in range(1, num_updates + 1))
+    if "exp_avg" not in state:
+        return None, 0.0
+    beta1, beta2 = group["betas"]
+    step = float(state["step"])
+    mean = state["exp_avg"] / (1 - beta1**step)
+    variance = state["exp_avg_sq"] / (1 - beta2**step)
+    return mean / (variance.sqrt() + group["eps"]), float(num_updates)
