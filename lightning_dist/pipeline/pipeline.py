@@ -378,6 +378,8 @@ class Pipeline:
             return Predicted(layers.named_parameters(), partial(predict, trainable))
         if versions == "none":
             return Unstashed()
-        # What stage s has is s updates newer than what the first one has for the same minibatch.
-        age = stage if versions == "vertical_sync" else 0
+        # What stage s has is s updates newer than what the first one has for the same minibatch,
+        # unless updates come in the same round everywhere.
+        is_apart = self.update_rule is UpdateRule.EACH
+        age = stage if is_apart and versions == "vertical_sync" else 0
         return Stashed(WeightStore(layers.named_parameters(), age))

@@ -150,6 +150,11 @@ def read_schedule(path: str | Path) -> Schedule:
     everything = [action for actions in ranks for action in actions]
     if not everything:
         raise ValueError(f"The schedule {str(path)!r} has no actions.")
+    if all(action.kind is ActionKind.FORWARD for action in everything):
+        raise ValueError(
+            f"The schedule {str(path)!r} has no backwards, so it trains nothing. Write them as 0B0,"
+            " or 0I0 and 0W0."
+        )
     num_stages = 1 + max(action.stage_index for action in everything)
     num_microbatches = 1 + max(action.microbatch_index for action in everything)
     try:

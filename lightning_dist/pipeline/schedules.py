@@ -120,10 +120,11 @@ def build_schedule(
     Raises:
         ValueError: An unknown name, or sizes for which there is no such schedule.
     """
-    if num_stages < 1 or num_microbatches < 1 or num_batches < 1:
+    sizes = (num_stages, num_microbatches, num_batches, stages_per_rank)
+    if any(size is not None and size < 1 for size in sizes):
         raise ValueError(
-            f"num_stages={num_stages}, num_microbatches={num_microbatches} and"
-            f" num_batches={num_batches} must be at least 1."
+            f"num_stages={num_stages}, num_microbatches={num_microbatches},"
+            f" stages_per_rank={stages_per_rank} and num_batches={num_batches} must be at least 1."
         )
     schedules = find_schedules(name)
     num_ranks = schedules.num_ranks(num_stages, stages_per_rank)

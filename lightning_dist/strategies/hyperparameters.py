@@ -24,10 +24,11 @@ class HyperparameterHistory:
 
     Args:
         delay: Batches between a batch and its update on this stage.
-        rate_factor: Gives by what the present learning rates are multiplied.
+        rate_factor: Gives by what the present learning rates are multiplied; None leaves them, and
+            optimizers that have none, alone.
     """
 
-    def __init__(self, delay: int, rate_factor: Callable[[], float]) -> None:
+    def __init__(self, delay: int, rate_factor: Callable[[], float] | None = None) -> None:
         self._rate_factor = rate_factor
         self._history: deque[tuple[int, _Groups]] = deque(maxlen=delay + 1)
 
@@ -39,8 +40,9 @@ class HyperparameterHistory:
             optimizer: Whose groups to read.
         """
         values = _values(optimizer)
-        for group in values:
-            group["lr"] = group["lr"] * self._rate_factor()
+        if self._rate_factor is not None:
+            for group in values:
+                group["lr"] = group["lr"] * self._rate_factor()
         self._history.append((batch_index, values))
 
     @contextmanager

@@ -359,8 +359,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             "predict_step": self.precision_plugin.predict_step_context,
         }[name]
         arguments = pipeline_checks.arguments_of_step(args, kwargs)
-        count = self._config.evaluation_microbatches(self.mesh.pp)
-        return self.session.runner.evaluate(getattr(self.module, name), arguments, context, count)
+        return self.session.runner.evaluate(getattr(self.module, name), arguments, context)
 
     def _catch_up(self) -> None:
         self.session.runner.catch_up()

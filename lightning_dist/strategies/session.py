@@ -133,7 +133,14 @@ def open_session(
         pipeline,
         channels,
         metrics,
-        StepRunner(module, pipeline, channels, metrics, change_step),
+        StepRunner(
+            module,
+            pipeline,
+            channels,
+            metrics,
+            config.evaluation_microbatches(run.mesh.pp),
+            change_step,
+        ),
         Updates(
             module,
             pipeline,

@@ -114,11 +114,10 @@ class StagedModule(ShardedModule):
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
         self._was_entered = True
-        count = self._config.evaluation_microbatches(len(self._split.layers_per_stage))
         with torch.inference_mode(False), torch.no_grad(), self.agreeing(training=False):
             try:
                 arguments = arguments_of_step(args, kwargs)
-                return self.session.runner.evaluate(step, arguments, context, count)
+                return self.session.runner.evaluate(step, arguments, context)
             finally:
                 self.reshard()
 

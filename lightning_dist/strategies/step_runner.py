@@ -30,6 +30,7 @@ class StepRunner:
         pipeline: This rank's stages at work.
         channels: This rank's.
         metrics: The module's torchmetrics objects.
+        evaluation_microbatches: Into at most how many a batch is cut that runs forward only.
         change_step: What is made of each of the user's steps.
     """
 
@@ -39,11 +40,13 @@ class StepRunner:
         pipeline: Pipeline,
         channels: Channels,
         metrics: StageMetrics,
+        evaluation_microbatches: int,
         change_step: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
         self._module = module
         self._pipeline = pipeline
         self._metrics = metrics
+        self._evaluation_microbatches = evaluation_microbatches
         self._change_step = change_step
         self._log = StepLog(module)
         self._outcomes = Outcomes(channels)
@@ -85,11 +88,7 @@ class StepRunner:
             self._deliver(num_held_back=0)
 
     def evaluate(
-        self,
-        method: Callable[..., Any],
-        arguments: Sequence[Any],
-        context: StepContext,
-        num_microbatches: int,
+        self, method: Callable[..., Any], arguments: Sequence[Any], context: StepContext
     ) -> Any:
         """Runs a validation, test or prediction batch.
 
@@ -97,7 +96,6 @@ class StepRunner:
             method: The module's step.
             arguments: Of that step.
             context: Wraps each micro-batch's step.
-            num_microbatches: At most how many micro-batches.
 
         Returns:
             What the step would have returned for the undivided batch, on each rank.
@@ -105,7 +103,9 @@ class StepRunner:
         batch, *rest = arguments
         step = self._step(method, context, rest)
         seed = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
-        results = self._pipeline.evaluate_batch(batch, step, num_microbatches, seed=seed)
+        results = self._pipeline.evaluate_batch(
+            batch, step, self._evaluation_microbatches, seed=seed
+        )
         self._publish(results, batch)
         (outcome,) = self._outcomes.deliver(num_held_back=0)
         self._log.replay(outcome.log)

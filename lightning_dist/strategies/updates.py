@@ -41,13 +41,12 @@ class Updates:
         self._pipeline = pipeline
         self._precision_plugin = precision_plugin
         self._complete_gradients = complete_gradients
-        self._rate_correction = rate_correction
-        self._history = HyperparameterHistory(pipeline.delay, self._rate_factor)
-
-    def _rate_factor(self) -> float:
-        if self._rate_correction is None:
-            return 1.0
-        return self._rate_correction.factor(self._module.trainer.global_step)
+        self._history = HyperparameterHistory(
+            pipeline.delay,
+            None
+            if rate_correction is None
+            else lambda: rate_correction.factor(module.trainer.global_step),
+        )
 
     def backward(self, loss: Tensor, *, accumulating: bool) -> Tensor:
         """Installs the held gradients, between Lightning's hooks around the backward.

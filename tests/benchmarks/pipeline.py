@@ -219,8 +219,11 @@ def main() -> None:
     options = parser.parse_args()
     workers = WorkerPool()
     try:
-        rounds = 0 if options.skip_throughput else options.rounds
-        times = throughput(workers, rounds, options.batches, options.only) if rounds else {}
+        times = (
+            {}
+            if options.skip_throughput
+            else throughput(workers, options.rounds, options.batches, options.only)
+        )
         replicas = {name: values for name, values in times.items() if name in d.REFERENCES}
         spread = {name: values for name, values in times.items() if name in t.REFERENCES}
         pipelines = {n: v for n, v in times.items() if n not in {*replicas, *spread}}

@@ -2,8 +2,7 @@
 
 Timing does not enter. PipeDream: minibatch b meets version max(t0, b - W_s) of stage s, where t0 is
 the last drain and W_s = n - 1 - s (n - 1 on all stages under vertical sync), and its gradient makes
-version b + 1 of the newest one. 2BW:
-batch b meets version max(t0, b - 1) of the whole model.
+version b + 1 of the newest one. 2BW: batch b meets version max(t0, b - 1) of the whole model.
 """
 
 from __future__ import annotations

@@ -6,49 +6,30 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.pipeline.pipeline import Pipeline
-from tests.helpers.models import (
-    Classifier,
-    make_data,
-    make_loader,
-    make_module,
-    make_optimizer,
-    make_trainer,
-    state_of,
-)
+from tests.helpers.models import Classifier, make_loader, make_module, make_optimizer
 from tests.helpers.oracle import train_one_batch_late
 from tests.helpers.workers import WorkerPool
+from tests.integration.pipeline.common import (
+    EPOCHS,
+    LR_DECAY,
+    SIZES,
+    assert_replicas_agree,
+    fit,
+    fit_replicas,
+    largest_difference,
+    mean_of,
+    trainer_of,
+)
 
-EPOCHS = 3
-LR_DECAY = 0.9
+LATE = {"schedule": "pipedream_2bw"}
 CLIP = 0.05
-
-
-def fit(num_stages: int, optimizer: str = "sgd", *, count: Any = "auto", **options: Any) -> Any:
-    module = make_module(optimizer=optimizer, schedule_lr=options.pop("scheduled", False))
-    strategy = PipelineStrategy(
-        schedule="pipedream_2bw", num_microbatches=count, partition="uniform"
-    )
-    trainer = make_trainer(
-        devices=num_stages,
-        strategy=strategy,
-        max_epochs=EPOCHS,
-        num_sanity_val_steps=0,
-        **{"limit_val_batches": 1, **options},
-    )
-    trainer.fit(module, make_loader(), make_loader())
-    return state_of(module), float(trainer.callback_metrics["train_loss_epoch"])
-
-
-def case(num_stages: int, optimizer: str, options: dict[str, Any]) -> Any:
-    return fit(num_stages, optimizer, **options)
+CLIPPED = {"gradient_clip_val": CLIP}
 
 
 def oracle(
@@ -57,7 +38,7 @@ def oracle(
     drains: bool = True,
     scheduled: bool = False,
     clip: bool = False,
-    num_samples: int = 46,
+    num_samples: int = sum(SIZES),
 ) -> tuple[dict[str, Tensor], list[float]]:
     model = make_module().model
     sgd = make_optimizer(optimizer, model.parameters())
@@ -76,43 +57,34 @@ def oracle(
     return {f"model.{n}": p.detach() for n, p in model.named_parameters()}, losses[-epoch:]
 
 
-def largest_difference(actual: list[Any], expected: dict[str, Tensor]) -> float:
-    states: dict[str, Tensor] = {}
-    for state, _ in actual:
-        states.update(state)
-    assert states.keys() == expected.keys()
-    return max(float((states[n] - expected[n]).abs().max()) for n in expected)
-
-
 @pytest.mark.parametrize("extra", [0, 1, 2])
 @pytest.mark.parametrize(("num_stages", "optimizer"), [(2, "adamw"), (3, "sgd"), (4, "adamw")])
 def test_equals_the_oracle_over_drains(
     workers: WorkerPool, num_stages: int, optimizer: str, extra: int
 ) -> None:
-    options = {"count": num_stages - 1 + extra}
-    actual = workers.run(num_stages, case, num_stages, optimizer, options)
+    strategy = {**LATE, "num_microbatches": num_stages - 1 + extra}
+    actual = workers.run(num_stages, fit, num_stages, strategy, {"optimizer": optimizer})
     expected, losses = oracle(optimizer)
     assert largest_difference(actual, expected) < 1e-12
-    sizes = [8, 8, 8, 8, 8, 6]
-    mean = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / sum(sizes)
+    mean = mean_of(losses)
     assert [logged for _, logged in actual] == pytest.approx([mean] * num_stages, abs=1e-12)
 
 
 def test_is_not_flushed_between_epochs(workers: WorkerPool) -> None:
-    actual = workers.run(3, case, 3, "sgd", {"limit_val_batches": 0})
+    actual = workers.run(3, fit, 3, LATE, {}, {"limit_val_batches": 0})
     assert largest_difference(actual, oracle(drains=False)[0]) < 1e-12
     assert largest_difference(actual, oracle()[0]) > 1e-6
 
 
 def test_update_b_uses_the_learning_rate_of_step_b(workers: WorkerPool) -> None:
-    actual = workers.run(3, case, 3, "sgd", {"scheduled": True})
+    actual = workers.run(3, fit, 3, LATE, {"schedule_lr": True})
     assert largest_difference(actual, oracle(scheduled=True)[0]) < 1e-12
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_clips_by_the_norm_of_the_whole_gradient(workers: WorkerPool, num_stages: int) -> None:
-    options = {"gradient_clip_val": CLIP, "count": num_stages - 1}
-    actual = workers.run(num_stages, case, num_stages, "sgd", options)
+    strategy = {**LATE, "num_microbatches": num_stages - 1}
+    actual = workers.run(num_stages, fit, num_stages, strategy, {}, CLIPPED)
     assert largest_difference(actual, oracle(clip=True)[0]) < 1e-12
     assert largest_difference(actual, oracle()[0]) > 1e-6
 
@@ -133,22 +105,8 @@ class Measured(Classifier):
         self.mean.compute()
 
 
-def fit_measured(num_stages: int) -> Any:
-    module = make_module(Measured)
-    trainer = make_trainer(
-        devices=num_stages,
-        strategy=PipelineStrategy(schedule="pipedream_2bw", partition="uniform"),
-        max_epochs=EPOCHS,
-        limit_val_batches=1,
-        num_sanity_val_steps=0,
-        gradient_clip_val=CLIP,
-    )
-    trainer.fit(module, make_loader(), make_loader())
-    return {n: v for n, v in state_of(module).items() if n.startswith("model.")}, 0.0
-
-
 def test_norms_on_their_way_do_not_disturb_what_else_stages_share(workers: WorkerPool) -> None:
-    actual = workers.run(3, fit_measured, 3, timeout=40)
+    actual = workers.run(3, fit, 3, LATE, {}, CLIPPED, Measured, timeout=40)
     assert largest_difference(actual, oracle(clip=True)[0]) < 1e-12
 
 
@@ -165,29 +123,10 @@ def test_the_oracle_tells_late_from_prompt() -> None:
     assert max(float((late[f"model.{n}"] - p).abs().max()) for n, p in prompt.items()) > 1e-6
 
 
-def fit_replicas() -> Any:
-    module = make_module()
-    strategy = PipelineStrategy(schedule="pipedream_2bw", num_stages=2, partition="uniform")
-    trainer = make_trainer(
-        devices=4,
-        strategy=strategy,
-        max_epochs=EPOCHS,
-        limit_val_batches=1,
-        num_sanity_val_steps=0,
-        gradient_clip_val=CLIP,
-    )
-    data = make_data(48)
-    sampler = DistributedSampler(data, shuffle=False, **strategy.distributed_sampler_kwargs)
-    trainer.fit(module, DataLoader(data, batch_size=4, sampler=sampler), make_loader(8))
-    return state_of(module), 0.0
-
-
 def test_two_replicas_of_two_stages_equal_the_oracle(workers: WorkerPool) -> None:
-    actual = workers.run(4, fit_replicas)
+    actual = workers.run(4, fit_replicas, LATE, CLIPPED)
     assert largest_difference(actual, oracle(clip=True, num_samples=48)[0]) < 1e-12
-    for first, second in ((0, 1), (2, 3)):
-        for name, value in actual[first][0].items():
-            assert torch.equal(value, actual[second][0][name])
+    assert_replicas_agree(actual)
 
 
 def watch_memory(num_stages: int) -> tuple[list[int], tuple[int, ...], int]:
@@ -203,9 +142,7 @@ def watch_memory(num_stages: int) -> tuple[list[int], tuple[int, ...], int]:
 
     module = make_module()
     strategy = PipelineStrategy(schedule="pipedream_2bw", partition="uniform")
-    trainer = make_trainer(
-        devices=num_stages, strategy=strategy, max_epochs=EPOCHS, limit_val_batches=0
-    )
+    trainer = trainer_of(num_stages, strategy, {"limit_val_batches": 0})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pipeline, "train_batch", watched)
         trainer.fit(module, make_loader(), make_loader())

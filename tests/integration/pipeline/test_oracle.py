@@ -10,46 +10,37 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.pipeline.partition import uniform_partition
-from tests.helpers.models import (
-    make_data,
-    make_loader,
-    make_module,
-    make_optimizer,
-    make_trainer,
-    state_of,
-)
+from tests.helpers.models import make_loader, make_module, make_optimizer, state_of
 from tests.helpers.oracle import Foresee, train_sequentially
 from tests.helpers.workers import WorkerPool
+from tests.integration.pipeline.common import (
+    EPOCHS,
+    LR_DECAY,
+    SIZES,
+    Fitted,
+    assert_replicas_agree,
+    fit,
+    fit_replicas,
+    largest_difference,
+    mean_of,
+    trainer_of,
+)
 
-EPOCHS = 3
-LR_DECAY = 0.9
-
-
-def fit(num_stages: int, versions: str, optimizer: str, drains: bool, scheduled: bool) -> Any:
-    module = make_module(optimizer=optimizer, schedule_lr=scheduled)
-    strategy = PipelineStrategy(schedule="pipedream", weight_versions=versions, partition="uniform")
-    trainer = make_trainer(
-        devices=num_stages,
-        strategy=strategy,
-        max_epochs=EPOCHS,
-        limit_val_batches=1 if drains else 0,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(module, make_loader(), make_loader())
-    return state_of(module), float(trainer.callback_metrics["train_loss_epoch"])
+PIPEDREAM = {"schedule": "pipedream"}
+CORRECTION_STEPS = 9
 
 
 def oracle(
     num_stages: int,
-    versions: str,
-    optimizer: str,
-    drains: bool,
-    scheduled: bool,
-    num_samples: int = 46,
+    versions: str = "stash",
+    optimizer: str = "sgd",
+    *,
+    drains: bool = True,
+    scheduled: bool = False,
+    num_samples: int = sum(SIZES),
     rate_factor: Callable[[int, int], float] = lambda stage, b: 1.0,
     foresee: Foresee | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
@@ -83,57 +74,24 @@ def oracle(
     return {f"model.{n}": p.detach() for n, p in flat.named_parameters()}, losses[-epoch:]
 
 
-def largest_difference(actual: list[Any], expected: dict[str, Tensor]) -> float:
-    states: dict[str, Tensor] = {}
-    for state, _ in actual:
-        states.update(state)
-    assert states.keys() == expected.keys()
-    return max(float((states[n] - expected[n]).abs().max()) for n in expected)
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("versions", ["stash", "vertical_sync", "none"])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_equals_the_oracle_over_drains(
     workers: WorkerPool, num_stages: int, versions: str, optimizer: str
 ) -> None:
-    case = (num_stages, versions, optimizer, True, False)
-    actual = workers.run(num_stages, fit, *case)
-    expected, losses = oracle(*case)
+    strategy = {**PIPEDREAM, "weight_versions": versions}
+    actual = workers.run(num_stages, fit, num_stages, strategy, {"optimizer": optimizer})
+    expected, losses = oracle(num_stages, versions, optimizer)
     assert largest_difference(actual, expected) < 1e-12
-    sizes = [8, 8, 8, 8, 8, 6]
-    mean = sum(size * loss for size, loss in zip(sizes, losses, strict=True)) / sum(sizes)
+    mean = mean_of(losses)
     assert [logged for _, logged in actual] == pytest.approx([mean] * num_stages, abs=1e-12)
 
 
 def test_is_not_flushed_between_epochs(workers: WorkerPool) -> None:
-    case = (3, "stash", "sgd", False, False)
-    actual = workers.run(3, fit, *case)
-    assert largest_difference(actual, oracle(*case)[0]) < 1e-12
-    assert largest_difference(actual, oracle(3, "stash", "sgd", True, False)[0]) > 1e-6
-
-
-CORRECTION_STEPS = 9
-
-
-def fit_corrected(num_stages: int, versions: str) -> Any:
-    module = make_module(schedule_lr=True)
-    strategy = PipelineStrategy(
-        schedule="pipedream",
-        partition="uniform",
-        weight_versions=versions,
-        staleness_correction="lr",
-        correction_steps=CORRECTION_STEPS,
-    )
-    trainer = make_trainer(
-        devices=num_stages,
-        strategy=strategy,
-        max_epochs=EPOCHS,
-        limit_val_batches=1,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(module, make_loader(), make_loader())
-    return state_of(module), 0.0
+    actual = workers.run(3, fit, 3, PIPEDREAM, {}, {"limit_val_batches": 0})
+    assert largest_difference(actual, oracle(3, drains=False)[0]) < 1e-12
+    assert largest_difference(actual, oracle(3)[0]) > 1e-6
 
 
 @pytest.mark.parametrize("versions", ["stash", "vertical_sync"])
@@ -141,16 +99,22 @@ def fit_corrected(num_stages: int, versions: str) -> Any:
 def test_stale_stages_begin_with_smaller_rates(
     workers: WorkerPool, num_stages: int, versions: str
 ) -> None:
-    actual = workers.run(num_stages, fit_corrected, num_stages, versions)
+    strategy = {
+        **PIPEDREAM,
+        "weight_versions": versions,
+        "staleness_correction": "lr",
+        "correction_steps": CORRECTION_STEPS,
+    }
+    actual = workers.run(num_stages, fit, num_stages, strategy, {"schedule_lr": True})
     last = num_stages - 1
 
     def factor(stage: int, b: int) -> float:
         staleness = last if versions == "vertical_sync" else last - stage
         return max(1, staleness) ** (min(b / CORRECTION_STEPS, 1.0) - 1.0)
 
-    expected, _ = oracle(num_stages, versions, "sgd", True, True, rate_factor=factor)
+    expected, _ = oracle(num_stages, versions, scheduled=True, rate_factor=factor)
     assert largest_difference(actual, expected) < 1e-12
-    plain, _ = oracle(num_stages, versions, "sgd", True, True)
+    plain, _ = oracle(num_stages, versions, scheduled=True)
     assert (largest_difference(actual, plain) > 1e-6) == (num_stages > 2)
 
 
@@ -175,20 +139,13 @@ def foresee(stage: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int
     return lambda count: {n: ahead(n, count).clone().requires_grad_() for n in weights}
 
 
-def fit_predicting(num_stages: int, optimizer: str) -> Any:
-    module = make_module(optimizer=optimizer)
+def fit_predicting(num_stages: int, optimizer: str) -> tuple[Fitted, tuple[int, ...]]:
     strategy = PipelineStrategy(
         schedule="pipedream", partition="uniform", staleness_correction="predict"
     )
-    trainer = make_trainer(
-        devices=num_stages,
-        strategy=strategy,
-        max_epochs=EPOCHS,
-        limit_val_batches=1,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(module, make_loader(), make_loader())
-    return state_of(module), strategy.peak_stash_bytes
+    module = make_module(optimizer=optimizer)
+    trainer_of(num_stages, strategy, {}).fit(module, make_loader(), make_loader())
+    return (state_of(module), 0.0), strategy.peak_stash_bytes
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -196,48 +153,32 @@ def fit_predicting(num_stages: int, optimizer: str) -> Any:
 def test_forwards_see_where_the_optimizer_goes(
     workers: WorkerPool, num_stages: int, optimizer: str
 ) -> None:
-    actual = workers.run(num_stages, fit_predicting, num_stages, optimizer)
-    expected, _ = oracle(num_stages, "stash", optimizer, True, False, foresee=foresee)
+    ranks = workers.run(num_stages, fit_predicting, num_stages, optimizer)
+    actual = [fitted for fitted, _ in ranks]
+    expected, _ = oracle(num_stages, optimizer=optimizer, foresee=foresee)
     assert largest_difference(actual, expected) < 1e-12
-    plain, _ = oracle(num_stages, "stash", optimizer, True, False)
+    plain, _ = oracle(num_stages, optimizer=optimizer)
     assert largest_difference(actual, plain) > 1e-6
-    for stage, (state, stashes) in enumerate(actual):
+    for stage, ((state, _), stashes) in enumerate(ranks):
         own = sum(value.nbytes for value in state.values())
         assert stashes[stage] == (num_stages - stage) * own * (stage < num_stages - 1)
 
 
 def test_update_b_uses_the_learning_rate_of_step_b(workers: WorkerPool) -> None:
-    case = (3, "stash", "sgd", True, True)
-    actual = workers.run(3, fit, *case)
-    assert largest_difference(actual, oracle(*case)[0]) < 1e-12
+    actual = workers.run(3, fit, 3, PIPEDREAM, {"schedule_lr": True})
+    assert largest_difference(actual, oracle(3, scheduled=True)[0]) < 1e-12
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_the_oracle_tells_the_versions_apart(num_stages: int) -> None:
     stash, vertical, none = (
-        oracle(num_stages, versions, "sgd", True, False)[0]
-        for versions in ("stash", "vertical_sync", "none")
+        oracle(num_stages, versions)[0] for versions in ("stash", "vertical_sync", "none")
     )
     for one, other in ((stash, none), (stash, vertical), (vertical, none)):
         assert max(float((one[n] - other[n]).abs().max()) for n in stash) > 1e-6
 
 
-def fit_replicas() -> Any:
-    module = make_module()
-    strategy = PipelineStrategy(schedule="pipedream", num_stages=2, partition="uniform")
-    trainer = make_trainer(
-        devices=4, strategy=strategy, max_epochs=EPOCHS, limit_val_batches=1, num_sanity_val_steps=0
-    )
-    data = make_data(48)
-    sampler = DistributedSampler(data, shuffle=False, **strategy.distributed_sampler_kwargs)
-    trainer.fit(module, DataLoader(data, batch_size=4, sampler=sampler), make_loader(8))
-    return state_of(module), 0.0
-
-
 def test_two_replicas_of_two_stages_equal_the_oracle(workers: WorkerPool) -> None:
-    actual = workers.run(4, fit_replicas)
-    expected, _ = oracle(2, "stash", "sgd", True, False, num_samples=48)
-    assert largest_difference(actual, expected) < 1e-12
-    for first, second in ((0, 1), (2, 3)):
-        left, right = actual[first][0], actual[second][0]
-        assert all(torch.equal(left[name], right[name]) for name in left)
+    actual = workers.run(4, fit_replicas, PIPEDREAM, {})
+    assert largest_difference(actual, oracle(2, num_samples=48)[0]) < 1e-12
+    assert_replicas_agree(actual)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.connect import connect
 from lightning_dist.pipeline.memory_channel import MemoryChannel
-from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.pipeline import Pipeline, WeightVersions
 from lightning_dist.pipeline.runtime import Links
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.transport import DistributedReceiver, DistributedSender
@@ -29,10 +29,10 @@ def model() -> Any:
 
 
 def train(
-    net: Any, rank: int, links: Links, schedule: str, num_microbatches: int
+    net: Any, rank: int, links: Links, schedule: str, num_microbatches: int, **options: Any
 ) -> dict[str, Any]:
     shape = PipelineShape(schedule, num_microbatches, (4, 4), rank)
-    pipeline = Pipeline(net, shape, links)
+    pipeline = Pipeline(net, shape, links, **options)
     optimizer = make_optimizer("sgd", net.parameters())
 
     def step(microbatch: Any) -> torch.Tensor:
@@ -65,11 +65,15 @@ def single() -> dict[str, Any]:
     return dict(net.named_parameters())
 
 
-def in_process(schedule: str, num_microbatches: int) -> dict[str, Any]:
+def in_process(
+    schedule: str, num_microbatches: int, versions: WeightVersions = "stash"
+) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
     channels = connect(MeshShape(pp=2).groups("pp"), torch.device("cpu"), 30.0)
-    state = train(model(), rank, channels.links, schedule, num_microbatches)
+    state = train(
+        model(), rank, channels.links, schedule, num_microbatches, weight_versions=versions
+    )
     channels.close()
     return state
 
@@ -78,6 +82,13 @@ def test_a_plain_loop_equals_a_single_device(workers: WorkerPool) -> None:
     first, second = workers.run(2, in_process, "1f1b", 3)
     for name, value in single().items():
         torch.testing.assert_close({**first, **second}[name], value, rtol=0, atol=1e-12)
+
+
+def test_under_2bw_all_stages_have_the_same_version_anyway(workers: WorkerPool) -> None:
+    stash = workers.run(2, in_process, "pipedream_2bw", 2)
+    vertical = workers.run(2, in_process, "pipedream_2bw", 2, "vertical_sync")
+    for left, right in zip(stash, vertical, strict=True):
+        assert all(torch.equal(left[name], right[name]) for name in left)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])

@@ -231,6 +231,8 @@ def test_the_grid_marks_an_action() -> None:
 def test_sizes_below_one_are_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         build_schedule("1f1b", num_stages=sizes[0], num_microbatches=sizes[1])
+    with pytest.raises(ValueError, match="stages_per_rank=0.*at least 1"):
+        build_schedule("looped_bfs", num_stages=2, num_microbatches=2, stages_per_rank=0)
     with pytest.raises(ValueError, match="zigzag.*1f1b"):
         build_schedule("zigzag", num_stages=2, num_microbatches=2)
 

@@ -30,10 +30,19 @@ def test_the_strategies_have_names() -> None:
     assert lightning_dist.__all__ == [f"{kind}Strategy" for kind in kinds]
 
 
+def test_an_optimizer_without_a_rate_has_a_history_too() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer.param_groups[0]["lr"] = None  # as one that finds its own has it
+    history = HyperparameterHistory(delay=0)
+    history.remember(0, optimizer)
+    with history.of_batch(0, optimizer):
+        assert optimizer.param_groups[0]["lr"] is None
+
+
 def test_an_update_gets_the_learning_rate_of_its_batch() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.5)
     group = optimizer.param_groups[0]
-    history = HyperparameterHistory(delay=2, rate_factor=lambda: 1.0)
+    history = HyperparameterHistory(delay=2)
     for batch in range(3):
         group["lr"] = 1.0 / (batch + 1)
         history.remember(batch, optimizer)
