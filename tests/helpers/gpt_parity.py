@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -66,14 +66,14 @@ class Fitted:
 
     Attributes:
         state: Parameters, those of this rank, made whole.
-        gradients: Of each update, before clipping.
+        gradients: Of all updates, in dim 0, before clipping.
         metrics: At the end.
         predicted: For the data of this rank.
         replica: Which share of the data that is.
     """
 
     state: dict[str, Tensor] = field(default_factory=dict)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     predicted: Tensor = field(default_factory=lambda: torch.empty(0))
     replica: int = 0
@@ -82,27 +82,38 @@ class Fitted:
 def fit(
     devices: int, strategy: Strategy | str, num_samples: int = NUM_SAMPLES, **options: Any
 ) -> Fitted:
-    """Trains for an epoch; all replicas together have the batches of a single device."""
+    """Trains for an epoch; all replicas together have the batches of a single device.
+
+    The last two batches and what is left over serve for validation and prediction.
+    """
     module, fitted = make_gpt(), Fitted()
     trainer = make_trainer(devices=devices, strategy=strategy, gradient_clip_val=0.5, **options)
     share: dict[str, Any] = {"num_replicas": 1, "rank": 0}
     if devices > 1:
         share = trainer.strategy.distributed_sampler_kwargs
     samples = data(num_samples)
-    sampler: Any = DistributedSampler(samples, shuffle=False, **share)
-    loader = DataLoader(samples, BATCH_SIZE // share["num_replicas"], sampler=sampler)
+
+    def loader(samples: Any) -> DataLoader[Any]:
+        sampler: Any = DistributedSampler(samples, shuffle=False, **share)
+        return DataLoader(samples, BATCH_SIZE // share["num_replicas"], sampler=sampler)
+
+    last_batches = range(num_samples - 2 * BATCH_SIZE - num_samples % BATCH_SIZE, num_samples)
+    to_evaluate = loader(Subset(samples, last_batches))
+
+    kept: dict[str, list[Tensor]] = {}
 
     def keep_gradients(*_: Any) -> None:
-        named = module.named_parameters()
-        kept = {n: whole(p.grad).clone() for n, p in named if p.grad is not None}
-        fitted.gradients.append(kept)  # before they are clipped in place
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:  # clipped in place afterwards
+                kept.setdefault(name, []).append(parameter.grad.clone())
 
     module.on_before_optimizer_step = keep_gradients
-    trainer.fit(module, loader, loader)
+    trainer.fit(module, loader(samples), to_evaluate)
     fitted.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    predicted = trainer.predict(module, loader)
+    predicted = trainer.predict(module, to_evaluate)
     assert predicted is not None
     fitted.predicted = torch.cat(list(predicted))
+    fitted.gradients = {name: whole(torch.stack(of_updates)) for name, of_updates in kept.items()}
     fitted.state = {name: whole(p.detach()).clone() for name, p in module.named_parameters()}
     fitted.replica = share["rank"]
     return fitted
@@ -111,7 +122,6 @@ def fit(
 def check_equal(ranks: list[Fitted], single: Fitted, replicas: int, num_updates: int) -> None:
     """Compares what all ranks have with what a single device has."""
     assert {name for found in ranks for name in found.state} == single.state.keys()
-    assert len(single.gradients) == num_updates
     for found in ranks:
         assert found.metrics.keys() == single.metrics.keys()
         for name, metric in single.metrics.items():  # the training loss is each replica's own
@@ -120,11 +130,10 @@ def check_equal(ranks: list[Fitted], single: Fitted, replicas: int, num_updates:
         assert _apart(found.predicted, single.predicted[found.replica :: replicas]) < TOLERANCE
         for name, value in found.state.items():
             assert _apart(value, single.state[name]) < TOLERANCE, name
-        assert len(found.gradients) == num_updates
-        for own, others in zip(found.gradients, single.gradients, strict=True):
-            assert own.keys() == found.state.keys()
-            for name, gradient in own.items():
-                assert _apart(gradient, others[name]) < TOLERANCE, name
+        assert found.gradients.keys() == found.state.keys()
+        for name, gradients in found.gradients.items():
+            assert len(gradients) == num_updates
+            assert _apart(gradients, single.gradients[name]) < TOLERANCE, name
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -65,17 +67,31 @@ CASES = [
 CASES += [(name, "accumulate later", "adamw") for name in (*LATER, "pipeline-2x2")]
 
 
+def fit_each(name: str) -> dict[tuple[str, str], Any]:
+    dials = [(options, optimizer) for entry, options, optimizer in CASES if entry == name]
+    return {(o, optimizer): fit(name, optimizer, OPTIONS[o]) for o, optimizer in dials}
+
+
+single_device = cache(lambda options, optimizer: fit(None, optimizer, OPTIONS[options]))
+
+
+@pytest.fixture(scope="module")
+def fitted(workers: WorkerPool) -> Callable[[str], list[dict[tuple[str, str], Any]]]:
+    """Gives what each rank has of a strategy's cases, which run in one go: torch learns once."""
+    return cache(lambda name: workers.run(ENTRIES[name].devices, fit_each, name, timeout=120.0))
+
+
 @pytest.mark.parametrize(("name", "options", "optimizer"), CASES)
 def test_equals_a_single_device(
-    workers: WorkerPool,
+    fitted: Callable[[str], list[dict[tuple[str, str], Any]]],
     name: str,
     options: str,
     optimizer: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    state, gradients, metrics, steps = fit(None, optimizer, OPTIONS[options])
-    ranks = workers.run(ENTRIES[name].devices, fit, name, optimizer, OPTIONS[options])
+    state, gradients, metrics, steps = single_device(options, optimizer)
+    ranks = [of_rank[options, optimizer] for of_rank in fitted(name)]
     assert {rank[3] for rank in ranks} == {steps}
     for rank in ranks:
         assert rank[2] == ranks[0][2], "each rank must know the same numbers"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
 
 from tests.helpers.gpt_parity import BATCH_SIZE, Fitted, check_equal, fit
 from tests.helpers.workers import WorkerPool
-from tests.integration.mesh.cases import CASES, TENSOR_DIALS, Case, name_of
+from tests.integration.mesh.cases import CASES, TENSOR_DIALS, name_of
 
 
-def fit_on_mesh(case: Case) -> Fitted:
-    return case.fit()
+def fit_each(names: Sequence[str]) -> dict[str, Fitted]:
+    return {name: CASES[name].fit() for name in names}
 
 
 @cache
@@ -20,14 +21,31 @@ def single_device(num_samples: int, accumulate: int) -> Fitted:
     return fit(1, "auto", num_samples, accumulate_grad_batches=accumulate)
 
 
+@pytest.fixture(scope="module")
+def fitted(workers: WorkerPool) -> Callable[[str], list[Fitted]]:
+    """Gives what each rank has of a case; a mesh's cases run in one go.
+
+    Where DTensor puts each operation's result it finds out once per mesh, and for models of this
+    size that takes longer than to train them.
+    """
+
+    @cache
+    def on_mesh(mesh: str) -> list[dict[str, Fitted]]:
+        cases = {name: case for name, case in CASES.items() if name_of(case.sizes) == mesh}
+        (devices,) = {case.devices for case in cases.values()}
+        return workers.run(devices, fit_each, list(cases), timeout=60.0 * len(cases))
+
+    return lambda name: [rank[name] for rank in on_mesh(name_of(CASES[name].sizes))]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_equals_a_single_device(
-    workers: WorkerPool, name: str, monkeypatch: pytest.MonkeyPatch
+    fitted: Callable[[str], list[Fitted]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     case = CASES[name]
     single = single_device(case.num_samples, case.accumulate)
-    ranks = workers.run(case.devices, fit_on_mesh, case, timeout=120.0)
+    ranks = fitted(name)
     num_batches = -(-case.num_samples // BATCH_SIZE)
     check_equal(ranks, single, case.replicas, -(-num_batches // case.accumulate))
 
