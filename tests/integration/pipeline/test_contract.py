@@ -196,7 +196,7 @@ def fit_sleepy(devices: int, schedule: str, sleepy: bool) -> Any:
     trainer = make_trainer(
         devices=devices, strategy=PipelineStrategy(schedule=schedule, partition="uniform")
     )
-    trainer.fit(module, make_loader(64), make_loader(8))
+    trainer.fit(module, make_loader(40), make_loader(8))
     return {name.replace(".layer.", "."): value for name, value in state_of(module).items()}
 
 
@@ -239,8 +239,8 @@ def count_alive(devices: int, schedule: str) -> Any:
     census.watch()
     count = 8 if find_schedules(schedule).update_rule == "flushed" else "auto"
     strategy = PipelineStrategy(schedule=schedule, num_microbatches=count)
-    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=3)
-    trainer.fit(make_module(), make_loader(80), make_loader(8))
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
+    trainer.fit(make_module(), make_loader(64), make_loader(8))
     census.undo()
     assert not census.flights
     return census.peak_versions, census.peak_flights, strategy.peak_stash_bytes
@@ -258,7 +258,7 @@ def test_no_more_versions_and_activations_than_stages_behind(workers: WorkerPool
 def stash_under_vertical_sync(devices: int) -> tuple[tuple[int, ...], int]:
     strategy = PipelineStrategy(schedule="pipedream", weight_versions="vertical_sync")
     module = make_module()
-    make_trainer(devices=devices, strategy=strategy).fit(module, make_loader(80), make_loader(8))
+    make_trainer(devices=devices, strategy=strategy).fit(module, make_loader(64), make_loader(8))
     return strategy.peak_stash_bytes, sum(p.nbytes for p in module.parameters())
 
 
