@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from itertools import accumulate, chain
+from numbers import Integral, Number, Real
 from typing import Any
 
 import torch
@@ -125,8 +126,12 @@ def _is_of_one_sample(entry: Any, num_samples: int) -> bool:
 
 def _is_column(output: Any, num_samples: int) -> bool:
     """Whether a step's output has one entry per sample; a tuple of numbers is several results."""
-    is_results = isinstance(output, tuple) and any(isinstance(e, int | float) for e in output)
+    is_results = isinstance(output, tuple) and any(_is_result(entry) for entry in output)
     return not is_results and _is_per_sample(output, num_samples)
+
+
+def _is_result(entry: Any) -> bool:
+    return entry is None or isinstance(entry, Number)  # numpy's scalars too
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -138,7 +143,7 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
     Returns:
         One tree. Tensors with the samples in dim 0 and lists with an entry per sample (and tuples,
-        unless of numbers) are concatenated, floating zero-dim tensors and floats are averaged with
+        unless of numbers or None) are concatenated, floating zero-dim tensors and floats are averaged with
         the samples as weights, integers are summed, and of anything else the first is taken.
 
     Raises:
@@ -171,8 +176,8 @@ def _merge_leaf(leaves: list[Any], sizes: Sequence[int]) -> Any:
         return torch.cat(leaves)
     if isinstance(first, Tensor) and not first.is_floating_point():
         return torch.stack(leaves).sum()
-    if isinstance(first, Tensor | float):
+    if isinstance(first, Integral):
+        return first if isinstance(first, bool) else sum(leaves)
+    if isinstance(first, Tensor | Real):
         return sum(leaf * (size / sum(sizes)) for leaf, size in zip(leaves, sizes, strict=True))
-    if isinstance(first, int) and not isinstance(first, bool):
-        return sum(leaves)
     return first

@@ -4,6 +4,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -70,6 +71,10 @@ def test_merge_knows_means_sums_and_rows() -> None:
 
 def test_a_tuple_of_numbers_is_several_results_even_of_as_many_samples() -> None:
     assert merge([(1.0, 2.0), (3.0, 4.0)], [2, 2]) == (2.0, 3.0)
+    first, second = np.float32([1, 2]), np.float32([3, 4])
+    assert merge([tuple(first), tuple(second)], [2, 2]) == (2.0, 3.0)
+    assert merge([(None, True), (None, True)], [2, 2]) == (None, True)
+    assert merge([(None, None), (None, None)], [2, 2]) == (None, None)
     assert merge([[1.0, 2.0], [3.0, 4.0]], [2, 2]) == [1.0, 2.0, 3.0, 4.0]
     assert merge([("a", "b"), ("c", "d")], [2, 2]) == ("a", "b", "c", "d")
 

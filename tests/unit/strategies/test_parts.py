@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from torch import nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import lightning_dist
@@ -180,6 +184,82 @@ def test_a_metrics_step_value_is_where_lightning_reads_it() -> None:
     result = _ResultMetric(meta, is_tensor=False)
     result.forward(metric, 1)
     assert float(result._forward_cache) == 4.0
+
+
+def test_a_wrapper_that_is_taken_off_leaves_its_parameters_alone() -> None:
+    heard: list[str] = []
+
+    def hear(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        heard.append("gradients")
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        layer = nn.Linear(2, 1)
+        ddp = nn.parallel.DistributedDataParallel(layer)
+        ddp.register_comm_hook(None, lambda _, bucket: hear(bucket))
+        ddp(torch.ones(1, 2)).sum().backward()
+        assert heard == ["gradients"]
+        lightning_private.remove_gradient_hooks(ddp)
+        ddp(torch.ones(1, 2)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert heard == ["gradients"]
+
+
+class Doubled:
+    """Gives each entry of a sampler twice."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return (entry for entry in self.sampler for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "wrapped"),
+    [
+        ({"batch_size": 2}, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+        ({"batch_size": None}, [0, 0, 1, 1, 2, 2, 3, 3]),
+        ({"batch_sampler": [[3, 0], [1]]}, [[3, 0], [3, 0], [1], [1]]),
+    ],
+)
+def test_a_loader_reads_by_the_wrapped_sampler_until_it_gets_its_own_back(
+    options: dict[str, Any], wrapped: list[Any]
+) -> None:
+    def read() -> list[Any]:
+        return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
+
+    loader: DataLoader[Any] = DataLoader(range(4), **options)  # type: ignore[arg-type]
+    own, samplers = read(), (loader.sampler, loader.batch_sampler)
+    undo = lightning_private.replace_index_sampler(loader, Doubled)
+    assert read() == wrapped
+    undo()
+    assert read() == own
+    assert (loader.sampler, loader.batch_sampler) == samplers
+
+
+class WithLoaders(L.LightningModule):
+    def train_dataloader(self) -> list[str]:
+        return ["train"]
+
+    def val_dataloader(self) -> list[str]:
+        return ["val"]
+
+
+def test_loader_hooks_are_wrapped_where_lightning_calls_them() -> None:
+    trainer, module = quiet_trainer(), WithLoaders()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    loop = trainer.fit_loop
+    sources = [loop._data_source, loop.epoch_loop.val_loop._data_source]
+    undo = lightning_private.replace_loader_hooks(trainer, lambda hook: lambda: ["mine", *hook()])
+    assert [_request_dataloader(s) for s in sources] == [["mine", "train"], ["mine", "val"]]
+    undo()
+    assert [_request_dataloader(s) for s in sources] == [["train"], ["val"]]
 
 
 def test_callbacks_and_rank_are_where_lightning_looks() -> None:

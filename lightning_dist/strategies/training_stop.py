@@ -1,0 +1,109 @@
+"""Training ends on all ranks at the same batch, whoever asks for it.
+
+A rank may set ``trainer.should_stop``, or return -1 from its module's ``on_train_batch_start`` to
+skip the rest of an epoch. Lightning obeys on that rank alone, and the others wait for its gradients
+until the process group's timeout. Here the ranks decide together. What all of them ask for happens
+where it does on a single device; what only some ask for, one batch later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_dist.strategies.joint_decision import JointDecision
+
+_SKIP = -1  # Lightning's word for it
+
+
+def stop_training_together(trainer: pl.Trainer, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Puts joint decisions where Lightning's loops look at a rank's own.
+
+    Validation is decided on by ``should_stop`` too, in ``on_advance_end``. Other places are ends of
+    loops, where all ranks meet.
+
+    Args:
+        trainer: Set up to fit; changed until the returned function is called.
+        group: A gloo group of all ranks.
+
+    Returns:
+        Undoes the changes.
+    """
+    stop = JointDecision(group)
+
+    def decide() -> None:
+        trainer.should_stop = stop.at_boundary(trainer.should_stop)
+
+    def settle() -> None:
+        trainer.should_stop = stop.settle(trainer.should_stop)
+
+    epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    changes = [
+        _change(batches, "on_advance_end", before=decide),
+        _change(batches.val_loop, "run", after=settle),
+        _change(batches, "on_run_start", after=settle),
+        _change(epochs, "on_run_start", after=settle),
+        _change(epochs, "on_advance_end", after=settle),
+    ]
+    if is_overridden("on_train_batch_start", trainer.lightning_module):
+        changes.append(_skip_together(trainer, JointDecision(group)))
+
+    def undo() -> None:
+        for undo_change in reversed(changes):
+            undo_change()
+
+    return undo
+
+
+def _skip_together(trainer: pl.Trainer, skip: JointDecision) -> Callable[[], None]:
+    module = trainer.lightning_module
+    own = module.on_train_batch_start
+
+    @wraps(own)
+    def on_train_batch_start(*args: Any, **kwargs: Any) -> int | None:
+        response = own(*args, **kwargs)
+        return _SKIP if skip.at_boundary(response == _SKIP) else None
+
+    module.on_train_batch_start = on_train_batch_start  # type: ignore[method-assign]
+    keep_epochs_apart = _change(trainer.fit_loop, "on_advance_end", before=skip.forget)
+
+    def undo() -> None:
+        keep_epochs_apart()
+        del module.on_train_batch_start
+
+    return undo
+
+
+def _nothing() -> None: ...
+
+
+def _change(
+    owner: object,
+    name: str,
+    before: Callable[[], None] = _nothing,
+    after: Callable[[], None] = _nothing,
+) -> Callable[[], None]:
+    """Calls something before and after a method of an object; returns what undoes that."""
+    own, previous = getattr(owner, name), vars(owner).get(name)
+
+    @wraps(own)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        before()
+        result = own(*args, **kwargs)
+        after()
+        return result
+
+    setattr(owner, name, method)
+
+    def undo() -> None:
+        if previous is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, previous)
+
+    return undo
