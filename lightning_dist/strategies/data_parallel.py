@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
@@ -23,12 +24,14 @@ from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.drain_hook import drain_before_validation
+from lightning_dist.strategies.epoch_ends import EpochEnds
 from lightning_dist.strategies.evaluation_stop import stop_evaluations_together
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.random_state import RandomStream
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.shared_draws import share_order, with_shared_draws
 from lightning_dist.strategies.synced_batch_norm import SyncedBatchNorm
+from lightning_dist.strategies.training_stop import stop_training_together
 
 _HOOKS, _ITERATORS, _ORDER = range(3)  # what random numbers that all ranks share are for
 
@@ -38,6 +41,8 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
 
     _undo: tuple[Callable[[], None], ...] = ()
     _num_loaders: Counter[tuple[int, bool]]
+    _has_unknown_length = False
+    _ends: EpochEnds | None = None
 
     @abstractmethod
     def drain(self) -> None:
@@ -71,6 +76,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
             trainer: Set up to fit, or to evaluate.
         """
         self._num_loaders = Counter()
+        self._has_unknown_length, self._ends = False, None
         self.guard.connect_signals(trainer, partial(self.seed_data_rank, reading=True))
         if trainer.state.fn != TrainerFn.FITTING:
             everyone = self.group(*self.mesh.sizes)
@@ -84,14 +90,26 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
                 on_train_epoch_end=lambda: None,
                 on_train_end=self.end_training,
                 on_exception=self.on_exception,
-                on_train_epoch_start=self._seed_alike,
+                on_train_epoch_start=self._begin_epoch,
             ),
+            stop_training_together(trainer, self.group(*self.mesh.sizes), self._end_batch),
             self._seed_alike,  # the script goes on with numbers that are the ranks' own no more
         )
         if self.mesh.data_size > 1:
             streams = partial(self._shared_stream, _HOOKS)
             wrap = partial(with_shared_draws, open_stream=streams)
             self._undo += (lightning_private.replace_loader_hooks(trainer, wrap),)
+
+    def _begin_epoch(self) -> None:
+        if self.module.trainer.reload_dataloaders_every_n_epochs:
+            self._check_lengths()
+        self._seed_alike()
+
+    def _check_lengths(self) -> None:
+        everyone = self.group(*self.mesh.sizes)
+        checks.check_lengths(self.module.trainer, everyone)
+        is_unknown = self.reduce_boolean_decision(self._has_unknown_length, all=False)
+        self._ends = EpochEnds(everyone) if is_unknown else None
 
     def _shared_stream(self, *place: int) -> RandomStream:
         """Gives random numbers that depend on the seed, the batch and a place, on no rank."""
@@ -118,7 +136,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         seed_reader: Callable[[], None] | None = None
         if trainer.training:
             seed_reader = partial(self.seed_data_rank, reading=True, early=True)
-        self._undo += (share_order(dataloader, stream, seed_reader),)
+        self._undo += (share_order(dataloader, stream, seed_reader, self._seed_alike),)
 
     @override
     def close_session(self) -> None:
@@ -142,9 +160,19 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         if trainer.state.fn == TrainerFn.FITTING and self.mesh.data_size > 1:
             self._share_order(dataloader)
         if trainer.training:
+            self._has_unknown_length = self._has_unknown_length or sized_len(dataloader) is None
             self._seed_alike()  # its iterator is made next
         return dataloader
 
     @override
     def on_train_start(self) -> None:
-        checks.check_lengths(self.module.trainer, self.group(*self.mesh.sizes))
+        self._check_lengths()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._ends is not None:
+            self._ends.post(is_last=self.module.trainer.is_last_batch)
+
+    def _end_batch(self) -> None:
+        if self._ends is not None:
+            self._ends.check(self.module.trainer.fit_loop.epoch_loop.batch_idx)

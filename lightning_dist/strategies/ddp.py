@@ -266,6 +266,7 @@ class DDPStrategy(DataParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         # Behind the hooks that freeze and unfreeze, ahead of all contexts of the step.
         assert self._trainable is not None
         assert self._local is not None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_dist.pipeline.pipeline import OnComplete
@@ -60,7 +60,9 @@ class DistributedStrategy(ProcessMesh):
             lightning_private.set_sampler_epoch(self.module.trainer, dataloader)
         wants_seeds = os.environ.get("PL_SEED_WORKERS", "0") != "0"
         if wants_seeds and isinstance(dataloader, DataLoader) and not dataloader.worker_init_fn:
-            data_index = self.mesh.data_index(self.global_rank)
+            # An iterable dataset may share its samples out by what its workers draw.
+            is_iterable = isinstance(dataloader.dataset, IterableDataset)
+            data_index = 0 if is_iterable else self.mesh.data_index(self.global_rank)
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=data_index)
         return dataloader
 

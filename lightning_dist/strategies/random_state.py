@@ -61,6 +61,7 @@ class RandomStream:
     def __init__(self, *identity: int) -> None:
         self._identity = identity
         self._inside: list[Any] | None = None
+        self._outside: list[Any] | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -69,16 +70,27 @@ class RandomStream:
         Yields:
             Nothing. The next time it goes on where it has ended.
         """
-        outside = _states()
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        """Begins what :meth:`drawing` does."""
+        self._outside = _states()
         if self._inside is None:
             seed_all(*self._identity, device=torch.device("cpu"))
         else:
             _set_states(self._inside)
-        try:
-            yield
-        finally:
-            self._inside = _states()
-            _set_states(outside)
+
+    def leave(self) -> None:
+        """Ends it; does nothing if it has not begun."""
+        if self._outside is None:
+            return
+        self._inside = _states()
+        _set_states(self._outside)
+        self._outside = None
 
 
 def _states() -> list[Any]:

@@ -9,7 +9,7 @@ where it does on a single device; what only some ask for, one batch later.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +21,9 @@ from lightning_dist.strategies.joint_decision import JointDecision
 _SKIP = -1  # Lightning's word for it
 
 
-def stop_training_together(trainer: pl.Trainer, group: dist.ProcessGroup) -> Callable[[], None]:
+def stop_training_together(
+    trainer: pl.Trainer, group: dist.ProcessGroup, check_batch: Callable[[], None]
+) -> Callable[[], None]:
     """Puts joint decisions where Lightning's loops look at a rank's own.
 
     Validation is decided on by ``should_stop`` too, in ``on_advance_end``. Other places are ends of
@@ -30,6 +32,7 @@ def stop_training_together(trainer: pl.Trainer, group: dist.ProcessGroup) -> Cal
     Args:
         trainer: Set up to fit; changed until the returned function is called.
         group: A gloo group of all ranks.
+        check_batch: Called behind each training batch, ahead of a validation.
 
     Returns:
         Undoes the changes.
@@ -37,6 +40,7 @@ def stop_training_together(trainer: pl.Trainer, group: dist.ProcessGroup) -> Cal
     stop = JointDecision(group)
 
     def decide() -> None:
+        check_batch()
         trainer.should_stop = stop.at_boundary(trainer.should_stop)
 
     def settle() -> None:
@@ -64,22 +68,22 @@ def _skip_together(trainer: pl.Trainer, skip: JointDecision) -> Callable[[], Non
     module = trainer.lightning_module
     own = module.on_train_batch_start
 
-    @wraps(own)
     def on_train_batch_start(*args: Any, **kwargs: Any) -> int | None:
         response = own(*args, **kwargs)
         return _SKIP if skip.at_boundary(response == _SKIP) else None
 
-    module.on_train_batch_start = on_train_batch_start  # type: ignore[method-assign]
-    keep_epochs_apart = _change(trainer.fit_loop, "on_advance_end", before=skip.forget)
+    undo_hook = _replace(module, "on_train_batch_start", on_train_batch_start)
+    undo_end = _change(trainer.fit_loop, "on_advance_end", before=skip.forget)
 
     def undo() -> None:
-        keep_epochs_apart()
-        del module.on_train_batch_start
+        undo_end()
+        undo_hook()
 
     return undo
 
 
-def _nothing() -> None: ...
+def _nothing() -> None:
+    """Does nothing."""
 
 
 def _change(
@@ -88,22 +92,19 @@ def _change(
     before: Callable[[], None] = _nothing,
     after: Callable[[], None] = _nothing,
 ) -> Callable[[], None]:
-    """Calls something before and after a method of an object; returns what undoes that."""
-    own, previous = getattr(owner, name), vars(owner).get(name)
+    own = getattr(owner, name)
 
-    @wraps(own)
     def method(*args: Any, **kwargs: Any) -> Any:
         before()
         result = own(*args, **kwargs)
         after()
         return result
 
-    setattr(owner, name, method)
+    return _replace(owner, name, method)
 
-    def undo() -> None:
-        if previous is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, previous)
 
-    return undo
+def _replace(owner: object, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Replaces a method of one object; returns what undoes that."""
+    had_own, own = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, wraps(own)(method))
+    return partial(setattr, owner, name, own) if had_own else partial(delattr, owner, name)
