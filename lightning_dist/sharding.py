@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from lightning_dist.shards import shard_like
+from lightning_dist.suggestion import shorten
 from lightning_dist.tensor.placements import stacked_dim
 from lightning_dist.wrap import Unit
 
@@ -66,7 +67,11 @@ def shard(
 
     Returns:
         The root.
+
+    Raises:
+        ValueError: A unit's trainable parameters are of several dtypes.
     """
+    _check_dtypes(module, units)
     precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     is_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=is_cuda) if options.offload else OffloadPolicy()
@@ -91,6 +96,30 @@ def shard(
     )
     assert isinstance(root, FSDPModule)
     return root
+
+
+def _check_dtypes(module: nn.Module, units: Sequence[Unit]) -> None:
+    """Checks that a unit's gradients can travel in one buffer, as those of a gather do."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    taken = {
+        parameter
+        for part in module.modules()
+        if isinstance(part, FSDPModule)
+        for parameter in cast(nn.Module, part).parameters()
+    }
+    for unit in [*units, Unit("")]:
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for parameter in module.get_submodule(unit.name).parameters():
+            if parameter.requires_grad and parameter not in taken:
+                by_dtype.setdefault(parameter.dtype, []).append(names[parameter])
+            taken.add(parameter)
+        if len(by_dtype) > 1:
+            held = [f"{dtype} ({shorten(found)})" for dtype, found in by_dtype.items()]
+            raise ValueError(
+                f"The unit {unit.name or '(root)'} would have trainable parameters of several"
+                f" dtypes: {', '.join(held)}. Give them one, or make the modules with another one"
+                " units of their own: wrap=AnyOf([EachBlock(), ByName([...])])."
+            )
 
 
 def _shard_dim(parameter: nn.Parameter) -> Shard | None:

@@ -143,8 +143,9 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
     Returns:
         One tree. Tensors with the samples in dim 0 and lists with an entry per sample (and tuples,
-        unless of numbers or None) are concatenated, floating zero-dim tensors and floats are averaged with
-        the samples as weights, integers are summed, and of anything else the first is taken.
+        unless of numbers or None) are concatenated, floating zero-dim tensors and floats are
+        averaged with the samples as weights, integers are summed, and of anything else the first
+        is taken.
 
     Raises:
         ValueError: The outputs have different numbers of leaves.
@@ -176,8 +177,10 @@ def _merge_leaf(leaves: list[Any], sizes: Sequence[int]) -> Any:
         return torch.cat(leaves)
     if isinstance(first, Tensor) and not first.is_floating_point():
         return torch.stack(leaves).sum()
+    if isinstance(first, bool):
+        return first
     if isinstance(first, Integral):
-        return first if isinstance(first, bool) else sum(leaves)
+        return sum(leaves)
     if isinstance(first, Tensor | Real):
         return sum(leaf * (size / sum(sizes)) for leaf, size in zip(leaves, sizes, strict=True))
     return first

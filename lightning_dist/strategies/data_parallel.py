@@ -101,8 +101,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
             self._undo += (lightning_private.replace_loader_hooks(trainer, wrap),)
 
     def _begin_epoch(self) -> None:
-        if self.module.trainer.reload_dataloaders_every_n_epochs:
-            self._check_lengths()
+        self._check_lengths()  # loaders may have been reloaded
         self._seed_alike()
 
     def _check_lengths(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any, get_args
 
@@ -206,11 +207,30 @@ def check_lengths(trainer: pl.Trainer, group: dist.ProcessGroup) -> None:
         )
 
 
-def check_gradients(module: nn.Module) -> None:
+def check_static_graph(static_graph: bool, num_optimizers: int) -> None:
+    """Checks that each backward can be like the first one.
+
+    Args:
+        static_graph: As given to the strategy.
+        num_optimizers: What ``configure_optimizers`` returned.
+
+    Raises:
+        ValueError: There are several optimizers, whose losses use different parameters.
+    """
+    if static_graph and num_optimizers > 1:
+        raise ValueError(
+            f"static_graph=True does not go with {num_optimizers} optimizers: each one's backward"
+            " uses other parameters, and only those of the first backward would be averaged. Pass"
+            " find_unused_parameters=True in its place."
+        )
+
+
+def check_gradients(module: nn.Module, toggled: Sequence[str] = ()) -> None:
     """Checks that the backward has reached each trainable parameter.
 
     Args:
         module: After a synchronised backward.
+        toggled: Names of parameters that are frozen for the moment, in the middle of a step.
 
     Raises:
         ValueError: It has not.
@@ -221,4 +241,10 @@ def check_gradients(module: nn.Module) -> None:
             f"The loss does not depend on {without[:8]}{' and more' if len(without) > 8 else ''}."
             " Freeze what is not trained with `requires_grad_(False)`, or, if other steps use it,"
             " pass find_unused_parameters=True."
+        )
+    if toggled:
+        raise ValueError(
+            f"The step has frozen {list(toggled[:8])}{' and more' if len(toggled) > 8 else ''}, as"
+            " `toggle_optimizer` does, and called backward: the gradients of the others would wait"
+            " for theirs. Pass find_unused_parameters=True."
         )

@@ -173,6 +173,7 @@ class DDPStrategy(DataParallelStrategy):
         self.hook_into(trainer)
         if is_fitting:
             self.setup_optimizers(trainer)
+            checks.check_static_graph(self._exchange.static_graph, len(self.optimizers))
             self.name_optimizer_groups()
         self.setup_precision_plugin()
 
@@ -311,14 +312,14 @@ class DDPStrategy(DataParallelStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        ddp = self._ddp
-        if ddp is None or not ddp.require_backward_grad_sync:
+        ddp, automatic = self._ddp, self.module.automatic_optimization
+        if ddp is None or (automatic and not ddp.require_backward_grad_sync):
             return
         self._has_synced = True
         assert self._trainable is not None
-        self._trainable.check_step(exactly=self.module.automatic_optimization)
+        self._trainable.check_step(exactly=automatic)
         if not self._exchange.find_unused_parameters:
-            checks.check_gradients(self.module)
+            checks.check_gradients(self.module, self._trainable.left_out())
 
     @override
     def optimizer_step(

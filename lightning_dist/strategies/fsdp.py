@@ -50,8 +50,8 @@ class FSDPStrategy(ShardedStrategy):
         meta_init: Build in ``configure_model`` without memory, and give values shard by shard.
         compile: Compile the units' forwards with ``torch.compile``.
         find_unused_parameters: Allow steps that do not use all parameters. All ranks must still run
-            the same units in a step; they compare before each one, in each step with this option
-            and else in the first few.
+            the same units in a step. They compare before each one in the first few steps, and
+            behind each later step; with this option before each one in all steps.
         compression: Only ``"none"``; other strategies have more.
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.

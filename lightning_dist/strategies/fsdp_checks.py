@@ -52,8 +52,8 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
         is_manual: Whether it should have sharded itself.
 
     Raises:
-        ValueError: It steps by itself, has a parameter without a dimension, has not sharded itself
-            though it should, or the other way round.
+        ValueError: It steps by itself, has a parameter without a dimension or without elements, has
+            not sharded itself though it should, or the other way round.
     """
     is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
     if is_sharded and not is_manual:
@@ -78,4 +78,10 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
         raise ValueError(
             f"The parameters {scalars} have no dimension to shard. Give them one:"
             " `torch.zeros(1)` in place of `torch.tensor(0.0)`."
+        )
+    empty = [n for n, p in module.named_parameters() if p.requires_grad and p.numel() == 0]
+    if empty:
+        raise ValueError(
+            f"The parameters {empty} have no elements, and FSDP cannot reduce their gradients."
+            " Leave them out, or freeze them with `requires_grad_(False)`."
         )

@@ -225,6 +225,7 @@ class ShardedStrategy(DataParallelStrategy):
         Validation, checkpoints and the end of training do so by themselves.
         """
         if self.is_running:
+            self.sharded.settle()
             self.sharded.reshard()
             self.share_buffers()
 

@@ -248,6 +248,15 @@ class ShardedModule:
         else:
             self.module.to(device)
 
+    def settle(self) -> None:
+        """Checks what the ranks have run so far; all of them call it between two steps.
+
+        Raises:
+            ValueError: They have run different units.
+        """
+        if self._agreement is not None:
+            self._agreement.settle()
+
     def reshard(self) -> None:
         """Makes the module's parameters the sharded ones, whatever has run last."""
         reshard(self._root)

@@ -87,6 +87,11 @@ class TrainableSet:
                 " such as on_train_epoch_start or on_train_batch_start."
             )
 
+    def left_out(self) -> list[str]:
+        """Names what has been frozen since the batch began, and got no gradient."""
+        rows = zip(self._names, self._parameters, self._flags, strict=True)
+        return [n for n, p, was in rows if was and not p.requires_grad and p.grad is None]
+
     def close(self, *, failed: bool) -> None:
         """Waits for what is on its way.
 

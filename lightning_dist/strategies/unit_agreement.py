@@ -4,6 +4,12 @@ A unit's parameters come together in a collective, so all ranks must run the sam
 order. When one skips a block that another runs (layers dropped at random, experts chosen by the
 data), gathers of different units meet: the step hangs, or computes with another unit's weights
 without a sign. So before a unit runs the ranks say which it is.
+
+That is one message for each unit, too many to go on for ever. After the first steps a rank notes
+the units that it runs, and posts a fingerprint of the list when the step's forward is over, which
+nobody waits for: it is read a step later, and whenever somebody looks at the weights. A run that
+computes with wrong weights ends there. One that hangs inside of a later step gives no sign before
+its timeout; ``always`` finds it, too.
 """
 
 from __future__ import annotations
@@ -11,12 +17,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 _STEPS_LOOKED_AT = 8
+_ADVICE = (
+    "Each unit is gathered by all ranks together, so a step must run the same modules on all of"
+    " them: choose them by numbers that are the same on all ranks, make the module around them a"
+    " unit, or use DDPStrategy(find_unused_parameters=True)."
+)
 
 
 class UnitAgreement:
@@ -27,7 +39,7 @@ class UnitAgreement:
         units: Names of its units.
         training_group: A gloo group of all ranks: replicas meet in the backward.
         evaluation_group: One of the ranks that compute a forward together.
-        always: Whether to look at all steps; it takes a message for each unit.
+        always: Whether to compare each unit in all steps; it takes a message for each.
     """
 
     def __init__(
@@ -45,6 +57,8 @@ class UnitAgreement:
         # Apart, for replicas may evaluate different numbers of batches, and train as many.
         self._num_steps = {True: 0, False: 0}
         self._is_training = False
+        self._ran: list[int] = []
+        self._pending: dict[bool, tuple[dist.Work, Tensor]] = {}
         for index, name in enumerate(units):
             hook = partial(self._before_unit, index)
             # Ahead of FSDP2's own, which gathers.
@@ -64,16 +78,56 @@ class UnitAgreement:
             ValueError: The ranks run different units.
         """
         self._is_training = training
+        self._ran.clear()
         yield
-        self._compare(len(self._names) - 1)
+        if self._compares_units:
+            self._compare(len(self._names) - 1)
+        else:
+            self._read(training)
+            self._post()
         self._num_steps[training] += 1
 
+    def settle(self) -> None:
+        """Reads what is still on its way; all ranks call it between two steps.
+
+        Raises:
+            ValueError: The ranks have run different units in the last step.
+        """
+        for training in list(self._pending):
+            self._read(training)
+
+    @property
+    def _compares_units(self) -> bool:
+        return self._always or self._num_steps[self._is_training] < _STEPS_LOOKED_AT
+
     def _before_unit(self, index: int, *_: object) -> None:
-        self._compare(index)
+        if self._compares_units:
+            self._compare(index)
+        else:
+            self._ran.append(index)
+
+    def _post(self) -> None:
+        digest = blake2b(repr(self._ran).encode(), digest_size=7).digest()
+        fingerprint = int.from_bytes(digest, "little")
+        extremes = torch.tensor([fingerprint, -fingerprint])
+        group = self._groups[self._is_training]
+        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group, async_op=True)
+        assert work is not None
+        self._pending[self._is_training] = work, extremes
+
+    def _read(self, training: bool) -> None:
+        if training not in self._pending:
+            return
+        work, extremes = self._pending.pop(training)
+        work.wait()
+        if int(extremes[0]) != -int(extremes[1]):
+            raise ValueError(
+                "The ranks have run different units of the sharded model in a step that is over,"
+                f" and may have computed with each other's weights. {_ADVICE} With"
+                " find_unused_parameters=True the ranks compare before each unit and say which."
+            )
 
     def _compare(self, index: int) -> None:
-        if not self._always and self._num_steps[self._is_training] >= _STEPS_LOOKED_AT:
-            return
         own, group = torch.tensor([index]), self._groups[self._is_training]
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everyone, own, group=group)
@@ -82,8 +136,5 @@ class UnitAgreement:
             pairs = zip(dist.get_process_group_ranks(group), found, strict=True)
             where = ", ".join(f"rank {rank} at {self._names[i]!r}" for rank, i in pairs)
             raise ValueError(
-                f"The ranks run different units of the sharded model: {where}. Each unit is"
-                " gathered by all ranks together, so a step must run the same modules on all of"
-                " them: choose them by numbers that are the same on all ranks, make the module"
-                " around them a unit, or use DDPStrategy(find_unused_parameters=True)."
+                f"The ranks run different units of the sharded model: {where}. {_ADVICE}"
             )

@@ -6,14 +6,22 @@ import os
 import time
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from lightning_dist import DDPStrategy
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
 from tests.helpers.workers import WorkerPool
 
 
@@ -175,3 +183,57 @@ def test_manual_optimization(workers: WorkerPool, monkeypatch: pytest.MonkeyPatc
     for found in workers.run(2, fit_manually, 2):
         for one, other in zip(found, expected, strict=True):
             assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+class Gan(L.LightningModule):
+    """Two optimizers in turns, each of which freezes the other one's parameters meanwhile."""
+
+    def __init__(self, toggles: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggles = toggles
+        self.generator = nn.Linear(4, 12)
+        self.critic = nn.Sequential(nn.Linear(12, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real = batch[0].flatten(1)
+        for optimizer, is_critic in zip(self.optimizers(), (False, True), strict=True):
+            if self.toggles:
+                self.toggle_optimizer(optimizer)
+            made = self.critic(self.generator(real[:, :4]))
+            loss = (made - self.critic(real)).mean() if is_critic else -made.mean()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if self.toggles:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.generator, self.critic)
+        return tuple(torch.optim.Adam(part.parameters(), lr=0.01) for part in parts)
+
+
+def fit_gan(devices: int, *options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    module, refused = make_module(Gan), []
+    for wrong in options[1:]:
+        trainer = make_trainer(devices=devices, strategy=DDPStrategy(**wrong))
+        with pytest.raises(ValueError, match="find_unused_parameters=True") as caught:
+            trainer.fit(make_module(Gan), make_loader(32))
+        refused.append(str(caught.value))
+    strategy: Any = DDPStrategy(**options[0]) if devices > 1 else "auto"
+    rank = int(os.environ.get("RANK", "0"))
+    batches = [x[rank::devices] for x, _ in make_loader(32)]
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
+    trainer.fit(module, DataLoader([(x,) for x in batches], batch_size=None))
+    return state_of(module), refused
+
+
+def test_optimizers_in_turns(workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected, _ = fit_gan(1)
+    options = [{"find_unused_parameters": True}, {}, {"static_graph": True}]
+    for state, (plain, static) in workers.run(2, fit_gan, 2, *options):
+        assert all(torch.allclose(state[n], v, 0, 1e-12) for n, v in expected.items())
+        assert "frozen ['critic.0.weight'" in plain
+        assert "find_unused_parameters=True" in plain
+        assert "static_graph=True does not go with 2 optimizers" in static

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_dist import FSDPStrategy
-from lightning_dist.wrap import ByClass, ByName
+from lightning_dist.wrap import AnyOf, ByClass, ByName, EachBlock
 from tests.helpers.models import (
     Classifier,
     make_layers,
     make_loader,
     make_module,
     make_trainer,
+    state_of,
 )
 from tests.helpers.workers import WorkerPool
 
@@ -36,6 +37,29 @@ class Scalar(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class Empty(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+
+class TwoDtypes(Classifier):
+    """Has a layer in fp32; all others are in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.LayerNorm(6)
+
+    def double(self) -> TwoDtypes:
+        super().double()
+        self.single.float()
+        return self
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return super().training_step((self.single(x.float()).double(), y), batch_idx)
 
 
 class StepsItself(Classifier):
@@ -140,6 +164,8 @@ def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[s
     [
         (Idle, {}, 0, r"does not depend on \['spare.weight', 'spare.bias'\].*find_unused"),
         (Scalar, {}, 0, r"\['scale'\] have no dimension.*torch.zeros\(1\)"),
+        (Empty, {}, 0, r"\['nothing'\] have no elements.*requires_grad_\(False\)"),
+        (TwoDtypes, {}, 0, r"\(root\).*float64 \(.*float32 \(single.weight, single.bias\).*ByName"),
         (Quasi, {}, 0, "LBFGS.*DDPStrategy"),
         (Averaging, {}, 0, "EMAWeightAveraging copies the whole model"),
         (Swa, {}, 0, "StochasticWeightAveraging copies the whole model"),
@@ -169,6 +195,36 @@ def test_is_refused_on_each_rank(
         assert seconds < 10
         with pytest.raises(ValueError, match=message):
             raise ValueError(text)
+
+
+class Frozen(Empty):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing.requires_grad_(False)
+
+
+def fit_odd(devices: int) -> list[dict[str, Tensor]]:
+    states = []
+    for kind, wrap in ((Frozen, "auto"), (TwoDtypes, AnyOf([EachBlock(), ByName(["single"])]))):
+        strategy: Any = FSDPStrategy(wrap) if devices > 1 else "auto"
+        module = make_module(kind)
+        make_trainer(devices=devices, strategy=strategy, gradient_clip_val=0.1).fit(
+            module, make_loader(32), make_loader(8)
+        )
+        states.append(state_of(module))
+    return states
+
+
+def test_what_the_advice_says_is_trained_as_on_one_device(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected = fit_odd(1)
+    for states in workers.run(2, fit_odd, 2):
+        for state, alone in zip(states, expected, strict=True):
+            for name, value in alone.items():
+                single = value.dtype == torch.float32
+                assert torch.allclose(state[name], value, 0, 1e-6 if single else 1e-7), name
 
 
 def test_unused_parameters_are_fine_when_told(workers: WorkerPool) -> None:
