@@ -1,8 +1,8 @@
 """What strategies share whose ranks read different data and meet in each step.
 
 Random numbers that depend on the batch alone, and differ between the ranks but for those that share
-the data out; BatchNorm over all ranks on a CPU too; evaluations that end together; whoever looks at
-the weights (validation, a checkpoint, the end of training) finds them the same everywhere.
+the data out; BatchNorm over all ranks on a CPU too; runs that end together; whoever looks at the
+weights (validation, a checkpoint, the end of training) finds them the same everywhere.
 """
 
 from __future__ import annotations

@@ -25,30 +25,35 @@ class Entry:
     devices: int
     replicas: int
     make: Callable[[], Strategy]
+    is_typical: bool = (
+        False  # whether it goes through the long tests, of hooks, logs and tasks, too
+    )
 
 
 PLAN = {"model.*.linear": "colwise_gather"}
 
 ENTRIES: dict[str, Entry] = {
-    "pipeline-gpipe-2": Entry(2, 1, partial(PipelineStrategy, schedule="gpipe")),
+    "pipeline-gpipe-2": Entry(2, 1, partial(PipelineStrategy, schedule="gpipe"), is_typical=True),
     "pipeline-1f1b-4": Entry(4, 1, partial(PipelineStrategy, schedule="1f1b", partition="uniform")),
     "pipeline-2x2": Entry(4, 2, partial(PipelineStrategy, num_stages=2)),
-    "ddp-2": Entry(2, 2, DDPStrategy),
+    "ddp-2": Entry(2, 2, DDPStrategy, is_typical=True),
     "ddp-4": Entry(4, 4, DDPStrategy),
     "ddp-2-static": Entry(2, 2, partial(DDPStrategy, static_graph=True)),
     "ddp-2-buckets": Entry(2, 2, partial(DDPStrategy, bucket_megabytes=0.001)),
-    "fsdp-2": Entry(2, 2, FSDPStrategy),
+    "fsdp-2": Entry(2, 2, FSDPStrategy, is_typical=True),
     "fsdp-4": Entry(4, 4, partial(FSDPStrategy, reshard_after_forward=False)),
     "fsdp-2x2": Entry(4, 4, partial(FSDPStrategy, shard_size=2)),
     "fsdp-2-microsteps": Entry(2, 2, partial(FSDPStrategy, sync_every_microstep=True)),
     "fsdp-2-recompute": Entry(2, 2, partial(FSDPStrategy, activation_checkpointing="full")),
-    "tp-2": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN)),
+    "tp-2": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN), is_typical=True),
     "shard-2-tp-2": Entry(4, 2, partial(MeshStrategy, tp=2, tensor=TensorConfig(plan=PLAN))),
-    "pp-2-shard-2": Entry(4, 2, partial(MeshStrategy, pp=2)),
+    "pp-2-shard-2": Entry(4, 2, partial(MeshStrategy, pp=2), is_typical=True),
     "pp-2-replicate-2": Entry(4, 2, partial(MeshStrategy, pp=2, dp_replicate=2, dp_shard=1)),
     "pp-2-tp-2": Entry(4, 1, partial(MeshStrategy, pp=2, tp=2, tensor=TensorConfig(plan=PLAN))),
     "tp-2x2": Entry(4, 2, partial(TensorParallelStrategy, tp_size=2, plan=PLAN)),
 }
+
+TYPICAL = [name for name, entry in ENTRIES.items() if entry.is_typical]
 
 # Too costly for all tests.
 EIGHT: dict[str, Entry] = {

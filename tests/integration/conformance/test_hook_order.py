@@ -14,7 +14,7 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from tests.helpers.models import make_module
 from tests.helpers.workers import WorkerPool
 from tests.integration.conformance.common import Synced, share, trainer_of
-from tests.integration.conformance.strategies import ENTRIES
+from tests.integration.conformance.strategies import ENTRIES, TYPICAL
 
 OTHER_METHODS = {
     "backward",
@@ -101,9 +101,7 @@ def once(calls: list[str]) -> list[str]:
     return [call for call, before in pairs if call != before or not call.endswith("_step")]
 
 
-@pytest.mark.parametrize(
-    "name", ["pipeline-gpipe-2", "ddp-2", "ddp-2-static", "fsdp-2", "tp-2", "pp-2-shard-2"]
-)
+@pytest.mark.parametrize("name", [*TYPICAL, "ddp-2-static"])
 def test_equals_a_single_device(
     workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests.helpers.models import Classifier, make_module
 from tests.helpers.workers import WorkerPool
 from tests.integration.conformance.common import TOLERANCE, share, trainer_of
-from tests.integration.conformance.strategies import ENTRIES
+from tests.integration.conformance.strategies import ENTRIES, TYPICAL
 
 
 class Logging(Classifier):
@@ -61,9 +61,7 @@ def rows_in(directory: Path) -> list[dict[str, float]]:
         return [{n: float(v) for n, v in row.items() if v} for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize(
-    "name", ["pipeline-gpipe-2", "pipeline-2x2", "ddp-2", "fsdp-2", "tp-2x2", "pp-2-shard-2"]
-)
+@pytest.mark.parametrize("name", [*TYPICAL, "pipeline-2x2", "tp-2x2"])
 def test_equals_a_single_device(
     workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from tests.integration.conformance.common import (
     make_trainer,
     share,
 )
-from tests.integration.conformance.strategies import ENTRIES
+from tests.integration.conformance.strategies import ENTRIES, TYPICAL
 
 
 class InDouble(Synced):
@@ -54,7 +54,7 @@ def fit_test_fit(name: str | None, directory: str) -> Any:
     return state_of(module), tested, summary
 
 
-@pytest.mark.parametrize("name", ["pipeline-gpipe-2", "ddp-2", "fsdp-2", "tp-2", "pp-2-shard-2"])
+@pytest.mark.parametrize("name", TYPICAL)
 def test_equals_a_single_device(
     workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -41,65 +42,85 @@ def fit(compression: Any, accumulate: int, **options: Any) -> dict[str, Tensor]:
     return state_of(module)
 
 
-def reference(dtype: torch.dtype, accumulate: int) -> dict[str, Tensor]:
+def reference(dtype: torch.dtype, accumulate: int, static_graph: bool = False) -> dict[str, Tensor]:
     """Two replicas in one process, which exchange gradients of another type."""
     module = make_module()
     optimizer = make_optimizer("sgd", module.parameters())
     shares = [list(share_of(rank, NUM_SAMPLES)) for rank in range(2)]
+    names = [n for n, _ in module.named_parameters()]
+
+    def exchange(sums: list[list[Tensor]]) -> list[list[Tensor]]:
+        halves = ([g.to(dtype) / 2 for g in of_rank] for of_rank in sums)
+        mean = [(one + other).double() for one, other in zip(*halves, strict=True)]
+        return [mean, mean]
+
     for start in range(0, len(shares[0]), accumulate):
-        gradients = []
-        for batches in shares:
-            module.zero_grad()
-            for x, y in batches[start : start + accumulate]:
-                (F.cross_entropy(module.model(x), y) / accumulate).backward()
-            gradients.append([p.grad.clone() for p in module.parameters()])
-        for parameter, *both in zip(module.parameters(), *gradients, strict=True):
-            first, second = (g.to(dtype) / 2 for g in both)
-            parameter.grad = (first + second).double()
+        sums = [[torch.zeros_like(p) for p in module.parameters()] for _ in shares]
+        for micro in range(start, min(start + accumulate, len(shares[0]))):
+            for rank, (x, y) in enumerate(share[micro] for share in shares):
+                loss = F.cross_entropy(module.model(x), y) / accumulate
+                new = torch.autograd.grad(loss, [module.get_parameter(n) for n in names])
+                sums[rank] = [a + b for a, b in zip(sums[rank], new, strict=True)]
+            if static_graph and micro == 0 and accumulate > 1:
+                sums = exchange(sums)  # a static graph is learned in a synchronised backward
+        for parameter, gradient in zip(module.parameters(), exchange(sums)[0], strict=True):
+            parameter.grad = gradient
         optimizer.step()
     return state_of(module)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("accumulate", "static_graph"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize(("compression", "dtype"), [("fp16", torch.half), ("bf16", torch.bfloat16)])
 def test_half_precision_rounds_once_per_rank(
-    workers: WorkerPool, compression: str, dtype: torch.dtype, accumulate: int
+    workers: WorkerPool, compression: str, dtype: torch.dtype, accumulate: int, static_graph: bool
 ) -> None:
-    expected = reference(dtype, accumulate)
+    expected = reference(dtype, accumulate, static_graph)
     exact = reference(torch.float64, accumulate)
-    for state in workers.run(2, fit, compression, accumulate):
+    for state in workers.run(2, fit_half, compression, accumulate, static_graph):
         for name, value in state.items():
             assert float((value - expected[name]).abs().max()) < 1e-12, name
     assert any(not torch.allclose(expected[n], exact[n], atol=1e-6) for n in exact)
 
 
-def powersgd_loop() -> dict[str, Tensor]:
+def fit_half(compression: str, accumulate: int, static_graph: bool) -> dict[str, Tensor]:
+    return fit(compression, accumulate, static_graph=static_graph)
+
+
+def powersgd_loop(accumulate: int, static_graph: bool) -> dict[str, Tensor]:
     dist.init_process_group("gloo")
     never_destroy([dist.group.WORLD])  # as the strategy does, and for the same reason
     module = make_module()
-    ddp = DistributedDataParallel(module.model)
+    ddp = DistributedDataParallel(module.model, static_graph=static_graph)
     ddp.register_comm_hook(
         powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook
     )
     optimizer = make_optimizer("sgd", ddp.parameters())
-    for x, y in share_of(dist.get_rank(), NUM_SAMPLES):
-        optimizer.zero_grad()
-        F.cross_entropy(ddp(x), y).backward()
-        optimizer.step()
+    for index, (x, y) in enumerate(share_of(dist.get_rank(), NUM_SAMPLES)):
+        is_update = (index + 1) % accumulate == 0
+        # A static graph is learned in the first backward, which must be a synchronised one.
+        sends = is_update or (static_graph and index == 0)
+        with nullcontext() if sends else ddp.no_sync():
+            (F.cross_entropy(ddp(x), y) / accumulate).backward()
+        if is_update:
+            optimizer.step()
+            optimizer.zero_grad()
     return state_of(module)
 
 
-def test_powersgd_equals_a_plain_loop(workers: WorkerPool) -> None:
-    expected = workers.run(2, powersgd_loop)[0]
-    exact = reference(torch.float64, 1)
-    for state in workers.run(2, fit_powersgd):
+@pytest.mark.parametrize(("accumulate", "static_graph"), [(1, False), (2, False), (2, True)])
+def test_powersgd_equals_a_plain_loop(
+    workers: WorkerPool, accumulate: int, static_graph: bool
+) -> None:
+    expected = workers.run(2, powersgd_loop, accumulate, static_graph)[0]
+    exact = reference(torch.float64, accumulate)
+    for state in workers.run(2, fit_powersgd, accumulate, static_graph):
         for name, value in state.items():
             assert float((value - expected[name]).abs().max()) < 1e-12, name
     assert any(not torch.allclose(expected[n], exact[n], atol=1e-6) for n in exact)
 
 
-def fit_powersgd() -> dict[str, Tensor]:
-    return fit("powersgd", 1, **POWERSGD)
+def fit_powersgd(accumulate: int, static_graph: bool) -> dict[str, Tensor]:
+    return fit("powersgd", accumulate, static_graph=static_graph, **POWERSGD)
 
 
 def count_buckets(accumulate: int, static_graph: bool) -> int:
