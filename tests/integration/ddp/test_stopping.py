@@ -20,16 +20,19 @@ STRATEGIES: dict[str, Any] = {
 
 
 class Stopping(Classifier):
-    """Asks in one place of its code at its third batch, on some ranks."""
+    """Asks in one place of its code, at its third batch or at the last one, on some ranks."""
 
     def __init__(self, where: str, ranks: tuple[int, ...]) -> None:
         super().__init__()
         self.where, self.ranks = where, ranks
         self.did: list[str] = []
 
-    def ask(self, where: str, batch_idx: int = 2) -> bool:
+    def ask(self, where: str, batch_idx: int | None = None) -> bool:
         rank = int(os.environ.get("RANK", "0"))
-        asks = where == self.where and batch_idx == 2 and rank in self.ranks
+        place = 5 if self.where.endswith("last") else 2
+        asks = (
+            where == self.where.split(",")[0] and batch_idx in (None, place) and rank in self.ranks
+        )
         if asks and where != "skip":
             self.trainer.should_stop = True
         return asks
@@ -65,6 +68,7 @@ WHERE = [
     "train start",
     "epoch start",
     "skip",
+    "skip, last",
     "step",
     "batch end",
     "validation end",
@@ -96,6 +100,7 @@ LATER = {  # what happens when one of two ranks asks
     "train start": ["0"],
     "epoch start": ["epoch", "0"],
     "skip": [*THREE, "epoch"] * 2 + ["6"],
+    "skip, last": [*FOUR, "validation", "step", "step", "epoch"] * 2 + ["12"],
     "step": [*FOUR, "validation", "epoch", "4"],
     "batch end": [*FOUR, "validation", "epoch", "4"],
     "validation end": [*FOUR, "validation", "epoch", "4"],
