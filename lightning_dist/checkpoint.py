@@ -30,12 +30,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_dist import tied_names
 from lightning_dist.named_optimizer import to_numbers
 from lightning_dist.shards import is_storable, storable
 
 _METADATA_FILE = "lightning.pt"
 _REPLACED_SUFFIX = ".replaced"
-_SECTIONS = {"state_dict": "model", "current_model_state": "current"}
+SECTIONS = {"state_dict": "model", "current_model_state": "current"}
 """What holds the model's tensors: the weights, and, where those are averages, the latest ones."""
 
 
@@ -99,15 +100,21 @@ def load_sharded(
     checkpoint: dict[str, Any] = torch.load(
         resolved / _METADATA_FILE, map_location="cpu", weights_only=weights_only
     )
-    tensors = _read_tensors(resolved, is_wanted, parameters or {})
-    for key in _SECTIONS.keys() & checkpoint.keys():
+    others = tied_names.with_other_names(checkpoint)
+
+    def is_wanted_by_any_name(name: str) -> bool:
+        return any(map(is_wanted, (name, *others.get(name, ()))))
+
+    tensors = _read_tensors(resolved, is_wanted_by_any_name, parameters or {})
+    for key in SECTIONS.keys() & checkpoint.keys():
         extra = {name: value for name, value in checkpoint[key].items() if is_wanted(name)}
-        checkpoint[key] = tensors.pop(_SECTIONS[key], {}) | extra
+        checkpoint[key] = tensors.pop(SECTIONS[key], {}) | extra
     for index, state in enumerate(checkpoint.get("optimizer_states", [])):
         by_parameter = state["state"]
         for key, tensor in tensors.get(f"optimizer.{index}", {}).items():
             name, _, entry = key.rpartition(".")
             by_parameter.setdefault(name, {})[entry] = tensor
+    tied_names.unfold(checkpoint, SECTIONS)
     return checkpoint
 
 
@@ -163,13 +170,14 @@ def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for part in parts:
         if not merged:
-            merged = {**part, **{key: {} for key in _SECTIONS.keys() & part.keys()}}
-        for key in _SECTIONS.keys() & part.keys():
+            merged = {**part, **{key: {} for key in SECTIONS.keys() & part.keys()}}
+        for key in SECTIONS.keys() & part.keys():
             merged[key].update(part[key])
         for index, state in enumerate(part.get("optimizer_states", [])):
             merged["optimizer_states"][index]["state"].update(state["state"])
     if "optimizer_states" in merged:
         merged["optimizer_states"] = [to_numbers(s) for s in merged["optimizer_states"]]
+    tied_names.unfold(merged, SECTIONS)
     return merged
 
 
@@ -187,11 +195,11 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     """Takes the model's and the optimizers' tensors out, keyed as in the files."""
     tensors: dict[str, Tensor] = {}
     rest = dict(checkpoint)
-    for key in _SECTIONS.keys() & checkpoint.keys():
+    for key in SECTIONS.keys() & checkpoint.keys():
         rest[key] = {}
         for name, value in checkpoint[key].items():
             if isinstance(value, Tensor):
-                tensors[f"{_SECTIONS[key]}.{name}"] = storable(value)
+                tensors[f"{SECTIONS[key]}.{name}"] = storable(value)
             else:
                 rest[key][name] = value
     states = []
@@ -213,7 +221,7 @@ def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[
     """Collects the few entries that are not tensors, of modules and optimizers, from all ranks."""
     if group is None:
         return {}
-    sections = sorted(_SECTIONS.keys() & rest.keys())
+    sections = sorted(SECTIONS.keys() & rest.keys())
     own = [rest[key] for key in sections]
     own += [state["state"] for state in rest.get("optimizer_states", [])]
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -237,7 +245,7 @@ def _read_tensors(
     places: dict[str, tuple[str, str]] = {}
     for key, info in metadata.items():
         section, name = _split_key(key)
-        parameter = name if section in _SECTIONS.values() else name.rpartition(".")[0]
+        parameter = name if section in SECTIONS.values() else name.rpartition(".")[0]
         if isinstance(info, TensorStorageMetadata) and is_wanted(parameter):
             wanted[key] = _room_for(info, parameters.get(parameter))
             places[key] = (section, name)
@@ -260,7 +268,7 @@ def _room_for(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
 
 def _split_key(key: str) -> tuple[str, str]:
     section, _, name = key.partition(".")
-    if section in _SECTIONS.values():
+    if section in SECTIONS.values():
         return section, name
     index, _, name = name.partition(".")
     return f"{section}.{index}", name

@@ -9,28 +9,35 @@ numbers of an ordinary checkpoint can be made from the names, and back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dist.shards import shard_like
+from lightning_dist.tied_names import FirstNames
 
 GroupNames = list[list[str]]
 """Names of the whole model's parameters in each group, in the order of the groups."""
 
+_NO_TIES: FirstNames = MappingProxyType({})
 
-def name_groups(optimizer: Optimizer, module: nn.Module) -> GroupNames:
+
+def name_groups(
+    optimizer: Optimizer, module: nn.Module, firsts: FirstNames = _NO_TIES
+) -> GroupNames:
     """Names the parameters of an optimizer.
 
     Args:
-        optimizer: Built on the whole model.
-        module: The whole model.
+        optimizer: Of the module's parameters.
+        module: The whole model, or what this rank holds of it.
+        firsts: In the whole model, where a part of it may know a tied parameter by another name.
 
     Raises:
         ValueError: A parameter is not the module's.
     """
-    names = {id(p): name for name, p in module.named_parameters()}
+    names = {id(p): firsts.get(name, name) for name, p in module.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -54,19 +61,22 @@ def keep_own_parameters(optimizer: Optimizer, module: nn.Module) -> None:
         group["params"] = [p for p in group["params"] if id(p) in own]
 
 
-def state_by_name(optimizer: Optimizer, module: nn.Module, names: GroupNames) -> dict[str, Any]:
+def state_by_name(
+    optimizer: Optimizer, module: nn.Module, names: GroupNames, firsts: FirstNames = _NO_TIES
+) -> dict[str, Any]:
     """Gives an optimizer's state with names for numbers.
 
     Args:
         optimizer: This rank's.
         module: What this rank holds of the model.
         names: All parameters' names by group.
+        firsts: As for :func:`name_groups`.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [all names]}]}``; the state of
         this rank's parameters only.
     """
-    own = name_groups(optimizer, module)
+    own = name_groups(optimizer, module, firsts)
     state_dict = optimizer.state_dict()
     order = [name for group in own for name in group]
     state = {order[index]: values for index, values in state_dict["state"].items()}
@@ -127,7 +137,12 @@ def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
     }
 
 
-def load_by_name(optimizer: Optimizer, module: nn.Module, named: Mapping[str, Any]) -> None:
+def load_by_name(
+    optimizer: Optimizer,
+    module: nn.Module,
+    named: Mapping[str, Any],
+    firsts: FirstNames = _NO_TIES,
+) -> None:
     """Loads the part of a state that is this rank's.
 
     State of a sharded parameter's shape is sharded like it; no rank waits for another.
@@ -136,11 +151,12 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, named: Mapping[str, An
         optimizer: This rank's.
         module: What this rank holds of the model.
         named: Of the whole model or any part that holds this rank's.
+        firsts: As for :func:`name_groups`.
     """
-    own: Sequence[Sequence[str]] = name_groups(optimizer, module)
+    own: Sequence[Sequence[str]] = name_groups(optimizer, module, firsts)
     numbers = {name: i for i, name in enumerate(name for group in own for name in group)}
     position = iter(range(len(numbers)))
-    parameters = dict(module.named_parameters())
+    parameters = {firsts.get(name, name): p for name, p in module.named_parameters()}
     optimizer.load_state_dict(
         {
             "state": {

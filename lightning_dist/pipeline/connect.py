@@ -4,12 +4,13 @@ A pipeline gets one communicator for activations, one for gradients and one for 
 two ranks there is one channel for each of them and each direction, whatever the number of stages
 that use it. Stages on one rank hand over in its memory. Results go from the last stage's rank
 straight to each other one: they are small, and a rank can have those of a batch before the batch's
-gradients come.
+gradients come. Ranks that hold the same parameter have two more communicators, one up the pipeline
+and one down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from lightning_dist.pipeline.channel import Receiver, Sender
 from lightning_dist.pipeline.memory_channel import MemoryChannel
 from lightning_dist.pipeline.runtime import Links
+from lightning_dist.pipeline.tied_sums import TieLinks
 from lightning_dist.pipeline.transport import DistributedReceiver, DistributedSender
 
 # A receive is posted all the time, also while nothing is sent for hours. Who waits for a message
@@ -36,12 +38,14 @@ class Channels:
         results_out: From the last stage's rank to each other one.
         results_in: From the last stage's rank; None on itself.
         groups: The communicators.
+        ties: To ranks that hold the same parameters.
     """
 
     links: Links
     results_out: tuple[Sender, ...]
     results_in: Receiver | None
     groups: tuple[dist.ProcessGroup, ...]
+    ties: TieLinks
 
     def interrupt(self, error: BaseException) -> None:
         """Makes each waiting or later receive raise.
@@ -50,18 +54,22 @@ class Channels:
             error: What to raise.
         """
         self.links.interrupt(error)
-        if self.results_in is not None:
-            self.results_in.interrupt(error)
+        for receiver in self._other_receivers():
+            receiver.interrupt(error)
 
     def close(self) -> None:
         """Ends all channels; each stage must call it."""
-        for sender in self.results_out:
+        for sender in (*self.results_out, *self.ties.outgoing.values()):
             sender.close()
         self.links.close()
-        if self.results_in is not None:
-            self.results_in.close()
+        for receiver in self._other_receivers():
+            receiver.close()
         for group in self.groups:
             dist.destroy_process_group(group)
+
+    def _other_receivers(self) -> list[Receiver]:
+        results = [] if self.results_in is None else [self.results_in]
+        return [*results, *self.ties.incoming.values()]
 
 
 def connect(
@@ -69,6 +77,7 @@ def connect(
     device: torch.device,
     timeout_seconds: float,
     rank_of_stage: Sequence[int] | None = None,
+    holders: Collection[Sequence[int]] = (),
 ) -> Channels:
     """Opens this rank's channels; each rank of the world must call it alike.
 
@@ -77,17 +86,20 @@ def connect(
         device: Where received tensors shall be.
         timeout_seconds: How long a receive waits.
         rank_of_stage: The rank of each stage in its pipeline; None puts one on each.
+        holders: Ranks in a pipeline that hold the same parameter, for each such parameter.
     """
     rank = dist.get_rank()
+    pairs = _pairs(holders)
     own: list[dist.ProcessGroup] = []
     ranks: Sequence[int] = ()
     for candidates in pipelines:
         groups = [
-            dist.new_group(list(candidates), backend="gloo", timeout=_NEVER) for _ in range(3)
+            dist.new_group(list(candidates), backend="gloo", timeout=_NEVER)
+            for _ in range(5 if pairs else 3)
         ]
         if rank in candidates:
             own, ranks = groups, candidates
-    activations, gradients, results = own
+    activations, gradients, results, *of_ties = own
     places = range(len(ranks)) if rank_of_stage is None else rank_of_stage
     homes = [ranks[place] for place in places]
     last = homes[-1]
@@ -101,7 +113,32 @@ def connect(
         tuple(DistributedSender(results, peer) for peer in others) if rank == last else (),
         None if rank == last else receiver(results, last),
         tuple(own),
+        _tie_links(ranks, pairs, of_ties, receiver),
     )
+
+
+def _pairs(holders: Collection[Sequence[int]]) -> list[tuple[int, int]]:
+    """Lists the ranks that speak about parameters: of each the first one with each other one."""
+    pairs = {tuple(sorted((first, other))) for first, *others in holders for other in others}
+    return [(low, high) for low, high in sorted(pairs)]
+
+
+def _tie_links(
+    ranks: Sequence[int],
+    pairs: Sequence[tuple[int, int]],
+    groups: Sequence[dist.ProcessGroup],
+    receiver: Callable[[dist.ProcessGroup, int], Receiver],
+) -> TieLinks:
+    own = ranks.index(dist.get_rank())
+    senders: dict[int, Sender] = {}
+    receivers: dict[int, Receiver] = {}
+    for pair in pairs:
+        if own in pair:
+            is_low, peer = own == pair[0], sum(pair) - own
+            out, back = groups if is_low else reversed(groups)
+            senders[peer] = DistributedSender(out, ranks[peer])
+            receivers[peer] = receiver(back, ranks[peer])
+    return TieLinks(senders, receivers)
 
 
 class _Ends:

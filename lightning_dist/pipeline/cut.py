@@ -4,7 +4,8 @@ The layers of other stages are replaced in place by :class:`ForeignLayer`, never
 parameter keeps the name that it has on a single device, and a state dict means the same under every
 layout. A foreign layer holds no parameters of its own (``parameters()`` is this rank's), but it
 remembers the shape of what it replaced, for those who must see the whole model: the summary, and
-``configure_optimizers``, which decides the groups.
+``configure_optimizers``, which decides the groups. A parameter that it shares with layers of this
+rank stays that parameter there, so what was tied is tied in the whole model too.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ class ForeignLayer(nn.Module):
         layer: The layer that it replaces.
         name: Its name in the sequence.
         stage_index: The stage that has it.
+        stand_ins: As for :func:`skeleton_of`.
     """
 
-    def __init__(self, layer: nn.Module, name: str, stage_index: int) -> None:
+    def __init__(
+        self, layer: nn.Module, name: str, stage_index: int, stand_ins: dict[int, Tensor]
+    ) -> None:
         super().__init__()
         self.name = name
         self.stage_index = stage_index
         # In a tuple, where nn.Module does not look for submodules.
-        self._skeleton = (skeleton_of(layer),)
+        self._skeleton = (skeleton_of(layer, stand_ins),)
 
     @property
     def skeleton(self) -> nn.Module:
@@ -56,24 +60,26 @@ class ForeignLayer(nn.Module):
         )
 
 
-def skeleton_of(module: Module) -> Module:
+def skeleton_of(module: Module, stand_ins: dict[int, Tensor] | None = None) -> Module:
     """Copies a module's structure, with its tensors on the meta device.
 
     Args:
         module: Any; is left as it is.
+        stand_ins: What to take in place of some tensors, by their ids; gets those that are made.
     """
-    return copy.deepcopy(module, _to_meta_memo(module))
+    return _copy_with(module, {} if stand_ins is None else stand_ins, torch.device("meta"))
 
 
-def _to_meta_memo(layer: nn.Module) -> dict[int, object]:
-    """Makes deepcopy put meta tensors where the layer has parameters and buffers."""
-    memo: dict[int, object] = {}
-    for parameter in layer.parameters():
-        meta = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
-    for buffer in layer.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return memo
+def _copy_with(module: Module, stand_ins: dict[int, Tensor], device: torch.device) -> Module:
+    for parameter in module.parameters():
+        if id(parameter) not in stand_ins:
+            empty = torch.empty_like(parameter, device=device)
+            stand_ins[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    for buffer in module.buffers():
+        if id(buffer) not in stand_ins:
+            stand_ins[id(buffer)] = torch.empty_like(buffer, device=device)
+    # What deepcopy finds in its memo it takes for a copy.
+    return copy.deepcopy(module, dict[int, object](stand_ins))
 
 
 def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:
@@ -111,9 +117,11 @@ def cut(
             )
     if is_cut(sequence):
         return
+    kept = [c for (_, c), stage in zip(children, stages, strict=True) if stage in own_stages]
+    stand_ins: dict[int, Tensor] = {id(p): p for layer in kept for p in layer.parameters()}
     for (name, layer), stage in zip(children, stages, strict=True):
         if stage not in own_stages:
-            setattr(sequence, name, ForeignLayer(layer, name, stage))
+            setattr(sequence, name, ForeignLayer(layer, name, stage, stand_ins))
 
 
 def is_cut(sequence: nn.Sequential) -> bool:
@@ -142,10 +150,15 @@ def layer_parameter_counts(sequence: nn.Sequential) -> list[int]:
     Args:
         sequence: The pipelined module, cut or not.
     """
-    return [sum(p.numel() for p in _structure(layer).parameters()) for layer in sequence.children()]
+    return [sum(p.numel() for p in structure(layer).parameters()) for layer in sequence.children()]
 
 
-def _structure(layer: nn.Module) -> nn.Module:
+def structure(layer: nn.Module) -> nn.Module:
+    """Gives a layer, or what is known of it here if it lives on another rank.
+
+    Args:
+        layer: Of a pipelined module, cut or not.
+    """
     return layer.skeleton if isinstance(layer, ForeignLayer) else layer
 
 
@@ -162,18 +175,16 @@ def whole(sequence: nn.Sequential, device: torch.device | None = None) -> Iterat
         Nothing.
     """
     foreign = {n: m for n, m in sequence.named_children() if isinstance(m, ForeignLayer)}
+    stand_ins: dict[int, Tensor] = {id(p): p for p in sequence.parameters()}  # this rank's
     for name, layer in foreign.items():
         skeleton = layer.skeleton
-        setattr(sequence, name, skeleton if device is None else _unwritten(skeleton, device))
+        shown = skeleton if device is None else _copy_with(skeleton, stand_ins, device)
+        setattr(sequence, name, shown)
     try:
         yield
     finally:
         for name, layer in foreign.items():
             setattr(sequence, name, layer)
-
-
-def _unwritten(skeleton: nn.Module, device: torch.device) -> nn.Module:
-    return copy.deepcopy(skeleton).to_empty(device=device)
 
 
 def foreign_state_names(sequence: nn.Sequential) -> set[str]:

@@ -58,6 +58,22 @@ def norm_over(group: dist.ProcessGroup | None = None) -> FindNorm:
     return lambda kinds: _norm(kinds, group)
 
 
+def leaving_out(copies: Callable[[], Iterable[Tensor]], find_norm: FindNorm) -> FindNorm:
+    """Leaves out of a norm what another rank counts.
+
+    Args:
+        copies: Lists the parameters that are not counted here.
+        find_norm: Finds the norm of the others.
+    """
+
+    def find(kinds: Sequence[Sequence[Tensor]]) -> Tensor:
+        others = {id(parameter) for parameter in copies()}
+        counted = [[p for p in alike if id(p) not in others] for alike in kinds]
+        return find_norm([alike for alike in counted if alike])
+
+    return find
+
+
 class NormsAhead:
     """Norms that the stages agree on while they work, for updates that are not yet due.
 

@@ -27,6 +27,7 @@ from lightning_dist.sharding import ShardingOptions
 from lightning_dist.sharding import shard as fully_shard
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
+from lightning_dist.strategies.pipelined_module import refuse_ties
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.step_module import StepModule
 from lightning_dist.tensor.config import TensorConfig
@@ -35,6 +36,12 @@ from lightning_dist.tensor.plan import resolve_plan
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
 from lightning_dist.wrap import ByClass, Unit
 from lightning_dist.wrap_summary import WrapSummary, describe
+
+_NO_SUM_OF_PIECES = (
+    "On a mesh each stage shards and spreads its parameters by itself, and copies on two stages"
+    " need not be cut into the same pieces, so their gradients are not summed here. Use"
+    " PipelineStrategy, whose replicas hold whole stages."
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,9 @@ def _find_split(
 ) -> PipelineSplit | None:
     if stages is None:
         return None
-    return find_split(module, config, stages.size(), stages.get_local_rank())
+    split = find_split(module, config, stages.size(), stages.get_local_rank())
+    refuse_ties(split.ties, _NO_SUM_OF_PIECES)
+    return split
 
 
 def _cut(split: PipelineSplit) -> nn.Sequential:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -28,12 +29,14 @@ from lightning_dist.named_optimizer import (
 )
 from lightning_dist.shards import gather, shard_like
 from lightning_dist.strategies.distributed import DistributedStrategy
+from lightning_dist.tied_names import FirstNames, first_names, fold
 
 
 class LayoutFreeCheckpoints(DistributedStrategy):
     """Saves and loads by parameter name; see the module's docstring."""
 
     _group_names: tuple[GroupNames, ...] = ()
+    _first_names: FirstNames = MappingProxyType({})
 
     @property
     @override
@@ -58,6 +61,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         """Remembers the names of the optimizers' parameters while the module is whole."""
         module = self.module
         self._group_names = tuple(name_groups(optimizer, module) for optimizer in self.optimizers)
+        self._first_names = first_names(module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -69,7 +73,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
                 " BaseFinetuning say, and ranks do not know each other's. Make all groups in"
                 " `configure_optimizers`, or train without checkpoints."
             )
-        return state_by_name(optimizer, self.module, names)
+        return state_by_name(optimizer, self.module, names, self._first_names)
 
     @override
     def save_checkpoint(
@@ -87,6 +91,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             warnings.warn(f"A rank has failed, so {filepath} was not written.", stacklevel=2)
             return
         group = self.group(*self.mesh.sizes)
+        checkpoint = fold(checkpoint, checkpoints.SECTIONS, self._first_names)
         if not self._save_full:
             checkpoints.save_sharded(checkpoint, filepath, group)
             return
@@ -154,4 +159,4 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         module = self.module
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_by_name(optimizer, module, state)
+            load_by_name(optimizer, module, state, self._first_names)

@@ -40,7 +40,12 @@ from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.strategies import lightning_private, pipeline_checks, whole_model_checks
 from lightning_dist.strategies.bracket import bracket_callbacks
-from lightning_dist.strategies.clipping import NormsAhead, clip_by_global_norm, norm_over
+from lightning_dist.strategies.clipping import (
+    NormsAhead,
+    clip_by_global_norm,
+    leaving_out,
+    norm_over,
+)
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.measured import Measurements, gather_measurements
@@ -248,8 +253,9 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     def _complete_early(self, update: int, gradients: Mapping[str, Tensor]) -> None:
         if self.mesh.data_size > 1:
             average(list(gradients.values()), self.data_group)
+        counted = self.session.tied.post(update, gradients)
         if self._norms is not None:
-            self._norms.post(update, gradients.values())
+            self._norms.post(update, counted.values())
 
     def _change_clipping(self, trainer: pl.Trainer) -> tuple[Callable[[], None], ...]:
         rule = self._config.schedules.update_rule
@@ -257,10 +263,16 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             return ()
         self._norms = None
         find_norm = norm_over(self.group("pp"))
+        if self._split.ties:
+            find_norm = leaving_out(self._counted_elsewhere, find_norm)
         if rule is UpdateRule.LATE and pipeline_checks.clips_by_norm(trainer, self.module):
             norms = self._norms = NormsAhead(self.group("pp", purpose="norms"))
             find_norm = lambda _: norms.of(self.session.pipeline.due_update)  # noqa: E731
         return (clip_by_global_norm(self.precision_plugin, find_norm),)
+
+    def _counted_elsewhere(self) -> list[nn.Parameter]:
+        parameters = self.session.pipeline.named_parameters().items()
+        return [p for name, p in parameters if not self.session.tied.counts(name)]
 
     @property
     def session(self) -> Session:

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_dist.pipeline.cut import cut, foreign_state_names, stage_of_layers
+from lightning_dist.pipeline.schedule import UpdateRule
+from lightning_dist.pipeline.ties import Tie, find_ties
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipelined_module import (
     choose_partition,
     find_sequence,
-    refuse_tied_layers,
+    refuse_ties,
+)
+
+_NO_SUM_IN_TIME = (
+    "Under schedule='pipedream' the later stage applies a batch's gradients before the earlier one"
+    " has found its own, so nobody could apply their sum without a bubble. Use"
+    " schedule='pipedream_2bw', which has the time, or a synchronous one."
 )
 
 
@@ -24,12 +32,14 @@ class PipelineSplit:
         sequence: The pipelined module.
         layers_per_stage: The partition.
         stages: This rank's.
+        ties: Parameters that several stages use.
     """
 
     path: str
     sequence: nn.Sequential
     layers_per_stage: tuple[int, ...]
     stages: tuple[int, ...]
+    ties: tuple[Tie, ...]
 
     @property
     def has_last(self) -> bool:
@@ -99,6 +109,8 @@ def find_split(
     path, sequence = find_sequence(module, config.layers)
     rank_of_stage = config.rank_of_stage(num_ranks)
     layers_per_stage = choose_partition(sequence, config.partition, len(rank_of_stage))
-    refuse_tied_layers(sequence, layers_per_stage)
+    ties = find_ties(sequence, layers_per_stage)
+    if config.schedules.update_rule is UpdateRule.EACH:
+        refuse_ties(ties, _NO_SUM_IN_TIME)
     own = tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
-    return PipelineSplit(path, sequence, layers_per_stage, own)
+    return PipelineSplit(path, sequence, layers_per_stage, own, ties)

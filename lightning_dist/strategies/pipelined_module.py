@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.cut import ForeignLayer, layer_parameter_counts, stage_of_layers
+from lightning_dist.pipeline.cut import ForeignLayer, layer_parameter_counts
 from lightning_dist.pipeline.partition import partition_layers, uniform_partition
+from lightning_dist.pipeline.ties import Tie
 
 
 def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
@@ -160,25 +161,18 @@ def choose_partition(
     return counts
 
 
-def refuse_tied_layers(sequence: nn.Sequential, layers_per_stage: Sequence[int]) -> None:
-    """Refuses a parameter that two stages share.
+def refuse_ties(ties: Sequence[Tie], reason: str) -> None:
+    """Refuses parameters that several stages use.
 
     Args:
-        sequence: The pipelined module, not cut yet.
-        layers_per_stage: The partition.
+        ties: All of the pipeline.
+        reason: Why they cannot be, and what else would do; ends with a full stop.
 
     Raises:
         ValueError: There is one.
     """
-    first_use: dict[int, tuple[int, str]] = {}
-    children = zip(stage_of_layers(layers_per_stage), sequence.named_children(), strict=True)
-    for stage, (layer_name, layer) in children:
-        for name, parameter in layer.named_parameters():
-            full_name = f"{layer_name}.{name}"
-            other_stage, other_name = first_use.setdefault(id(parameter), (stage, full_name))
-            if other_stage != stage:
-                raise ValueError(
-                    f"The parameters {other_name!r} (stage {other_stage}) and {full_name!r} (stage"
-                    f" {stage}) are tied, but on different stages they would be trained apart. Put"
-                    " both layers on one stage with `partition=`, or untie them."
-                )
+    if ties:
+        raise ValueError(
+            f"The parameters {ties[0]} are tied. {reason} Or put both layers on one stage with"
+            " `partition=`, or untie them."
+        )

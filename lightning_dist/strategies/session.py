@@ -17,6 +17,8 @@ from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.connect import Channels, connect
 from lightning_dist.pipeline.gradients import Gradients, Returned
 from lightning_dist.pipeline.pipeline import OnComplete, Pipeline
+from lightning_dist.pipeline.tied_sums import TiedSums
+from lightning_dist.pipeline.ties import find_ties
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.stage_metrics import StageMetrics
 from lightning_dist.strategies.step_runner import StepRunner
@@ -63,6 +65,7 @@ class Session:
         metrics: The module's torchmetrics objects.
         runner: Runs the user's steps.
         updates: Applies the gradients.
+        tied: Sums those of parameters that several stages use.
     """
 
     mesh: MeshShape
@@ -71,6 +74,7 @@ class Session:
     metrics: StageMetrics
     runner: StepRunner
     updates: Updates
+    tied: TiedSums
 
     def close(self, *, failed: bool) -> None:
         """Ends everything; each rank must call it.
@@ -112,7 +116,11 @@ def open_session(
     """
     shape = config.shape(run.mesh, run.rank, layers_per_stage)
     homes = shape.rank_of_stage
-    channels = connect(run.mesh.groups("pp"), run.device, run.timeout_seconds, homes)
+    ties = find_ties(sequence, layers_per_stage)
+    holders = {tie.ranks(homes) for tie in ties}
+    channels = connect(run.mesh.groups("pp"), run.device, run.timeout_seconds, homes, holders)
+    tied = TiedSums(ties, homes, shape.rank, channels.ties)
+    tied.share(dict(sequence.named_parameters(remove_duplicate=False)))
     pipeline = Pipeline(
         sequence,
         shape,
@@ -146,6 +154,8 @@ def open_session(
             pipeline,
             run.precision_plugin,
             run.complete_gradients,
+            tied,
             config.rate_correction(shape),
         ),
+        tied,
     )

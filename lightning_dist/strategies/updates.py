@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.rate_correction import RateCorrection
 from lightning_dist.pipeline.schedule import UpdateRule
+from lightning_dist.pipeline.tied_sums import TiedSums
 from lightning_dist.strategies.hyperparameters import HyperparameterHistory
 
 
@@ -26,6 +27,7 @@ class Updates:
         precision_plugin: Runs the hooks, the clipping and the step.
         complete_gradients: Called before each update with the rank's gradients in place, unless
             they were complete before.
+        tied: Sums the gradients of parameters that several stages use.
         rate_correction: For stale weights.
     """
 
@@ -35,12 +37,14 @@ class Updates:
         pipeline: Pipeline,
         precision_plugin: Precision,
         complete_gradients: Callable[[], None],
+        tied: TiedSums,
         rate_correction: RateCorrection | None = None,
     ) -> None:
         self._module = module
         self._pipeline = pipeline
         self._precision_plugin = precision_plugin
         self._complete_gradients = complete_gradients
+        self._tied = tied
         self._history = HyperparameterHistory(
             pipeline.delay,
             None
@@ -62,7 +66,9 @@ class Updates:
             return loss
         self._precision_plugin.pre_backward(loss, self._module)
         is_complete = accumulating or self._pipeline.update_rule is UpdateRule.LATE
-        self._pipeline.install_gradients(None if is_complete else self._complete_gradients)
+        self._pipeline.install_gradients(None if is_complete else self._complete)
+        if not accumulating and self._tied.names:
+            self._tied.install(self._pipeline.due_update, self._pipeline.named_parameters())
         loss = self._precision_plugin.post_backward(loss, self._module)
         if not accumulating:
             self._pipeline.begin_update()
@@ -104,6 +110,13 @@ class Updates:
                         optimizer, model=self._module, closure=lambda: self._install(optimizer)
                     )
                 self._pipeline.end_update()
+
+    def _complete(self) -> None:
+        self._complete_gradients()
+        if self._tied.names:
+            parameters = self._pipeline.named_parameters().items()
+            gradients = {n: p.grad for n, p in parameters if p.grad is not None}
+            self._tied.post(self._pipeline.due_update, gradients)
 
     def _install(self, optimizer: Optimizer) -> Tensor:
         optimizer.zero_grad()
