@@ -102,7 +102,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
         8,
         ["4", "3 layers"],
     ),
-    "tied over stages": (tied, {"pp": 2}, {}, 8, ["0.token.weight", "3.logits.weight", "tied"]),
+    "tied over stages": (
+        tied,
+        {"pp": 2},
+        {},
+        8,
+        ["0.token.weight", "3.logits.weight", "tied", "PipelineStrategy"],
+    ),
     "several optimizers": (
         lambda: TwoOptimizers(width=32, depth=2, num_heads=4),
         {"pp": 2},

@@ -163,6 +163,28 @@ def test_2bw_holds_a_stage_per_rank_behind_and_has_no_bubble(n: int, extra: int,
     assert [schedule.in_flight(rank) for rank in range(n)] == [min(m * k, n - r) for r in range(n)]
 
 
+@given(n=st.integers(2, 8), extra=st.integers(0, 3), k=st.integers(2, 4))
+@quick
+def test_2bw_gives_sums_over_stages_the_time_to_come_back(n: int, extra: int, k: int) -> None:
+    m, forward = n - 1 + extra, 1.0
+    schedule = build_schedule("pipedream_2bw", num_stages=n, num_microbatches=m, num_batches=k)
+    ends = {
+        span.action: span.end_seconds for span in simulate(schedule, StageCosts.uniform(n)).spans
+    }
+
+    def reached(stage: int, mark: Action) -> float:
+        """When a rank is done with all that it computes before an action."""
+        actions = lower(schedule).ranks[stage]
+        return max(ends.get(action, 0.0) for action in actions[: actions.index(mark)])
+
+    for update in range(k - 1):  # the last one is a drain's
+        complete = [reached(s, Action(s, ActionKind.REDUCE_GRAD, update)) for s in range(n)]
+        assert complete == sorted(complete, reverse=True), "later stages have theirs earlier"
+        for stage in range(n):
+            due = reached(stage, Action(stage, ActionKind.STEP, update))
+            assert due - complete[0] >= stage * forward
+
+
 def test_sixty_four_stages_and_a_thousand_microbatches_are_quick() -> None:
     schedule = build_schedule("1f1b", num_stages=64, num_microbatches=1024)
     timeline = simulate(schedule, StageCosts.uniform(64))
