@@ -113,18 +113,16 @@ class TiedSums:
 
         Args:
             update: Which; there must be an :meth:`install` for each.
-            gradients: Complete on this rank, by name. Those of copies must not be written to.
+            gradients: Complete on this rank, by name. Those of copies are given away.
 
         Returns:
             The gradients that this rank counts, sums among them.
         """
         for peer, names in self._elsewhere.items():
-            parts = [gradients.get(name) for name in names]
-            self._links.outgoing[peer].send(parts, port=_port(update, is_sum=False))
-        sums = self._add_up(update, gradients)
+            self._links.outgoing[peer].send([gradients.get(name) for name in names])
+        sums = self._add_up(gradients)
         for peer, names in self._here.items():
-            totals = [sums[name] for name in names]
-            self._links.outgoing[peer].send(totals, port=_port(update, is_sum=True))
+            self._links.outgoing[peer].send([sums[name] for name in names])
         # Clipping writes to what is installed, perhaps before the other has been sent.
         self._sums[update] = {n: None if g is None else g.clone() for n, g in sums.items()}
         known = {**gradients, **{n: g for n, g in sums.items() if g is not None}}
@@ -140,27 +138,19 @@ class TiedSums:
         """
         sums = self._sums.pop(update, {})
         for peer, names in self._elsewhere.items():
-            received = self._links.incoming[peer].receive(port=_port(update, is_sum=True))
+            received = self._links.incoming[peer].receive()
             sums.update(zip(names, received, strict=True))
         for name, total in sums.items():
             if name in parameters:
                 parameters[name].grad = _laid_out_like(parameters[name], total)
 
-    def _add_up(self, update: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    def _add_up(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         sums: dict[str, Tensor | None] = {}
         for peer, names in self._here.items():
-            parts = self._links.incoming[peer].receive(port=_port(update, is_sum=False))
+            parts = self._links.incoming[peer].receive()
             for name, part in zip(names, parts, strict=True):
-                if name not in sums:
-                    own = gradients.get(name)
-                    sums[name] = None if own is None else own.clone()
-                sums[name] = _sum_of(sums[name], part)
+                sums[name] = _sum_of(sums.get(name, gradients.get(name)), part)
         return sums
-
-
-def _port(update: int, *, is_sum: bool) -> int:
-    """Tells what is to be added from what has been; values at the start have port 0."""
-    return 2 * (update + 1) + int(is_sum)
 
 
 def _sum_of(total: Tensor | None, part: Tensor | None) -> Tensor | None:
