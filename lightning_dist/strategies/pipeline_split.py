@@ -13,6 +13,7 @@ from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipelined_module import (
     choose_partition,
     find_sequence,
+    refuse_places_outside,
     refuse_ties,
 )
 
@@ -109,6 +110,8 @@ def find_split(
     path, sequence = find_sequence(module, config.layers)
     rank_of_stage = config.rank_of_stage(num_ranks)
     layers_per_stage = choose_partition(sequence, config.partition, len(rank_of_stage))
+    if len(layers_per_stage) > 1:
+        refuse_places_outside(module, path, sequence)
     ties = find_ties(sequence, layers_per_stage)
     if config.schedules.update_rule is UpdateRule.EACH:
         refuse_ties(ties, _NO_SUM_IN_TIME)

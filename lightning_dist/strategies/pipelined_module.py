@@ -161,6 +161,32 @@ def choose_partition(
     return counts
 
 
+def refuse_places_outside(module: nn.Module, path: str, sequence: nn.Sequential) -> None:
+    """Refuses a parameter of a layer that the module holds outside of the pipelined one too.
+
+    Stages without that layer would have it there all the same, as it was at the start.
+
+    Args:
+        module: The user's module.
+        path: Of the pipelined module in it.
+        sequence: The pipelined module.
+
+    Raises:
+        ValueError: There is one.
+    """
+    inside = {id(p): name for name, p in sequence.named_parameters()}
+    every = module.named_modules(remove_duplicate=False)
+    prefixes = tuple(f"{name}." for name, found in every if found is sequence)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in inside and not name.startswith(prefixes):
+            raise ValueError(
+                f"The parameter '{path}.{inside[id(parameter)]}' is also {name!r}, outside of the"
+                f" pipelined module {path!r}, where stages without its layer could not train it."
+                " Leave that attribute out. To use a parameter twice, give it to two layers of the"
+                " pipelined module; their gradients are summed."
+            )
+
+
 def refuse_ties(ties: Sequence[Tie], reason: str) -> None:
     """Refuses parameters that several stages use.
 

@@ -42,6 +42,12 @@ class Tied(Classifier):
         self.model[5].linear.weight = self.model[0].linear.weight
 
 
+class HeldTwice(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.model[0]
+
+
 class Twice(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.model(batch[0]) + self.model(batch[0]), batch[1])
@@ -108,6 +114,13 @@ CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, A
         {"schedule": "pipedream"},
         {},
         r"'0.linear.weight' \(stage 0\).*'5.linear.weight' \(stage 1\).*tied.*pipedream_2bw",
+    ),
+    "held twice": (
+        2,
+        HeldTwice,
+        {},
+        {},
+        r"'model.0.conv.weight' is also 'first.conv.weight', outside of .*'model'",
     ),
     "called twice": (2, Twice, {}, {}, r"called the pipelined module twice"),
     "not called": (2, NotAtAll, {}, {}, r"without a call of the pipelined module"),
