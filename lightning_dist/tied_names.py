@@ -73,5 +73,7 @@ def with_other_names(checkpoint: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _folded(state: Mapping[str, Any], firsts: FirstNames) -> dict[str, Any]:
-    others = {firsts[name]: value for name, value in state.items() if name in firsts}
-    return others | {name: value for name, value in state.items() if name not in firsts}
+    folded: dict[str, Any] = {}
+    for name, value in state.items():
+        folded.setdefault(firsts.get(name, name), value)  # a part may have several of the names
+    return folded

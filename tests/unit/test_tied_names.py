@@ -39,9 +39,14 @@ def test_a_checkpoint_has_one_tensor_and_gives_back_all_names() -> None:
 def test_a_part_writes_its_copy_by_the_first_name() -> None:
     last = fold({"state_dict": {"2.weight": 1, "2.bias": 2}}, ["state_dict"], FIRSTS)
     assert last["state_dict"] == {"0.weight": 1, "2.bias": 2}
-    # An average of weights stands under the first name only.
-    both = fold({"state_dict": {"0.weight": 1, "2.weight": 5}}, ["state_dict"], FIRSTS)
-    assert both["state_dict"] == {"0.weight": 1}
+    # An average of weights stands under the first of a part's names only.
+    for names in (("0.weight", "2.weight"), ("2.weight", "3.weight")):
+        both = fold(
+            {"state_dict": dict(zip(names, (1, 5), strict=True))},
+            ["state_dict"],
+            {**FIRSTS, "3.weight": "0.weight"},
+        )
+        assert both["state_dict"] == {"0.weight": 1}
 
 
 def test_what_has_no_ties_stays_as_it_is() -> None:
