@@ -18,6 +18,9 @@ Under a synchronous schedule each batch ends with gradients, and :meth:`Pipeline
 to do. Under ``pipedream`` the first ``num_stages - 1 - stage`` batches after a drain only fill the
 pipeline; later ones bring the gradients of the minibatch so many batches ago. Under
 ``pipedream_2bw`` the first one does, and later ones bring those of the batch before.
+
+Ranks that share a parameter each have a copy; :mod:`lightning_dist.pipeline.tied_sums` keeps these
+equal, and is the loop's to call.
 """
 
 from __future__ import annotations
