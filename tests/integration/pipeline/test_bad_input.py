@@ -42,6 +42,12 @@ class Tied(Classifier):
         self.model[5].linear.weight = self.model[0].linear.weight
 
 
+class FailsBeforeItsPart(Tied):
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.global_rank == 0:
+            raise ValueError("no gradient from here")
+
+
 class HeldTwice(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -115,6 +121,7 @@ CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, A
         {},
         r"'0.linear.weight' \(stage 0\).*'5.linear.weight' \(stage 1\).*tied.*pipedream_2bw",
     ),
+    "a sum that never comes": (2, FailsBeforeItsPart, {}, {}, "no gradient from here"),
     "held twice": (
         2,
         HeldTwice,
