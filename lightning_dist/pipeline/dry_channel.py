@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dist.pipeline.loss_weights import WeighedGradients
 from lightning_dist.pipeline.runtime import Links
 from lightning_dist.tree import flatten, unflatten
 
@@ -134,4 +135,4 @@ def dry_links(
 
 def _gradient_of(activation: DryMessage) -> DryMessage:
     wanted = [shape for shape in activation.shapes if shape.requires_grad]
-    return DryMessage.of([torch.empty(s.size, dtype=s.dtype) for s in wanted])
+    return DryMessage.of(WeighedGradients([torch.empty(s.size, dtype=s.dtype) for s in wanted]))

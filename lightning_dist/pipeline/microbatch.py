@@ -134,18 +134,20 @@ def _is_result(entry: Any) -> bool:
     return entry is None or isinstance(entry, Number)  # numpy's scalars too
 
 
-def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def merge(
+    outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None
+) -> Any:
     """Joins the micro-batches' outputs into what the undivided batch would have given.
 
     Args:
         outputs: One tree per micro-batch, all of the same structure.
         sizes: Samples per micro-batch.
+        weights: What each micro-batch's means weigh; None stands for its samples.
 
     Returns:
         One tree. Tensors with the samples in dim 0 and lists with an entry per sample (and tuples,
         unless of numbers or None) are concatenated, floating zero-dim tensors and floats are
-        averaged with the samples as weights, integers are summed, and of anything else the first
-        is taken.
+        averaged with the weights, integers are summed, and of anything else the first is taken.
 
     Raises:
         ValueError: The outputs have different numbers of leaves.
@@ -159,7 +161,8 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
             "A step must return the same structure for each micro-batch, but the numbers of leaves"
             f" were {[len(column) for column in columns]}."
         )
-    merged = iter([_merge_leaf(list(leaves), sizes) for leaves in zip(*columns, strict=True)])
+    shares = sizes if weights is None else weights
+    merged = iter([_merge_leaf(list(leaves), shares) for leaves in zip(*columns, strict=True)])
     return map_leaves(lambda _: next(merged), outputs[0], per_sample[0])
 
 
@@ -169,7 +172,7 @@ def _leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
     return leaves
 
 
-def _merge_leaf(leaves: list[Any], sizes: Sequence[int]) -> Any:
+def _merge_leaf(leaves: list[Any], shares: Sequence[float]) -> Any:
     first = leaves[0]
     if isinstance(first, list | tuple):
         return type(first)(chain.from_iterable(leaves))
@@ -182,5 +185,17 @@ def _merge_leaf(leaves: list[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, Integral):
         return sum(leaves)
     if isinstance(first, Tensor | Real):
-        return sum(leaf * (size / sum(sizes)) for leaf, size in zip(leaves, sizes, strict=True))
+        return mean_of(leaves, shares)
     return first
+
+
+def mean_of(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Averages what micro-batches gave.
+
+    Args:
+        values: One number or tensor for each, all alike.
+        weights: One for each. What weighs nothing does not count, even if it is nan.
+    """
+    total = sum(weights)
+    pairs = [pair for pair in zip(values, weights, strict=True) if pair[1] > 0]
+    return sum(value * (weight / total) for value, weight in pairs) if pairs else values[0]

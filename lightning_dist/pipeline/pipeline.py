@@ -39,6 +39,7 @@ from lightning_dist.pipeline.actions import Action, ActionKind
 from lightning_dist.pipeline.cut import cut, layers_of
 from lightning_dist.pipeline.fingerprint import fingerprint
 from lightning_dist.pipeline.gradients import Gradients, Returned
+from lightning_dist.pipeline.loss_weights import AverageWeight, LossWeights
 from lightning_dist.pipeline.microbatch import batch_size_of, split
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.rounds import Rounds
@@ -70,6 +71,10 @@ def _ignore(*_: object) -> None:
     """Does nothing."""
 
 
+def _same(weight: float | None) -> float | None:
+    return weight
+
+
 class Pipeline:
     """Runs batches through one rank's stages of a pipeline.
 
@@ -88,6 +93,8 @@ class Pipeline:
             asked for.
         on_complete: Called where gradients are complete before their update is due, under
             ``"pipedream_2bw"``.
+        average_weight: Averages what losses weigh over the data replicas, as ``on_complete`` and
+            :meth:`install_gradients`'s ``reduce`` average gradients; called before these.
         predict: Gives copies of parameters as they will be some updates later, for forwards to run
             on under ``"pipedream"``.
         mark_batches: Whether activations carry a fingerprint of their batch, which needs its
@@ -107,6 +114,7 @@ class Pipeline:
         layers: Callable[[int], nn.Module] | None = None,
         gradients: Callable[[], Gradients] = Returned,
         on_complete: OnComplete = _ignore,
+        average_weight: AverageWeight = _same,
         predict: Predict | None = None,
         mark_batches: bool = True,
     ) -> None:
@@ -116,6 +124,8 @@ class Pipeline:
         self.links = links
         self.recorder = Recorder(shape.rank if rank is None else rank, device)
         self._rounds = Rounds(shape)
+        self._on_complete = on_complete
+        self._loss_weights = LossWeights(average_weight)
         self._seam = Seam(sequence, is_whole=shape.num_stages == 1)
 
         def stage(number: int) -> Stage:
@@ -136,8 +146,9 @@ class Pipeline:
             self.stages,
             links,
             self.recorder,
+            self._loss_weights,
             shape.num_microbatches if self._rounds.asynchronous else None,
-            lambda update: on_complete(update, self._held(update)),
+            self._complete_early,
             explain_with(self._rounds.drawn()),
         )
         self._mark_batches = mark_batches
@@ -225,8 +236,9 @@ class Pipeline:
         Args:
             batch: Any tree of tensors with the samples in dim 0, the same on all stages.
             step: Called with each micro-batch; must call the pipelined module once and return the
-                loss, a mean over the micro-batch's samples.
-            gradient_scale: Multiplies the gradients.
+                loss, a mean over the micro-batch's samples; or a dict with it under ``"loss"``, and
+                under ``"weight"`` how much of anything else it is a mean over.
+            gradient_scale: Multiplies the gradients, unless the step says what its loss weighs.
             seed: Names the batch for the random numbers; None counts the batches.
 
         Returns:
@@ -292,11 +304,16 @@ class Pipeline:
             results = self._runtime.run(self._rounds.evaluation(count), work)
         return [results[index] for index in sorted(results)]
 
-    def install_gradients(self, reduce: Callable[[], None] | None = None) -> None:
+    def install_gradients(
+        self, reduce: Callable[[], None] | None = None, *, is_complete: bool = True
+    ) -> None:
         """Moves the held gradients to ``p.grad``, adding to what is there.
 
         Args:
             reduce: Averages ``p.grad`` over the data replicas.
+            is_complete: Whether no other batch adds to them before the update. Then ``p.grad`` is
+                divided by what the losses weigh, if steps say so; see
+                :mod:`lightning_dist.pipeline.loss_weights`.
         """
         update = 0 if self._update is None else self._update.microbatch_index
         for stage in self.stages.values():
@@ -307,6 +324,11 @@ class Pipeline:
                     parameter.grad.add_(gradient)
                 elif gradient is not None:
                     parameter.grad = gradient
+        self._loss_weights.collect(update)
+        if is_complete and self.update_rule is not UpdateRule.LATE:
+            # A dict, for stages of one rank may share a parameter.
+            own = {id(p): p.grad for s in self.stages.values() for p in s.layers.parameters()}
+            self._loss_weights.divide(grad for grad in own.values() if grad is not None)
         if reduce is not None and self._update is not None:
             action = replace(self._update, kind=ActionKind.REDUCE_GRAD)
             with self.recorder.span(SpanKind.COMMUNICATION, action):
@@ -339,6 +361,7 @@ class Pipeline:
     def clear(self) -> None:
         """Forgets everything in flight, after a failure."""
         self._runtime.clear()
+        self._loss_weights.clear()
         self._batches_since_drain = 0
         self._update = None
 
@@ -356,9 +379,12 @@ class Pipeline:
     def _mark(self, batch: Any, *, read_devices: bool) -> int:
         return fingerprint(batch, read_devices=read_devices) if self._mark_batches else 0
 
-    def _held(self, update: int) -> dict[str, Tensor]:
+    def _complete_early(self, update: int) -> None:
         stages = self.stages.values()
-        return {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
+        held = {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
+        self._loss_weights.collect(update)
+        self._loss_weights.divide(held.values())
+        self._on_complete(update, held)
 
     def _run(self, actions: Round, work: Work | None) -> dict[int, Any]:
         runs, owned = self._rounds.parted(actions)

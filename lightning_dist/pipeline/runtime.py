@@ -13,14 +13,15 @@ stage, with which shapes, and where in the schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_dist.pipeline.actions import Action, ActionKind
 from lightning_dist.pipeline.channel import Receiver, Sender, StampError
+from lightning_dist.pipeline.loss import Loss
+from lightning_dist.pipeline.loss_weights import LossWeights, WeighedGradients
 from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.schedule import Schedule
@@ -99,6 +100,7 @@ class Runtime:
         stages: The rank's stages.
         links: Its channels.
         recorder: Where the spans go.
+        loss_weights: Told what each micro-batch's loss weighs.
         microbatches_per_update: Whose gradients are applied together.
         on_complete: Called with an update whose gradients are complete before it is due.
         explain: Draws the schedule around an action, for errors.
@@ -109,6 +111,7 @@ class Runtime:
         stages: Mapping[int, Stage],
         links: Links,
         recorder: Recorder,
+        loss_weights: LossWeights,
         microbatches_per_update: int | None,
         on_complete: Callable[[int], None],
         explain: Callable[[Action], str],
@@ -116,13 +119,14 @@ class Runtime:
         self._stages = stages
         self._links = links
         self._recorder = recorder
+        self._loss_weights = loss_weights
         self._microbatches_per_update = microbatches_per_update
         self._on_complete = on_complete
         self._explain = explain
         self._received: dict[Place, Any] = {}
         self._results: dict[Place, Any] = {}
-        self._gradients_in: dict[Place, list[Tensor | None]] = {}
-        self._gradients_out: dict[Place, list[Tensor | None]] = {}
+        self._gradients_in: dict[Place, WeighedGradients] = {}
+        self._gradients_out: dict[Place, WeighedGradients] = {}
         self._handlers: dict[ActionKind, Callable[[Place, Work | None], None]] = {
             ActionKind.RECV_F: self._receive_activation,
             ActionKind.FORWARD: self._forward,
@@ -197,10 +201,10 @@ class Runtime:
         received = self._received.pop(place, None)
         self._results[place] = stage.forward(index, microbatch, received, work.step, seed)
         if torch.is_grad_enabled() and stage.is_last:
-            scale = microbatch.weight * work.gradient_scale
-            loss = _loss_of(self._results[place])
-            stage.set_loss(index, loss)
-            self._gradients_in[place] = [torch.full_like(loss, scale)] if loss.requires_grad else []
+            loss = Loss.of(self._results[place])
+            share = microbatch.weight * work.gradient_scale
+            roots = stage.set_loss(index, loss.value, share if loss.weight is None else loss.weight)
+            self._take_gradients(place, WeighedGradients.of_loss(roots, loss.weight))
 
     def _send_activation(self, place: Place, work: Work | None) -> None:
         assert work is not None
@@ -212,19 +216,27 @@ class Runtime:
     def _receive_gradient(self, place: Place, _: Work | None) -> None:
         stage, index = place
         port = self._port(stage, index)
-        self._gradients_in[place] = self._links.gradients_in[stage].receive(port=port)
+        self._take_gradients(place, self._links.gradients_in[stage].receive(port=port))
+
+    def _take_gradients(self, place: Place, gradients: WeighedGradients) -> None:
+        self._loss_weights.note(self._update_of(place[1]), place[1], gradients.weight)
+        self._gradients_in[place] = gradients
 
     def _backward(self, place: Place, _: Work | None) -> None:
         stage, index = place
-        self._gradients_out[place] = self._stages[stage].backward(
-            index, self._gradients_in.pop(place), self._update_of(index)
-        )
+        given = self._gradients_in.pop(place)
+        found = self._stages[stage].backward(index, given.gradients, self._update_of(index))
+        self._keep_gradients(place, replace(given, gradients=found))
 
     def _backward_input(self, place: Place, _: Work | None) -> None:
         stage, index = place
-        self._gradients_out[place] = self._stages[stage].backward_input(
-            index, self._gradients_in.pop(place)
-        )
+        given = self._gradients_in.pop(place)
+        found = self._stages[stage].backward_input(index, given.gradients)
+        self._keep_gradients(place, replace(given, gradients=found))
+
+    def _keep_gradients(self, place: Place, gradients: WeighedGradients) -> None:
+        if not self._stages[place[0]].is_first:
+            self._gradients_out[place] = gradients
 
     def _backward_weight(self, place: Place, _: Work | None) -> None:
         stage, index = place
@@ -278,18 +290,6 @@ def explain_with(schedule: Schedule) -> Callable[[Action], str]:
         return f"Schedule {schedule.name}, one row per rank:\n{schedule.format_grid(mark=mark)}"
 
     return explain
-
-
-def _loss_of(result: Any) -> Tensor:
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            f"A training step must return its loss, a tensor of one element, or a dict with it"
-            f" under 'loss', but returned {got}. Skipping a step by returning None is not possible"
-            " in a pipeline: return a loss of zero instead."
-        )
-    return loss
 
 
 def _describe(tree: Any) -> str:

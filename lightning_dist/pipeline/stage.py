@@ -39,7 +39,7 @@ class InFlight:
 
     Attributes:
         inputs: The received tensors; their gradients go to the stage before.
-        outputs: Roots of the graph: the tensors sent on, or the loss.
+        outputs: Roots of the graph: what the layers returned, or the loss.
         layer_input: What the layers ran on.
         weights: What :meth:`WeightPolicy.acquire` gave.
         seed: Names the random numbers of the forward.
@@ -131,17 +131,25 @@ class Stage:
         with seeded(*call.seed, device=self._device):
             result = self._seam.run(in_step, layers, leaves=not self.is_last)
         if torch.is_grad_enabled():
-            self._keep(index, call, result)
+            self._keep(index, call)
         return result
 
-    def set_loss(self, index: int, loss: Tensor) -> None:
+    def set_loss(self, index: int, loss: Tensor, scale: float) -> list[Tensor | None]:
         """Names the root of the last stage's graph.
 
         Args:
             index: The micro-batch.
             loss: What to differentiate, a scalar.
+            scale: Multiplies it.
+
+        Returns:
+            What :meth:`backward` begins with.
         """
-        self._in_flight[index].outputs = [loss] if loss.requires_grad else []
+        flight = self._in_flight[index]
+        # A loss that counts for nothing may be nan (a mean over no tokens). Zeros begin behind it.
+        if scale != 0.0:
+            flight.outputs = [loss] if loss.requires_grad else []
+        return [torch.full_like(output, scale) for output in flight.outputs]
 
     def backward(
         self, index: int, gradients: Sequence[Tensor | None], update: int = 0
@@ -210,7 +218,8 @@ class Stage:
         if self._recomputes:  # the layers may write into what they get
             given = map_tensors(_copy_of, given)
         output = self._run_layers(given, call.weights, call.seed)
-        return map_tensors(_cut_from_graph, output) if self._recomputes else output
+        call.output = map_tensors(_cut_from_graph, output) if self._recomputes else output
+        return call.output
 
     @property
     def _recomputes(self) -> bool:
@@ -224,9 +233,9 @@ class Stage:
                 return self.layers(given)
             return torch.func.functional_call(self.layers, dict(weights.aliases), (given,))
 
-    def _keep(self, index: int, call: _LayerCall, result: Any) -> None:
+    def _keep(self, index: int, call: _LayerCall) -> None:
         inputs = [] if self.is_first else _differentiable(call.layer_input)
-        outputs = [] if self.is_last else _differentiable(result)
+        outputs = _differentiable(call.output)
         self._in_flight[index] = InFlight(
             inputs, outputs, call.layer_input, call.weights, call.seed
         )
@@ -258,6 +267,7 @@ class _LayerCall:
     received: Any
     seed: tuple[int, ...]
     layer_input: Any = None
+    output: Any = None
     weights: WeightVersion | None = None
 
 

@@ -112,7 +112,7 @@ class DryStep:
 
         def run(microbatch: Microbatch) -> Any:
             with self.context():
-                return step(microbatch.content, *rest)
+                return _loss_of(step(microbatch.content, *rest))
 
         pipeline.train_batch(batch, run)
         pipeline.install_gradients()

@@ -20,6 +20,7 @@ from lightning_dist.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.pipeline.tied_sums import TiedSums
 from lightning_dist.pipeline.ties import find_ties
 from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.strategies.replica_weights import ReplicaWeights
 from lightning_dist.strategies.stage_metrics import StageMetrics
 from lightning_dist.strategies.step_runner import StepRunner
 from lightning_dist.strategies.updates import Updates
@@ -132,6 +133,7 @@ def open_session(
         layers=layers,
         gradients=gradients,
         on_complete=run.complete_early,
+        average_weight=ReplicaWeights(run.replicas).average,
         predict=config.prediction(optimizer),
     )
     last_rank = dist.get_process_group_ranks(run.stages)[homes[-1]]

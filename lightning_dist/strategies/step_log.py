@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_dist.pipeline.microbatch import mean_of
 from lightning_dist.shards import whole
 from lightning_dist.strategies.lightning_private import set_step_value, step_value
 
@@ -65,10 +66,17 @@ class BatchLog:
 
 
 @dataclass(slots=True)
+class _Size:
+    """What a micro-batch's values weigh, which may be known only when its step is over."""
+
+    value: float
+
+
+@dataclass(slots=True)
 class _Recorded:
     call: LogCall
     values: list[float] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    sizes: list[_Size] = field(default_factory=list)
 
     def combine(self) -> float:
         if not self.values:
@@ -77,8 +85,7 @@ class _Recorded:
             return _EXTREMES[self.call.reduction](self.values)
         if self.call.reduction == "sum":
             return sum(self.values)
-        pairs = zip(self.values, self.sizes, strict=True)
-        return sum(value * size for value, size in pairs) / sum(self.sizes)
+        return float(mean_of(self.values, [size.value for size in self.sizes]))
 
 
 _EXTREMES: dict[str, Callable[[Sequence[float]], float]] = {
@@ -102,7 +109,7 @@ class StepLog:
             id(m): name for name, m in module.named_modules() if isinstance(m, Metric)
         }
         self._recorded: dict[str, _Recorded] = {}
-        self._num_samples = 0
+        self._size = _Size(0)
 
     @contextmanager
     def recording(self, num_samples: int) -> Iterator[None]:
@@ -114,12 +121,22 @@ class StepLog:
         Yields:
             Nothing.
         """
-        self._num_samples = num_samples
+        self._size = _Size(num_samples)
         self._module.log = self._record  # type: ignore[method-assign]
         try:
             yield
         finally:
             del self._module.log
+
+    def weigh(self, weight: float) -> None:
+        """Gives the micro-batch at hand a weight in the place of its samples.
+
+        Means that are logged with a ``batch_size`` of their own keep that.
+
+        Args:
+            weight: What the step's loss is a mean over.
+        """
+        self._size.value = weight
 
     def take(self, num_samples: int) -> BatchLog:
         """Combines what was recorded since the last call.
@@ -181,7 +198,7 @@ class StepLog:
         entry.call = call
         if number is not None:
             entry.values.append(number)
-            entry.sizes.append(batch_size or self._num_samples)
+            entry.sizes.append(self._size if batch_size is None else _Size(batch_size))
 
     def _number_of(self, name: str, value: Any) -> tuple[float | None, torch.dtype, str | None]:
         if isinstance(value, Metric):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.pipeline.connect import Channels
+from lightning_dist.pipeline.loss import weight_of
 from lightning_dist.pipeline.microbatch import Microbatch, batch_size_of, merge
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.strategies.lightning_private import as_of_training_step
@@ -119,7 +120,11 @@ class StepRunner:
         def step(microbatch: Microbatch) -> Any:
             recording = self._log.recording(microbatch.num_samples)
             with context(), recording, self._metrics.in_step():
-                return method(microbatch.content, *rest)
+                result = method(microbatch.content, *rest)
+            weight = weight_of(result)
+            if weight is not None:
+                self._log.weigh(weight)
+            return result
 
         return step
 
@@ -128,8 +133,7 @@ class StepRunner:
             self._outcomes.publish(None)
             return
         log = self._log.take(batch_size_of(batch) or 1)
-        sizes = self._pipeline.microbatch_sizes
-        result = merge([_cut_from_graph(r) for r in results], sizes)
+        result = _merged([_cut_from_graph(r) for r in results], self._pipeline.microbatch_sizes)
         self._outcomes.publish(Outcome(log, result, should_stop))
 
     def _deliver(self, num_held_back: int) -> None:
@@ -146,6 +150,14 @@ class StepRunner:
         if not self._pipeline.asynchronous or trainer.is_last_batch or is_last_step:
             return 0
         return min(self._pipeline.lag, self._pipeline.batches_since_drain)
+
+
+def _merged(results: list[Any], sizes: Sequence[int]) -> Any:
+    weights = [weight for result in results if (weight := weight_of(result)) is not None]
+    if len(weights) < len(results):
+        return merge(results, sizes)
+    total = sum(result["weight"] for result in results)
+    return {**merge(results, sizes, weights), "weight": total}
 
 
 def _cut_from_graph(result: Any) -> Any:

@@ -65,8 +65,10 @@ class Updates:
         if not self._pipeline.has_gradients:
             return loss
         self._precision_plugin.pre_backward(loss, self._module)
-        is_complete = accumulating or self._pipeline.update_rule is UpdateRule.LATE
-        self._pipeline.install_gradients(None if is_complete else self._complete)
+        is_reduced = accumulating or self._pipeline.update_rule is UpdateRule.LATE
+        self._pipeline.install_gradients(
+            None if is_reduced else self._complete, is_complete=not accumulating
+        )
         if not accumulating and self._tied.names:
             self._tied.install(self._pipeline.due_update, self._pipeline.named_parameters())
         loss = self._precision_plugin.post_backward(loss, self._module)

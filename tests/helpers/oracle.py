@@ -62,25 +62,32 @@ def train_sequentially(
     return losses
 
 
-def train_one_batch_late(
+def train_late(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[tuple[Tensor, Tensor]],
     loss: Callable[[Tensor, Tensor], Tensor],
     drains: Collection[int],
     before_step: Callable[[int], Any] = lambda b: None,
+    staleness: Callable[[str], int] = lambda name: 1,
 ) -> list[float]:
-    """Trains a model in place; drains come before the batches named."""
+    """Trains a model in place; drains come before the batches named.
+
+    The whole model's gradient is taken at weights of which each has its own age. With one update
+    for all that is 2BW, with more of them for earlier stages PipeDream with stashed weights.
+    """
     versions = [_copy(model)]
     drained, losses = 0, []
     for b, (x, y) in enumerate(batches):
         drained = b if b in drains else drained
-        weights = versions[max(drained, b - 1)]
+        weights = {n: versions[max(drained, b - staleness(n))][n] for n in versions[0]}
         result = loss(torch.func.functional_call(model, weights, x), y)
         losses.append(float(result.detach()))
-        gradients = torch.autograd.grad(result, list(weights.values()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
+        own = dict(model.named_parameters())
+        trained = [name for name in weights if own[name].requires_grad]
+        gradients = torch.autograd.grad(result, [weights[name] for name in trained])
+        for name, gradient in zip(trained, gradients, strict=True):
+            own[name].grad = gradient
         before_step(b)
         optimizer.step()
         versions.append(_copy(model))

@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 from lightning_dist import PipelineStrategy
 from lightning_dist.pipeline.pipeline import Pipeline
 from tests.helpers.models import Classifier, make_loader, make_module, make_optimizer
-from tests.helpers.oracle import train_one_batch_late
+from tests.helpers.oracle import train_late
 from tests.helpers.workers import WorkerPool
 from tests.integration.pipeline.common import (
     EPOCHS,
@@ -53,7 +53,7 @@ def oracle(
             assert norm > CLIP
 
     places: Collection[int] = range(0, len(batches), epoch) if drains else ()
-    losses = train_one_batch_late(model, sgd, batches, F.cross_entropy, places, before_step)
+    losses = train_late(model, sgd, batches, F.cross_entropy, places, before_step)
     return {f"model.{n}": p.detach() for n, p in model.named_parameters()}, losses[-epoch:]
 
 

@@ -25,7 +25,7 @@ def test_a_gradient_comes_back_for_each_tensor_that_wants_one() -> None:
     for size in (2, 3):
         sender.send([torch.ones(size, requires_grad=True), torch.ones(9)], port=size)
     for size in (3, 2):  # whatever the order of the backwards
-        (gradient,) = links.gradients_in[0].receive(port=size)
+        (gradient,) = links.gradients_in[0].receive(port=size).gradients
         assert gradient.shape == (size,)
         assert not gradient.requires_grad
 

@@ -1,0 +1,106 @@
+"""Ranks of a pipeline as threads of this process: milliseconds, where processes take seconds.
+
+Threads share torch's generator, so what runs here draws no random numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.pipeline.memory_channel import MemoryChannel
+from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.runtime import Links
+from lightning_dist.pipeline.schedule import UpdateRule
+from lightning_dist.pipeline.shape import PipelineShape
+
+Train = Callable[[nn.Sequential, Pipeline], Any]
+"""Trains a rank's stages; gets the model as it was, without the layers of other ranks."""
+
+
+def memory_links(rank_of_stage: Sequence[int]) -> list[Links]:
+    """Gives each rank its channels."""
+    links = [Links() for _ in range(1 + max(rank_of_stage))]
+    for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
+        down, up = MemoryChannel(), MemoryChannel()
+        links[home].activations_out[stage] = links[next_home].activations_in[stage + 1] = down
+        links[next_home].gradients_out[stage + 1] = links[home].gradients_in[stage] = up
+    return links
+
+
+def run_ranks(
+    make: Callable[[], nn.Sequential], shapes: Sequence[PipelineShape], train: Train, **options: Any
+) -> list[Any]:
+    """Runs a rank for each shape at once, and gives what each returned."""
+    links = memory_links(shapes[0].rank_of_stage)
+    models = [make() for _ in shapes]  # here, for threads share one random generator
+    results: dict[int, Any] = {}
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            pipeline = Pipeline(models[rank], shapes[rank], links[rank], **options)
+            results[rank] = train(models[rank], pipeline)
+        except BaseException as error:
+            failures.append(error)
+            for end in links:
+                end.interrupt(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(shapes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    if failures:
+        raise failures[0]
+    return [results[rank] for rank in range(len(shapes))]
+
+
+def shapes_of(
+    schedule: str, num_microbatches: int, layers_per_stage: tuple[int, ...], num_ranks: int = 2
+) -> list[PipelineShape]:
+    """Gives all ranks of a pipeline."""
+    per_rank = len(layers_per_stage) // num_ranks
+    return [
+        PipelineShape(schedule, num_microbatches, layers_per_stage, rank, per_rank)
+        for rank in range(num_ranks)
+    ]
+
+
+def train_with(
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    batches: Sequence[Any],
+    step: Callable[[nn.Module, Any], Any],
+    accumulate: int = 1,
+    reduce: Callable[[nn.Module], None] = lambda _: None,
+) -> Train:
+    """Makes the loop of a rank; it gives the parameters that the rank holds."""
+
+    def train(model: nn.Sequential, pipeline: Pipeline) -> dict[str, Tensor]:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = make_optimizer(parameters or [nn.Parameter(torch.zeros(()))])
+
+        def update() -> None:
+            late = pipeline.update_rule is UpdateRule.LATE
+            pipeline.install_gradients(None if late else lambda: reduce(model))
+            with pipeline.updating():
+                optimizer.step()
+            optimizer.zero_grad()
+
+        for number, batch in enumerate(batches, 1):
+            scale = 1.0 / accumulate
+            pipeline.train_batch(batch, lambda m: step(model, m.content), gradient_scale=scale)
+            if number % accumulate:
+                pipeline.install_gradients(is_complete=False)
+            elif pipeline.has_gradients:
+                update()
+        for _ in pipeline.drain():
+            update()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    return train

@@ -1,0 +1,146 @@
+"""Whatever layers hand on, hold and freeze: each schedule gives what it must for any model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_dist.pipeline.rounds import Rounds
+from tests.helpers.models import make_optimizer
+from tests.helpers.oracle import train_late
+from tests.helpers.threads import run_ranks, shapes_of, train_with
+
+WIDTH, WORDS = 6, 11
+
+
+@dataclass
+class Text:
+    """What the second half hands on: trained, not trained, whole numbers and a name."""
+
+    hidden: Tensor
+    scale: Tensor
+    tokens: Tensor
+    name: str = "text"
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, tokens: Tensor) -> dict[str, Any]:
+        hidden = self.weight(tokens)
+        return {"tokens": tokens, "hidden": hidden, "length": (tokens > 0).double().mean(1)}
+
+
+class Mix(nn.Module):
+    """A dict in, a tuple out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: dict[str, Any]) -> tuple[Tensor, ...]:
+        hidden = x["hidden"] + torch.tanh(self.linear(self.norm(x["hidden"])))
+        return hidden, hidden.mean(1, keepdim=True), x["length"], x["tokens"]
+
+
+class Scale(nn.Module):
+    """Has no parameters, and leaves one of what it gets unused."""
+
+    def forward(self, x: tuple[Tensor, ...]) -> Text:
+        hidden, _, length, tokens = x
+        return Text(hidden * length[:, None, None], length, tokens)
+
+
+class Split(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Text) -> list[Any]:
+        first, second = self.linear(x.hidden).chunk(2, dim=-1)
+        return [first, {"other": second, "again": first}, x.tokens]
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: list[Any]) -> Tensor:
+        first, rest, tokens = x
+        hidden = (first + rest["other"] * rest["again"]).masked_fill((tokens == 1)[..., None], 0.0)
+        return self.linear(hidden)
+
+
+def make(frozen: tuple[int, ...] = ()) -> nn.Sequential:
+    torch.manual_seed(5)
+    model = nn.Sequential(Embed(), Mix(), Scale(), Split(), Head()).double()
+    for layer in frozen:
+        model[layer].requires_grad_(False)
+    return model
+
+
+def make_batches() -> list[tuple[Tensor, Tensor]]:
+    """Texts of varying length, and a smaller last batch."""
+    generator = torch.Generator().manual_seed(2)
+    sizes = [(6, 5), (6, 3), (6, 8), (6, 5), (5, 2)]
+    tokens = [torch.randint(0, WORDS, size, generator=generator) for size in sizes]
+    return [(t, t.roll(-1, dims=1)) for t in tokens]
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+PARTITIONS = {
+    "1f1b": (2, 3),
+    "zb_h1": (3, 2),
+    "zbv": (1, 1, 1, 2),
+    "interleaved_1f1b": (1, 1, 1, 2),
+    "pipedream": (2, 1, 2),
+    "pipedream_2bw": (2, 1, 2),
+}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return make_optimizer("sgd", parameters)
+
+
+@pytest.mark.parametrize("frozen", [(), (0, 1), (1,), (3, 4)], ids=["none", "first", "second", "last"])
+@pytest.mark.parametrize("schedule", PARTITIONS)
+def test_trees_lengths_and_frozen_layers(schedule: str, frozen: tuple[int, ...]) -> None:
+    partition = PARTITIONS[schedule]
+    num_ranks = 3 if "pipedream" in schedule else 2
+    shapes = shapes_of(schedule, 1 if schedule == "pipedream" else 3, partition, num_ranks)
+    ranks = run_ranks(
+        lambda: make(frozen),
+        shapes,
+        train_with(sgd, make_batches(), lambda model, b: loss_of(model(b[0]), b[1])),
+    )
+    expected = make(frozen)
+    delays = [Rounds(shape).delay for shape in shapes]
+
+    def staleness(name: str) -> int:
+        layer = int(name.partition(".")[0])
+        stage = next(s for s in range(len(partition)) if layer < sum(partition[: s + 1]))
+        return delays[shapes[0].rank_of_stage[stage]]
+
+    train_late(
+        expected,
+        sgd([p for p in expected.parameters() if p.requires_grad]),
+        make_batches(),
+        loss_of,
+        drains=(),
+        staleness=staleness,
+    )
+    found = {name: value for state in ranks for name, value in state.items()}
+    for name, value in expected.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-12)
