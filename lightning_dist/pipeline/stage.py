@@ -23,6 +23,7 @@ from lightning_dist.pipeline.alias import behind_leaf
 from lightning_dist.pipeline.gradients import Gradients
 from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.parted_backward import PartedBackward
+from lightning_dist.pipeline.reweighted import Reweighted
 from lightning_dist.pipeline.seam import Seam
 from lightning_dist.pipeline.weight_policy import WeightPolicy
 from lightning_dist.pipeline.weights import WeightVersion
@@ -79,6 +80,7 @@ class Stage:
         device: torch.device,
     ) -> None:
         self.layers = layers
+        self._reweighted = Reweighted(layers)
         self.is_first = stage_index == 0
         self.is_last = stage_index == num_stages - 1
         self.policy = policy
@@ -167,7 +169,10 @@ class Stage:
         flight = self._in_flight.pop(index)
         outputs, gradients = self._roots(flight, gradients)
         trainable = self._trainable(flight.weights)
-        results = self.gradients.run(outputs, gradients, flight.inputs, trainable, update)
+        results = self._reweighted.run(
+            flight.weights,
+            lambda: self.gradients.run(outputs, gradients, flight.inputs, trainable, update),
+        )
         self.policy.release(flight.weights)
         return results
 
@@ -229,9 +234,7 @@ class Stage:
     def _run_layers(self, value: Any, weights: WeightVersion | None, seed: tuple[int, ...]) -> Any:
         with seeded(*seed, self._stage_index, device=self._device):
             given = map_tensors(behind_leaf, value)
-            if weights is None:
-                return self.layers(given)
-            return torch.func.functional_call(self.layers, dict(weights.aliases), (given,))
+            return self._reweighted.run(weights, lambda: self.layers(given))
 
     def _keep(self, index: int, call: _LayerCall) -> None:
         inputs = [] if self.is_first else _differentiable(call.layer_input)
@@ -249,10 +252,11 @@ class Stage:
         return [o for o, _ in pairs], [g for _, g in pairs]
 
     def _recompute(self, flight: InFlight) -> list[Tensor]:
+        # On copies of the buffers, so that running statistics count each micro-batch once.
+        buffers = {name: b.detach().clone() for name, b in self.layers.named_buffers()}
         with torch.enable_grad():
-            return _differentiable(
-                self._run_layers(flight.layer_input, flight.weights, flight.seed)
-            )
+            weights = WeightVersion(0, buffers)
+            return _differentiable(self._run_layers(flight.layer_input, weights, flight.seed))
 
     def _trainable(self, weights: WeightVersion | None) -> Mapping[str, Tensor]:
         if weights is None:

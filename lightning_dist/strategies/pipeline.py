@@ -346,10 +346,12 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     def drain(self) -> None:
         """Finishes the batches in flight, so that the weights have seen all batches alike.
 
-        All ranks must call it. Validation, checkpoints and the end of training do so by themselves.
+        Buffers (running statistics) become those of the first replica. All ranks must call it.
+        Validation, checkpoints and the end of training do so by themselves.
         """
         if self._session is not None and self.optimizers and self.is_running:
             self._session.updates.drain(self.optimizers[0])
+            broadcast_state(self.module.buffers(), self.data_group)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

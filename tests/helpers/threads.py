@@ -1,6 +1,6 @@
 """Ranks of a pipeline as threads of this process: milliseconds, where processes take seconds.
 
-Threads share torch's generator, so what runs here draws no random numbers.
+Threads share torch's generators, so only one of them runs, until it waits for a message.
 """
 
 from __future__ import annotations
@@ -23,11 +23,26 @@ Train = Callable[[nn.Sequential, Pipeline], Any]
 """Trains a rank's stages; gets the model as it was, without the layers of other ranks."""
 
 
-def memory_links(rank_of_stage: Sequence[int]) -> list[Links]:
+class Yielding(MemoryChannel):
+    """Lets others run while it waits."""
+
+    def __init__(self, turn: threading.Lock) -> None:
+        super().__init__()
+        self._turn = turn
+
+    def receive(self, *, port: int = 0, stamp: int = 0) -> Any:
+        self._turn.release()
+        try:
+            return super().receive(port=port, stamp=stamp)
+        finally:
+            self._turn.acquire()
+
+
+def memory_links(rank_of_stage: Sequence[int], turn: threading.Lock) -> list[Links]:
     """Gives each rank its channels."""
     links = [Links() for _ in range(1 + max(rank_of_stage))]
     for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
-        down, up = MemoryChannel(), MemoryChannel()
+        down, up = Yielding(turn), Yielding(turn)
         links[home].activations_out[stage] = links[next_home].activations_in[stage + 1] = down
         links[next_home].gradients_out[stage + 1] = links[home].gradients_in[stage] = up
     return links
@@ -37,15 +52,17 @@ def run_ranks(
     make: Callable[[], nn.Sequential], shapes: Sequence[PipelineShape], train: Train, **options: Any
 ) -> list[Any]:
     """Runs a rank for each shape at once, and gives what each returned."""
-    links = memory_links(shapes[0].rank_of_stage)
-    models = [make() for _ in shapes]  # here, for threads share one random generator
+    turn = threading.Lock()
+    links = memory_links(shapes[0].rank_of_stage, turn)
+    models = [make() for _ in shapes]
     results: dict[int, Any] = {}
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            pipeline = Pipeline(models[rank], shapes[rank], links[rank], **options)
-            results[rank] = train(models[rank], pipeline)
+            with turn:
+                pipeline = Pipeline(models[rank], shapes[rank], links[rank], **options)
+                results[rank] = train(models[rank], pipeline)
         except BaseException as error:
             failures.append(error)
             for end in links:
@@ -79,7 +96,7 @@ def train_with(
     accumulate: int = 1,
     reduce: Callable[[nn.Module], None] = lambda _: None,
 ) -> Train:
-    """Makes the loop of a rank; it gives the parameters that the rank holds."""
+    """Makes the loop of a rank; it gives the state that the rank holds."""
 
     def train(model: nn.Sequential, pipeline: Pipeline) -> dict[str, Tensor]:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -101,6 +118,6 @@ def train_with(
                 update()
         for _ in pipeline.drain():
             update()
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return {name: value.clone() for name, value in model.state_dict().items()}
 
     return train

@@ -1,0 +1,47 @@
+"""Run something while a stage's layers have the weights of another version.
+
+A forward needs that, and so does its backward: layers that compute their activations anew
+(``torch.utils.checkpoint``) read their weights then, when the optimizer has written newer ones. The
+gradients would still come out for the old version, but of activations that it never gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from lightning_dist.pipeline.weights import WeightVersion
+
+T = TypeVar("T")
+
+
+class Reweighted(nn.Module):
+    """Lends versions of weights to layers.
+
+    Args:
+        layers: Of a stage.
+    """
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def run(self, version: WeightVersion | None, function: Callable[[], T]) -> T:
+        """Runs a function with the weights of a version in the place of the layers' own.
+
+        Args:
+            version: None leaves the layers their own.
+            function: Runs the layers, or what they run in.
+        """
+        if version is None:
+            return function()
+        lent = {f"layers.{name}": alias for name, alias in version.aliases.items()}
+        result: T = torch.func.functional_call(self, lent, (function,))
+        return result
+
+    def forward(self, function: Callable[[], T]) -> T:
+        """Runs a function."""
+        return function()
