@@ -65,8 +65,8 @@ def train_sequentially(
 def train_late(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: Sequence[tuple[Tensor, Tensor]],
-    loss: Callable[[Tensor, Tensor], Tensor],
+    batches: Sequence[tuple[Any, Any]],
+    loss: Callable[[Any, Any], Tensor],
     drains: Collection[int],
     before_step: Callable[[int], Any] = lambda b: None,
     staleness: Callable[[str], int] = lambda name: 1,

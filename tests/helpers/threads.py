@@ -59,6 +59,7 @@ def run_ranks(
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:
+        torch.set_num_threads(1)  # of this thread; more of them than cores wait for each other
         try:
             with turn:
                 pipeline = Pipeline(models[rank], shapes[rank], links[rank], **options)
