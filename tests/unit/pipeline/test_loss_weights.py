@@ -40,8 +40,9 @@ def make_batches(count: int = 4, rows: int = 6) -> list[Batch]:
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Means over words; of none it is nan, and so is its gradient."""
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return losses / (targets != IGNORED).sum()
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    counted = (targets != IGNORED).flatten()
+    return (losses * counted).sum() / counted.sum()
 
 
 def weighed(model: nn.Module, batch: Batch) -> dict[str, Any]:
