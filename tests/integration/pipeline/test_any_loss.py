@@ -66,7 +66,7 @@ class Words(L.LightningModule):
         tokens, targets = batch
         loss = mean_over_words(self.model(tokens), targets)
         self.log("loss", loss, on_step=True, on_epoch=True)
-        count = (targets != IGNORED).sum()
+        count = (targets != IGNORED).sum().double()
         return {"loss": loss, "weight": count} if self.weighs else loss
 
     def on_train_batch_end(self, outputs: Any, *_: Any) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,11 @@ def test_merge_knows_means_sums_and_rows() -> None:
     assert float(merged["mean"]) == pytest.approx(2.0)
     assert (merged["count"], merged["tag"]) == (7, "a")
     assert merge([None, None], [1, 1]) is None
+    weighed = merge(outputs, [2, 1], [1.0, 3.0])
+    assert (weighed["rows"].shape, float(weighed["mean"]), weighed["count"]) == ((3, 3), 3.25, 7)
+    nothing = [{"mean": torch.tensor(float("nan"))}, {"mean": torch.tensor(4.0)}]
+    assert float(merge(nothing, [2, 1], [0.0, 3.0])["mean"]) == 4.0
+    assert math.isnan(float(merge(nothing, [2, 1], [0.0, 0.0])["mean"]))
     with pytest.raises(ValueError, match=r"same structure.*\[1, 2\]"):
         merge([[1], [1, 2]], [1, 1])
 
