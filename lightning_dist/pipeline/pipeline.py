@@ -48,6 +48,7 @@ from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.seam import Seam
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.stage import Stage, Step
+from lightning_dist.pipeline.staleness import StalenessMeter, UpdateReport
 from lightning_dist.pipeline.stream import Round
 from lightning_dist.pipeline.timeline import SpanKind
 from lightning_dist.pipeline.weight_policy import (
@@ -99,6 +100,8 @@ class Pipeline:
             on under ``"pipedream"``.
         mark_batches: Whether activations carry a fingerprint of their batch, which needs its
             values.
+        measure_discrepancy: Whether :attr:`reports` say how far weights have moved from a batch's
+            forward to its update.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Pipeline:
         average_weight: AverageWeight = _same,
         predict: Predict | None = None,
         mark_batches: bool = True,
+        measure_discrepancy: bool = False,
     ) -> None:
         cut(sequence, shape.layers_per_stage, shape.stages)
         device = device or torch.device("cpu")
@@ -130,13 +134,15 @@ class Pipeline:
 
         def stage(number: int) -> Stage:
             own = layers_of(sequence, shape.layers_per_stage, number)
+            policy = self._policy(own, number, weight_versions, predict, measure_discrepancy)
             return Stage(
                 self._seam,
                 number,
                 shape.num_stages,
                 own if layers is None else layers(number),
-                self._policy(own, number, weight_versions, predict),
+                policy,
                 gradients(),
+                StalenessMeter(policy.release, measures_discrepancy=measure_discrepancy),
                 seed=(seed, shape.replica_index),
                 device=device,
             )
@@ -188,6 +194,17 @@ class Pipeline:
     def peak_stash_bytes(self) -> dict[int, int]:
         """The most bytes of stashed weights, by stage of this rank."""
         return {number: stage.policy.peak_stash_bytes for number, stage in self.stages.items()}
+
+    @property
+    def reports(self) -> dict[int, UpdateReport]:
+        """What is known of the latest update, by stage of this rank; empty before the first."""
+        stages = self.stages.items()
+        return {number: stage.report for number, stage in stages if stage.report is not None}
+
+    @property
+    def staleness(self) -> dict[int, tuple[int, ...]]:
+        """Updates between the weights of a batch and its update, for each update, by stage."""
+        return {number: stage.meter.history for number, stage in self.stages.items()}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Gives this rank's trainable parameters by their names in the pipelined module."""
@@ -339,7 +356,7 @@ class Pipeline:
         assert self._update is not None
         self._update_start = self.recorder.mark()
         for stage in self.stages.values():
-            stage.policy.before_step()
+            stage.begin_update(self._update.microbatch_index)
 
     def end_update(self) -> None:
         """Notes that the optimizer has written."""
@@ -398,15 +415,20 @@ class Pipeline:
         return results
 
     def _policy(
-        self, layers: nn.Module, stage: int, versions: WeightVersions, predict: Predict | None
+        self,
+        layers: nn.Module,
+        stage: int,
+        versions: WeightVersions,
+        predict: Predict | None,
+        remember: bool,
     ) -> WeightPolicy:
         if not self.asynchronous:
             return Current()
+        trainable = {n: p for n, p in layers.named_parameters() if p.requires_grad}
         if predict is not None:
-            trainable = {n: p for n, p in layers.named_parameters() if p.requires_grad}
             return Predicted(layers.named_parameters(), partial(predict, trainable))
         if versions == "none":
-            return Unstashed()
+            return Unstashed(trainable if remember else {})
         # What stage s has is s updates newer than what the first one has for the same minibatch,
         # unless updates come in the same round everywhere.
         is_apart = self.update_rule is UpdateRule.EACH

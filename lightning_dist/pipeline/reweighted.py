@@ -33,10 +33,10 @@ class Reweighted(nn.Module):
         """Runs a function with the weights of a version in the place of the layers' own.
 
         Args:
-            version: None leaves the layers their own.
+            version: None, or one without aliases, leaves the layers their own.
             function: Runs the layers, or what they run in.
         """
-        if version is None:
+        if version is None or not version.aliases:
             return function()
         lent = {f"layers.{name}": alias for name, alias in version.aliases.items()}
         result: T = torch.func.functional_call(self, lent, (function,))

@@ -25,6 +25,7 @@ from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.parted_backward import PartedBackward
 from lightning_dist.pipeline.reweighted import Reweighted
 from lightning_dist.pipeline.seam import Seam
+from lightning_dist.pipeline.staleness import StalenessMeter, UpdateReport
 from lightning_dist.pipeline.weight_policy import WeightPolicy
 from lightning_dist.pipeline.weights import WeightVersion
 from lightning_dist.rng import seed_python, seeded
@@ -49,7 +50,7 @@ class InFlight:
     inputs: list[Tensor]
     outputs: list[Tensor]
     layer_input: Any
-    weights: WeightVersion | None
+    weights: WeightVersion
     seed: tuple[int, ...]
 
 
@@ -63,6 +64,7 @@ class Stage:
         layers: Those of this stage; see :func:`lightning_dist.pipeline.cut.layers_of`.
         policy: Which weights a micro-batch sees.
         gradients: Runs the backwards.
+        meter: Takes the weights back, and tells how stale they were.
         seed: Base of all random numbers; data replicas differ in the second integer only.
         device: Where the stage computes.
     """
@@ -75,6 +77,7 @@ class Stage:
         layers: nn.Module,
         policy: WeightPolicy,
         gradients: Gradients,
+        meter: StalenessMeter,
         *,
         seed: tuple[int, int],
         device: torch.device,
@@ -85,6 +88,8 @@ class Stage:
         self.is_last = stage_index == num_stages - 1
         self.policy = policy
         self.gradients = gradients
+        self.meter = meter
+        self.report: UpdateReport | None = None
         self._stage_index = stage_index
         self._seam = seam
         self._seed = seed
@@ -173,7 +178,7 @@ class Stage:
             flight.weights,
             lambda: self.gradients.run(outputs, gradients, flight.inputs, trainable, update),
         )
-        self.policy.release(flight.weights)
+        self.meter.end_backward(flight.weights, update)
         return results
 
     def backward_input(self, index: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -187,7 +192,7 @@ class Stage:
             One gradient for each received tensor that requires grad.
         """
         flight = self._in_flight[index]
-        assert flight.weights is None, "only synchronous schedules part backwards"
+        assert not flight.weights.aliases, "only synchronous schedules part backwards"
         outputs, gradients = self._roots(flight, gradients)
         parted = PartedBackward(outputs, gradients, flight.inputs, self.named_parameters())
         self._parted[index] = parted
@@ -203,7 +208,19 @@ class Stage:
         flight = self._in_flight.pop(index)
         found = self._parted.pop(index).run_weights()
         self.gradients.add(self.named_parameters(), found, update)
-        self.policy.release(flight.weights)
+        self.meter.end_backward(flight.weights, update)
+
+    def begin_update(self, update: int) -> None:
+        """Stashes the weights, and notes how stale an update is.
+
+        Args:
+            update: Which; the optimizer's writes must come next.
+        """
+        staleness, discrepancy = self.meter.measure(
+            update, self.policy.num_steps, self.named_parameters()
+        )
+        self.policy.before_step()
+        self.report = UpdateReport(staleness, self.policy.stash_bytes, discrepancy)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Gives the stage's trainable parameters by their names in the stage."""
@@ -214,6 +231,7 @@ class Stage:
         self._in_flight.clear()
         self._parted.clear()
         self.gradients.clear()
+        self.meter.clear()
 
     def _run_call(self, call: _LayerCall, arguments: tuple[Any, ...]) -> Any:
         call.layer_input = arguments[0] if self.is_first else call.received
@@ -237,6 +255,7 @@ class Stage:
             return self._reweighted.run(weights, lambda: self.layers(given))
 
     def _keep(self, index: int, call: _LayerCall) -> None:
+        assert call.weights is not None
         inputs = [] if self.is_first else _differentiable(call.layer_input)
         outputs = _differentiable(call.output)
         self._in_flight[index] = InFlight(
@@ -258,8 +277,8 @@ class Stage:
             weights = WeightVersion(0, buffers)
             return _differentiable(self._run_layers(flight.layer_input, weights, flight.seed))
 
-    def _trainable(self, weights: WeightVersion | None) -> Mapping[str, Tensor]:
-        if weights is None:
+    def _trainable(self, weights: WeightVersion) -> Mapping[str, Tensor]:
+        if not weights.aliases:
             return self.named_parameters()
         return {name: alias for name, alias in weights.aliases.items() if alias.requires_grad}
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_dist.pipeline.weights import WeightStore, WeightVersion
 
@@ -29,10 +30,10 @@ class WeightPolicy(Protocol):
 
     recomputes: bool
 
-    def acquire(self) -> WeightVersion | None:
-        """Gives the weights for a forward; None stands for the parameters themselves."""
+    def acquire(self) -> WeightVersion:
+        """Gives the weights for a forward; no aliases stand for the parameters themselves."""
 
-    def release(self, version: WeightVersion | None) -> None:
+    def release(self, version: WeightVersion) -> None:
         """Takes them back after the backward."""
 
     def before_step(self) -> None:
@@ -40,6 +41,14 @@ class WeightPolicy(Protocol):
 
     def restart(self) -> None:
         """Notes that nothing is in flight, after a drain."""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps seen: the index of the newest version."""
+
+    @property
+    def stash_bytes(self) -> int:
+        """Bytes held beyond the parameters."""
 
     @property
     def peak_stash_bytes(self) -> int:
@@ -50,16 +59,22 @@ class Current:
     """Synchronous schedules: nothing is written while a micro-batch is in flight."""
 
     recomputes = False
+    stash_bytes = 0
     peak_stash_bytes = 0
 
-    def acquire(self) -> None:
-        """Gives the parameters themselves."""
+    def __init__(self) -> None:
+        self.num_steps = 0
 
-    def release(self, version: WeightVersion | None) -> None:
+    def acquire(self) -> WeightVersion:
+        """Gives the parameters themselves."""
+        return WeightVersion(self.num_steps)
+
+    def release(self, version: WeightVersion) -> None:
         """Does nothing."""
 
     def before_step(self) -> None:
-        """Does nothing."""
+        """Counts."""
+        self.num_steps += 1
 
     def restart(self) -> None:
         """Does nothing."""
@@ -70,9 +85,22 @@ class Unstashed(Current):
 
     The backward runs the layers again on the stashed input with the weights of that moment, and
     differentiates that. Only to study what stashing buys (PipeDream, section 3.3).
+
+    Args:
+        remembered: Parameters to copy at each forward, for comparisons.
     """
 
     recomputes = True
+
+    def __init__(self, remembered: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._remembered = remembered
+
+    @override
+    def acquire(self) -> WeightVersion:
+        """Gives the parameters themselves."""
+        copies = {name: p.detach().clone() for name, p in self._remembered.items()}
+        return WeightVersion(self.num_steps, copies=copies)
 
 
 class Stashed:
@@ -91,9 +119,8 @@ class Stashed:
         """Gives the newest version."""
         return self.store.acquire()
 
-    def release(self, version: WeightVersion | None) -> None:
+    def release(self, version: WeightVersion) -> None:
         """Takes a version back."""
-        assert version is not None
         self.store.release(version)
 
     def before_step(self) -> None:
@@ -103,6 +130,16 @@ class Stashed:
     def restart(self) -> None:
         """Makes the next forward use the newest version."""
         self.store.restart()
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps seen."""
+        return self.store.num_steps
+
+    @property
+    def stash_bytes(self) -> int:
+        """Bytes held beyond the parameters."""
+        return self.store.stash_bytes
 
     @property
     def peak_stash_bytes(self) -> int:
@@ -128,7 +165,7 @@ class Predicted:
         self._parameters = dict(parameters)
         self._predict = predict
         self._copied_bytes: dict[WeightVersion, int] = {}
-        self._num_steps = 0
+        self.num_steps = 0
         self._peak_stash_bytes = 0
 
     def acquire(self) -> WeightVersion:
@@ -139,23 +176,26 @@ class Predicted:
             name: copies.get(name, p.data).detach().requires_grad_(p.requires_grad)
             for name, p in self._parameters.items()
         }
-        version = WeightVersion(self._num_steps, aliases, num_users=1)
+        version = WeightVersion(self.num_steps, aliases, num_users=1)
         self._copied_bytes[version] = sum(copy.nbytes for copy in copies.values())
-        stash_bytes = sum(self._copied_bytes.values())
-        self._peak_stash_bytes = max(self._peak_stash_bytes, stash_bytes)
+        self._peak_stash_bytes = max(self._peak_stash_bytes, self.stash_bytes)
         return version
 
-    def release(self, version: WeightVersion | None) -> None:
+    def release(self, version: WeightVersion) -> None:
         """Takes a version back."""
-        assert version is not None
         del self._copied_bytes[version]
 
     def before_step(self) -> None:
         """Counts; what is in flight has weights of its own."""
-        self._num_steps += 1
+        self.num_steps += 1
 
     def restart(self) -> None:
         """Does nothing."""
+
+    @property
+    def stash_bytes(self) -> int:
+        """Bytes held beyond the parameters."""
+        return sum(self._copied_bytes.values())
 
     @property
     def peak_stash_bytes(self) -> int:

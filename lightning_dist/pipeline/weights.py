@@ -31,13 +31,21 @@ class WeightVersion:
 
     Attributes:
         index: Optimizer steps that this version has seen.
-        aliases: Leaf tensors by parameter name, on the memory of this version.
+        aliases: Leaf tensors by parameter name, on the memory of this version; none where the
+            layers run on the parameters themselves.
         num_users: Micro-batches in flight on it.
+        copies: What the parameters were, for comparisons, where there are no aliases that stay.
     """
 
     index: int
-    aliases: Mapping[str, Tensor]
+    aliases: Mapping[str, Tensor] = field(default_factory=dict)
     num_users: int = field(default=0)
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def seen(self) -> Mapping[str, Tensor]:
+        """The values that a forward has met, by parameter name."""
+        return self.aliases or self.copies
 
 
 class WeightStore:

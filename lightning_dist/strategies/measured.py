@@ -52,10 +52,12 @@ class Measurements:
     Attributes:
         timelines: Of all ranks.
         peak_stash_bytes: The most bytes of stashed weights, by stage.
+        staleness: Updates between the weights of a batch and its update, for each update, by stage.
     """
 
     timelines: MeasuredTimelines = MeasuredTimelines([])
     peak_stash_bytes: tuple[int, ...] = ()
+    staleness: tuple[tuple[int, ...], ...] = ()
 
 
 def gather_measurements(
@@ -68,13 +70,16 @@ def gather_measurements(
         group: A gloo group of all ranks.
         mesh: The sizes of the mesh.
     """
-    own = (pipeline.recorder.stretches(), pipeline.peak_stash_bytes)
+    stages = {s: (pipeline.peak_stash_bytes[s], pipeline.staleness[s]) for s in pipeline.stages}
+    own = (pipeline.recorder.stretches(), stages)
     everyone: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(everyone, own, group=group)
-    stashes: dict[int, int] = {}
+    of_stages: dict[int, tuple[int, tuple[int, ...]]] = {}
     for rank, (_, by_stage) in enumerate(everyone):
-        stashes |= {} if mesh.data_index(rank) else by_stage
+        of_stages |= {} if mesh.data_index(rank) else by_stage
+    in_order = [of_stages[stage] for stage in sorted(of_stages)]
     return Measurements(
         MeasuredTimelines([stretches for stretches, _ in everyone]),
-        tuple(stashes[stage] for stage in sorted(stashes)),
+        tuple(peak_stash_bytes for peak_stash_bytes, _ in in_order),
+        tuple(staleness for _, staleness in in_order),
     )

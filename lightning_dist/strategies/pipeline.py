@@ -61,6 +61,7 @@ from lightning_dist.strategies.pipelined_module import tensors_outside
 from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.replicas import average, average_gradients, broadcast_state
 from lightning_dist.strategies.session import Session, open_session
+from lightning_dist.strategies.staleness_log import StalenessLog
 
 _PROGRESS_KEY = "lightning_dist"
 
@@ -91,6 +92,11 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             (PipeMare: Yang et al., MLSys 2021). ``"predict"`` runs forwards on what the optimizer's
             own momentum will have made of the weights until the batch's update.
         correction_steps: Updates until all stages train with the full rate.
+        log_staleness: Log how many updates old each stage's weights were (``staleness/stage_0``)
+            and the bytes of the versions that it keeps (``stash_bytes/stage_0``), of the newest
+            update that all stages have made.
+        log_discrepancy: Log how far a stage's weights ``w`` have moved between a batch's forward
+            and its update, ``||w_forward - w_now|| / ||w_now||`` (``weight_discrepancy/stage_0``).
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
         accelerator: As for any Lightning strategy.
@@ -116,6 +122,8 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         stages_per_rank: int | Literal["auto"] = "auto",
         staleness_correction: StalenessCorrection = "none",
         correction_steps: int = 1000,
+        log_staleness: bool = False,
+        log_discrepancy: bool = False,
         timeout_s: float = 1800.0,
         save_full: bool = False,
         accelerator: Accelerator | None = None,
@@ -154,6 +162,9 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         self._session: Session | None = None
         self._accumulating = False
         self._norms: NormsAhead | None = None
+        self._log_staleness = log_staleness
+        self._log_discrepancy = log_discrepancy
+        self._staleness_log: StalenessLog | None = None
         self._measurements = Measurements()
 
     # --- where this rank is ------------------------------------------------------------------
@@ -186,6 +197,14 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     def peak_stash_bytes(self) -> tuple[int, ...]:
         """The most bytes of stashed weights on each stage, gathered at the end of training."""
         return self._measurements.peak_stash_bytes
+
+    @property
+    def staleness(self) -> tuple[tuple[int, ...], ...]:
+        """By stage, for each update, how many updates old its batch's weights were.
+
+        Gathered at the end of training; empty before.
+        """
+        return self._measurements.staleness
 
     # --- setup and teardown ------------------------------------------------------------------
 
@@ -235,15 +254,33 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         )
         self._undo += self._change_clipping(trainer)
         split = self._split
-        run = self.run_context(self._average_gradients, self._complete_early)
-        return open_session(
+        run = self.run_context(self._average_gradients, self._complete_early, self._post_reports)
+        session = open_session(
             self.module,
             split.sequence,
             split.layers_per_stage,
             self._config,
             run,
             optimizer=next(iter(self.optimizers), None),
+            measure_discrepancy=self._log_discrepancy,
         )
+        self._staleness_log = self._open_staleness_log(session)
+        return session
+
+    def _open_staleness_log(self, session: Session) -> StalenessLog | None:
+        if not (self._log_staleness or self._log_discrepancy):
+            return None
+        return StalenessLog(
+            self.module,
+            session.pipeline,
+            self.group("pp", purpose="staleness"),
+            staleness=self._log_staleness,
+            discrepancy=self._log_discrepancy,
+        )
+
+    def _post_reports(self) -> None:
+        if self._staleness_log is not None:
+            self._staleness_log.post()
 
     def _average_gradients(self) -> None:
         if self.mesh.data_size > 1:
@@ -313,7 +350,10 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         arguments = pipeline_checks.arguments_of_step(args, kwargs)
-        return self.session.runner.train(arguments, self.precision_plugin.train_step_context)
+        result = self.session.runner.train(arguments, self.precision_plugin.train_step_context)
+        if self._staleness_log is not None:
+            self._staleness_log.log()
+        return result
 
     @override
     @contextmanager
@@ -384,6 +424,8 @@ class PipelineStrategy(LayoutFreeCheckpoints):
 
     def _end_training(self) -> None:
         self.drain()
+        if self._staleness_log is not None:
+            self._staleness_log.finish()
         self._measurements = gather_measurements(
             self.session.pipeline, self.group(*self.mesh.sizes), self.mesh
         )

@@ -41,6 +41,7 @@ class RunContext:
         precision_plugin: Runs hooks, clipping and the optimizer's step.
         complete_gradients: Called before each update with the rank's gradients in place.
         complete_early: Called instead where gradients are complete before their update is due.
+        on_update: Called at each update, when it is known how stale it is.
     """
 
     mesh: MeshShape
@@ -53,6 +54,7 @@ class RunContext:
     precision_plugin: Precision
     complete_gradients: Callable[[], None]
     complete_early: OnComplete
+    on_update: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def open_session(
     layers: Callable[[int], nn.Module] | None = None,
     gradients: Callable[[], Gradients] = Returned,
     optimizer: Optimizer | None = None,
+    measure_discrepancy: bool = False,
     change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
 ) -> Session:
     """Puts the parts together; each rank must call it.
@@ -113,6 +116,7 @@ def open_session(
         layers: Gives what runs a stage's layers, if something has been made of them.
         gradients: Makes what holds a stage's until an update.
         optimizer: Of this rank's parameters; None where nothing is trained.
+        measure_discrepancy: Whether the pipeline tells how far weights move until their update.
         change_step: What is made of each of the user's steps.
     """
     shape = config.shape(run.mesh, run.rank, layers_per_stage)
@@ -135,6 +139,7 @@ def open_session(
         on_complete=run.complete_early,
         average_weight=ReplicaWeights(run.replicas).average,
         predict=config.prediction(optimizer),
+        measure_discrepancy=measure_discrepancy,
     )
     last_rank = dist.get_process_group_ranks(run.stages)[homes[-1]]
     metrics = StageMetrics(module, run.stages, run.replicas, last_rank, pipeline.has_last_stage)
@@ -157,6 +162,7 @@ def open_session(
             run.precision_plugin,
             run.complete_gradients,
             tied,
+            run.on_update,
             config.rate_correction(shape),
         ),
         tied,

@@ -28,6 +28,7 @@ class Updates:
         complete_gradients: Called before each update with the rank's gradients in place, unless
             they were complete before.
         tied: Sums the gradients of parameters that several stages use.
+        on_update: Called at each update, when it is known how stale it is.
         rate_correction: For stale weights.
     """
 
@@ -38,6 +39,7 @@ class Updates:
         precision_plugin: Precision,
         complete_gradients: Callable[[], None],
         tied: TiedSums,
+        on_update: Callable[[], None],
         rate_correction: RateCorrection | None = None,
     ) -> None:
         self._module = module
@@ -45,6 +47,7 @@ class Updates:
         self._precision_plugin = precision_plugin
         self._complete_gradients = complete_gradients
         self._tied = tied
+        self._on_update = on_update
         self._history = HyperparameterHistory(
             pipeline.delay,
             None
@@ -74,6 +77,7 @@ class Updates:
         loss = self._precision_plugin.post_backward(loss, self._module)
         if not accumulating:
             self._pipeline.begin_update()
+            self._on_update()
         return loss
 
     def step(
