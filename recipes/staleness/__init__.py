@@ -1,0 +1,1 @@
+"""The study of stale weights that :mod:`recipes.study_staleness` runs."""

@@ -1,0 +1,160 @@
+"""All ranks of an asynchronous pipeline in one process, in turns.
+
+What an asynchronous pipeline computes does not depend on how fast its ranks are, so they need not
+run at the same time. Here each runs its round of a batch, the first one first, and hands over in
+memory. That works where a rank's round needs the activations of the rank before and what the rank
+behind has sent in earlier rounds, as under ``pipedream``, and under ``pipedream_2bw`` with two
+stages and one micro-batch. The stages, weight versions and corrections are the package's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dist.pipeline.memory_channel import MemoryChannel
+from lightning_dist.pipeline.microbatch import Microbatch
+from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.runtime import Links
+from lightning_dist.pipeline.shape import PipelineShape
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""Takes the model and a batch."""
+Rate = Callable[[int], float]
+"""Takes an update; gives its learning rate."""
+
+
+class Lockstep:
+    """Trains a model as a pipeline would.
+
+    Args:
+        model: Whole; left as it is.
+        config: Of the pipeline.
+        layers_per_stage: The partition.
+        make_optimizers: Makes those of a stage's layers.
+        loss: What to minimise.
+        rate: Of each update, before a correction.
+        on_update: Called after each update with the number of updates and what the stage has.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        config: PipelineConfig,
+        layers_per_stage: Sequence[int],
+        make_optimizers: Callable[[nn.Module], list[Optimizer]],
+        loss: Loss,
+        rate: Rate,
+        on_update: Callable[[int, dict[str, Tensor]], None],
+    ) -> None:
+        links = _links(len(layers_per_stage))
+        self._ranks = [
+            _Rank(
+                copy.deepcopy(model),
+                config,
+                PipelineShape(config.schedule, 1, tuple(layers_per_stage), rank),
+                ends,
+                make_optimizers,
+                loss,
+                rate,
+                on_update,
+            )
+            for rank, ends in enumerate(links)
+        ]
+
+    def train_batch(self, batch: Any) -> None:
+        """Runs one round on each rank, with the updates that come due.
+
+        Args:
+            batch: Any tree of tensors.
+        """
+        for rank in self._ranks:
+            rank.train_batch(batch)
+
+    def drain(self) -> None:
+        """Finishes the batches in flight."""
+        for rank in reversed(self._ranks):
+            rank.drain()
+
+    @property
+    def staleness(self) -> list[tuple[int, ...]]:
+        """That of each update, by stage."""
+        return [rank.pipeline.staleness[place] for place, rank in enumerate(self._ranks)]
+
+
+class _Rank:
+    """One rank, with the training loop around it."""
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        config: PipelineConfig,
+        shape: PipelineShape,
+        links: Links,
+        make_optimizers: Callable[[nn.Module], list[Optimizer]],
+        loss: Loss,
+        rate: Rate,
+        on_update: Callable[[int, dict[str, Tensor]], None],
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._rate = rate
+        self._on_update = on_update
+        self._correction = config.rate_correction(shape)
+        first = sum(shape.layers_per_stage[: shape.rank])
+        own = model[first : first + shape.layers_per_stage[shape.rank]]
+        self._optimizers = make_optimizers(own)
+        predict = config.prediction(self._optimizers[0])
+        self.pipeline = Pipeline(
+            model,
+            shape,
+            links,
+            weight_versions=config.weight_versions,
+            predict=predict,
+            mark_batches=False,
+        )
+
+    def train_batch(self, batch: Any) -> None:
+        self._set_rate(self._rate(self.pipeline.num_batches))
+        self.pipeline.train_batch(batch, self._step)
+        if self.pipeline.has_gradients:
+            self._update()
+
+    def drain(self) -> None:
+        for _ in self.pipeline.drain():
+            self._update()
+
+    def _step(self, microbatch: Microbatch) -> Tensor:
+        return self._loss(self._model, microbatch.content)
+
+    def _update(self) -> None:
+        update = self.pipeline.gradients_of_batch
+        factor = 1.0 if self._correction is None else self._correction.factor(update)
+        self._set_rate(self._rate(update) * factor)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        self.pipeline.install_gradients()
+        with self.pipeline.updating():
+            for optimizer in self._optimizers:
+                optimizer.step()
+        own = self.pipeline.named_parameters().items()
+        self._on_update(update + 1, {name: p.detach() for name, p in own})
+
+    def _set_rate(self, rate: float) -> None:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+
+def _links(num_ranks: int) -> list[Links]:
+    links = [Links() for _ in range(num_ranks)]
+    for stage in range(num_ranks - 1):
+        down, up = MemoryChannel(), MemoryChannel()
+        links[stage].activations_out[stage] = links[stage + 1].activations_in[stage + 1] = down
+        links[stage + 1].gradients_out[stage + 1] = links[stage].gradients_in[stage] = up
+    return links

@@ -1,0 +1,119 @@
+"""What came of the study: means over seeds, each method at the rate that suits it best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from recipes.staleness.clock import CLOCKED, Clocked, update_times
+from recipes.staleness.results import Results
+from recipes.staleness.trial import Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Validation loss of a method on some stages, over seeds.
+
+    Attributes:
+        clocked: How it was trained, and by which clock.
+        num_stages: Of the pipeline.
+        rate_factor: The best of those tried, by the mean of the last losses.
+        updates: Where the loss was looked at.
+        seconds: When that was, in batches of one device.
+        losses: In bits per byte, by seed and look.
+    """
+
+    clocked: Clocked
+    num_stages: int
+    rate_factor: float
+    updates: tuple[int, ...]
+    seconds: tuple[float, ...]
+    losses: tuple[tuple[float, ...], ...]
+
+    @property
+    def means(self) -> list[float]:
+        """Over the seeds, by look."""
+        return [sum(column) / len(column) for column in zip(*self.losses, strict=True)]
+
+    @property
+    def final(self) -> str:
+        """The last loss: mean and half the distance of the extremes."""
+        last = [of_seed[-1] for of_seed in self.losses]
+        if math.isinf(self.means[-1]):
+            return "diverged"
+        if len(last) == 1:
+            return f"{last[0]:.3f}"
+        return f"{self.means[-1]:.3f} ± {(max(last) - min(last)) / 2:.3f}"
+
+    @property
+    def time(self) -> float:
+        """Of the whole training, as a share of one device's."""
+        return self.seconds[-1] / self.updates[-1]
+
+
+def curves(
+    results: Results,
+    optimizer: str,
+    stages: Sequence[int],
+    rate_factors: Sequence[float],
+    seeds: Sequence[int],
+) -> Iterator[Curve]:
+    """Gives what has been trained with all seeds, with some rate at least.
+
+    Args:
+        results: All.
+        optimizer: Whose.
+        stages: Numbers of stages.
+        rate_factors: That were tried.
+        seeds: That were tried.
+    """
+    for num_stages in stages:
+        for clocked in CLOCKED:
+            trained = clocked.method.trained_stages or num_stages
+            found = []
+            for factor in rate_factors:
+                trials = [Trial(clocked.method, optimizer, trained, factor, s) for s in seeds]
+                if all(trial in results for trial in trials):
+                    found.append(_curve(results, clocked, num_stages, trials))
+            if found:
+                yield min(found, key=lambda curve: curve.means[-1])
+
+
+def _curve(results: Results, clocked: Clocked, num_stages: int, trials: Sequence[Trial]) -> Curve:
+    of_seeds = [results.curve(trial) for trial in trials]
+    updates = max((tuple(look.num_updates for look in looks) for looks in of_seeds), key=len)
+    times = update_times(clocked, num_stages, updates[-1])
+    losses = [[look.bits_per_byte for look in looks] for looks in of_seeds]
+    return Curve(
+        clocked,
+        num_stages,
+        trials[0].rate_factor,
+        updates,
+        tuple(times[count - 1] for count in updates),
+        tuple((*of_seed, *(math.inf,) * (len(updates) - len(of_seed))) for of_seed in losses),
+    )
+
+
+def table(found: Sequence[Curve], stages: Sequence[int]) -> str:
+    """Writes the last losses and the times of one optimizer in Markdown.
+
+    Args:
+        found: Its curves.
+        stages: Numbers of stages.
+    """
+    heads = [f"{n} stages | time" for n in stages]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + 2 * len(stages)) + "|"]
+    by_place = {(curve.clocked.name, curve.num_stages): curve for curve in found}
+    for clocked in CLOCKED:
+        cells = [_cell(by_place.get((clocked.name, n))) for n in stages]
+        if any(cell != _cell(None) for cell in cells):
+            lines.append(f"| {clocked.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(curve: Curve | None) -> str:
+    if curve is None:
+        return "- | -"
+    rate = "" if curve.rate_factor == 1.0 else f" (rate x {curve.rate_factor:g})"
+    return f"{curve.final}{rate} | {curve.time:.3f}"

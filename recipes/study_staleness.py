@@ -1,0 +1,147 @@
+"""What stale weights cost and what helps: train the recipe's GPT in each asynchronous way.
+
+.. code-block:: bash
+
+    python -m recipes.study_staleness --quick                       # under a minute
+    python -m recipes.study_staleness                               # under 30 minutes on 2 cores
+    python -m recipes.study_staleness --only pipedream predict --stages 8 --optimizers adamw
+    python -m recipes.study_staleness --redraw
+
+Results do not depend on how fast ranks are, so each training runs in one process
+(:mod:`recipes.staleness.lockstep`), as many at a time as there are cores, and the time that a
+pipeline would have taken comes from the simulator. What has been trained stands in a CSV file and
+is not trained again; ``--redraw`` trains nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from recipes.staleness.optimizers import OPTIMIZERS
+from recipes.staleness.picture import draw
+from recipes.staleness.results import Results
+from recipes.staleness.summary import curves, table
+from recipes.staleness.training import Sizes, layers_of_stages, train
+from recipes.staleness.trial import METHODS, Trial, trials
+
+_QUICK = [
+    "--tokens",
+    "6144",
+    "--seeds",
+    "1",
+    "--stages",
+    "2",
+    "4",
+    "--rates",
+    "1",
+    "--optimizers",
+    "adamw",
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line.
+
+    Args:
+        arguments: Words of the command line; None takes those of the process.
+    """
+    options = _parser().parse_args(arguments)
+    if options.quick:
+        options = _parser().parse_args(_QUICK, argparse.Namespace(**vars(options)))
+    sizes = Sizes(max(1, options.tokens // Sizes(1, 1).batch_tokens), num_looks=options.looks)
+    for count in options.stages:
+        layers_of_stages(sizes.depth, count)
+    methods = [method for method in METHODS if not options.only or method.name in options.only]
+    seeds = range(options.seeds)
+    asked = list(trials(options.optimizers, methods, options.stages, options.rates, seeds))
+    results = Results(options.out / "results.csv", sizes)
+    if not options.redraw:
+        run([trial for trial in asked if trial not in results], sizes, results, options.jobs)
+    report(results, sizes, options)
+
+
+def run(missing: Sequence[Trial], sizes: Sizes, results: Results, num_processes: int) -> None:
+    """Trains in parallel, and writes each result down as it comes.
+
+    Args:
+        missing: What to train.
+        sizes: How long.
+        results: Where to.
+        num_processes: At a time.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    context = multiprocessing.get_context("spawn")
+    with (
+        Progress(*columns) as progress,
+        ProcessPoolExecutor(num_processes, context, torch.set_num_threads, (1,)) as pool,
+    ):
+        bar = progress.add_task("training", total=len(missing))
+        futures = {pool.submit(train, trial, sizes): trial for trial in missing}
+        for future in as_completed(futures):
+            trial, looks = futures[future], future.result()
+            results.add(trial, looks)
+            progress.console.print(f"{looks[-1].bits_per_byte:.3f} bits per byte: {trial}")
+            progress.advance(bar)
+
+
+def report(results: Results, sizes: Sizes, options: argparse.Namespace) -> None:
+    """Prints and writes the tables, and draws the pictures.
+
+    Args:
+        results: All that is known.
+        sizes: Of the trainings.
+        options: Of the command line.
+    """
+    tables = []
+    for optimizer in options.optimizers:
+        found = list(
+            curves(results, optimizer, options.stages, options.rates, range(options.seeds))
+        )
+        if not found:
+            continue
+        tokens = sizes.num_updates * sizes.batch_tokens
+        title = f"{optimizer}, {tokens:,} tokens, {options.seeds} seeds"
+        tables.append(f"{title}:\n\n{table(found, options.stages)}\n")
+        draw(found, options.stages, sizes.batch_tokens, title, options.out / f"{optimizer}.png")
+    text = "\n".join(tables)
+    (options.out / "table.md").write_text(text)
+    print(text)
+    print(f"Written to {options.out}: results.csv, table.md and a picture for each optimizer.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.study_staleness",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a small part, to see that it works")
+    add("--tokens", type=int, default=153_600, help="of a training")
+    add("--seeds", type=int, default=3, help="repetitions")
+    add("--stages", type=int, nargs="+", default=[2, 4, 8])
+    add("--rates", type=float, nargs="+", default=[1.0, 0.5], help="factors; the best counts")
+    add("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
+    add("--only", nargs="+", choices=[m.name for m in METHODS], help="some of the methods")
+    add("--looks", type=int, default=12, help="points of a curve")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time")
+    add("--out", type=Path, default=Path("runs/staleness"))
+    add("--redraw", action="store_true", help="train nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
