@@ -32,19 +32,7 @@ from recipes.staleness.summary import curves, table
 from recipes.staleness.training import Sizes, layers_of_stages, train
 from recipes.staleness.trial import METHODS, Trial, trials
 
-_QUICK = [
-    "--tokens",
-    "6144",
-    "--seeds",
-    "1",
-    "--stages",
-    "2",
-    "4",
-    "--rates",
-    "1",
-    "--optimizers",
-    "adamw",
-]
+_QUICK = ["--tokens=6144", "--seeds=1", "--stages", "2", "4", "--rates=1", "--optimizers=adamw"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

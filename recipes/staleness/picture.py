@@ -64,12 +64,7 @@ def draw(
     _limit(panels[0][0], found)
     names = {line.get_label(): line for panel in panels[1] for line in panel.get_lines()}
     figure.legend(
-        names.values(),
-        names.keys(),
-        loc="outside upper right",
-        ncols=len(names),
-        frameon=False,
-        fontsize=9,
+        names.values(), names.keys(), loc="outside lower center", ncols=len(names), frameon=False
     )
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     figure.savefig(path, dpi=110)

@@ -1,0 +1,265 @@
+"""The study of stale weights: that it trains what it says, and counts time as the schedules do."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from recipes.gpt import build_gpt, warmup_and_decay
+from recipes.staleness.clock import CLOCKED, update_times
+from recipes.staleness.lockstep import Lockstep
+from recipes.staleness.optimizers import LEARNING_RATE, OPTIMIZERS, adamw
+from recipes.staleness.results import Results
+from recipes.staleness.summary import curves, table
+from recipes.staleness.training import Look, Sizes, layers_of_stages, train
+from recipes.staleness.trial import METHODS, PREDICT, SYNC, TWO_VERSIONS, Trial, trials
+from recipes.study_staleness import main
+from recipes.text import load_text, split_text
+from tests.helpers.oracle import Foresee, train_one_batch_late, train_sequentially
+
+SMALL = Sizes(num_updates=6, num_looks=3, batch_size=2, sequence_length=8, width=8, depth=2)
+NUM_STAGES = 3
+CORRECTION_STEPS = 5
+BY_NAME = {method.name: method for method in METHODS}
+
+
+def rate(update: int) -> float:
+    return 0.1 * 0.9**update
+
+
+def sgd(layers: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(layers.parameters(), lr=rate(0), momentum=0.9)]
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(5)
+    layers = (nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh()) for _ in range(NUM_STAGES))
+    return nn.Sequential(*layers).double()
+
+
+def make_batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    draws = (torch.randn(2, 3, 4, generator=generator, dtype=torch.float64) for _ in range(9))
+    return [(x, y) for x, y in draws]
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def in_lockstep(config: PipelineConfig, layers_per_stage: list[int]) -> dict[str, Tensor]:
+    """Trains, and gives the weights that the updates reported."""
+    told: dict[int, dict[str, Tensor]] = {}
+
+    def on_update(count: int, weights: dict[str, Tensor]) -> None:
+        told.setdefault(count, {}).update({n: w.clone() for n, w in weights.items()})
+
+    lockstep = Lockstep(make_model(), config, layers_per_stage, sgd, loss, rate, on_update)
+    batches = make_batches()
+    for batch in batches:
+        lockstep.train_batch(batch)
+    lockstep.drain()
+    assert sorted(told) == list(range(1, len(batches) + 1))
+    depth = len(layers_per_stage) - 1
+    if config.schedule == "pipedream" and config.weight_versions != "vertical_sync":
+        for stage, found in enumerate(lockstep.staleness):
+            assert list(found) == [min(b, depth - stage) for b in range(len(batches))]
+    return told[len(batches)]
+
+
+def assert_equal(actual: dict[str, Tensor], model: nn.Module) -> None:
+    expected = dict(model.named_parameters())
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-13)
+
+
+def foreseeing() -> Foresee:
+    """Makes what extrapolates momentum at the rate of the batch that looks ahead."""
+    versions: Counter[int] = Counter()
+
+    def foresee(stage: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], Any]:
+        version = versions[id(stage)]
+        versions[id(stage)] += 1
+        weights = {n: p.detach().clone() for n, p in stage.named_parameters()}
+        buffers = {
+            n: optimizer.state[p].get("momentum_buffer", torch.zeros_like(p)).clone()
+            for n, p in stage.named_parameters()
+        }
+
+        def ahead(count: int) -> dict[str, Tensor]:
+            length = sum(0.9**k for k in range(1, count + 1)) * rate(version + count)
+            return {n: (w - length * buffers[n]).requires_grad_() for n, w in weights.items()}
+
+        return ahead
+
+    return foresee
+
+
+@pytest.mark.parametrize("name", ["pipedream", "no stash", "vertical sync", "lr", "predict"])
+def test_lockstep_equals_the_oracle(name: str) -> None:
+    method = BY_NAME[name]
+    actual = in_lockstep(method.config(CORRECTION_STEPS), [1] * NUM_STAGES)
+    model = make_model()
+    stages = [copy.deepcopy(layer) for layer in model]
+    optimizers = [sgd(stage)[0] for stage in stages]
+
+    def set_rates(b: int) -> None:
+        for stage, optimizer in enumerate(optimizers):
+            staleness = max(1, NUM_STAGES - 1 - stage)
+            factor = staleness ** (min(b / CORRECTION_STEPS, 1.0) - 1.0) if name == "lr" else 1.0
+            optimizer.param_groups[0]["lr"] = rate(b) * factor
+
+    train_sequentially(
+        stages,
+        optimizers,
+        make_batches(),
+        F.mse_loss,
+        drains=(),
+        weight_versions=method.weight_versions,
+        before_step=set_rates,
+        foresee=foreseeing() if method is PREDICT else None,
+    )
+    assert_equal(actual, nn.Sequential(*stages))
+
+
+def test_lockstep_of_2bw_equals_the_oracle() -> None:
+    actual = in_lockstep(TWO_VERSIONS.config(1), [2, 1])
+    model = make_model()
+    (optimizer,) = sgd(model)
+
+    def set_rate(b: int) -> None:
+        optimizer.param_groups[0]["lr"] = rate(b)
+
+    train_one_batch_late(model, optimizer, make_batches(), F.mse_loss, (), set_rate)
+    assert_equal(actual, model)
+
+
+def test_a_synchronous_trial_is_a_plain_loop() -> None:
+    looks = train(Trial(SYNC, "adamw", 1, 0.5, seed=4), SMALL)
+    assert [look.num_updates for look in looks] == [2, 4, 6]
+    torch.manual_seed(4)
+    model = build_gpt(width=8, depth=2)
+    (optimizer,) = adamw(model)
+    text, held_out = split_text(load_text())
+    generator = torch.Generator().manual_seed(4)
+    for update in range(6):
+        starts = torch.randint(len(text) - 8, (2,), generator=generator)
+        windows = torch.stack([text[start : start + 9] for start in starts])
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = (
+            0.5 * LEARNING_RATE * warmup_and_decay(update, 1, 6)
+        )
+        optimizer.zero_grad()
+        _nats(model, windows).backward()
+        optimizer.step()
+    places = torch.linspace(0, len(held_out) - 9, 128).long()
+    windows = torch.stack([held_out[start : start + 9] for start in places])
+    expected = float(_nats(model, windows).detach()) / math.log(2)
+    assert looks[-1].bits_per_byte == pytest.approx(expected, abs=1e-5)
+
+
+def _nats(model: nn.Module, windows: Tensor) -> Tensor:
+    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("optimizer", ["nadam", "muon"])
+def test_each_optimizer_trains_all_stages(optimizer: str) -> None:
+    looks = train(Trial(BY_NAME["pipedream"], optimizer, 2, 1.0, seed=0), SMALL)
+    losses = [look.bits_per_byte for look in looks]
+    assert losses[-1] < losses[0] < 8.2
+
+
+def test_muon_takes_the_matrices_of_blocks_alone() -> None:
+    first, second = OPTIMIZERS["muon"](build_gpt(width=8, depth=1))
+    assert [p.shape for g in first.param_groups for p in g["params"]] == [
+        (24, 8),
+        (8, 8),
+        (32, 8),
+        (8, 32),
+    ]
+    assert [len(g["params"]) for g in second.param_groups] == [2, 3]
+
+
+def test_each_training_is_done_once() -> None:
+    found = list(trials(["adamw", "muon"], METHODS, [2, 4], [1.0], range(2)))
+    assert len(found) == len(set(found)) == 2 * ((5 * 2 + 2) + (4 * 2 + 2))
+    assert not any(t.optimizer == "muon" and t.method is PREDICT for t in found)
+
+
+def test_the_clock_is_the_closed_form() -> None:
+    count, n = 20, 4
+    times = {c.name: update_times(c, n, count) for c in CLOCKED}
+    per_rank = 4  # micro-batches
+    m = per_rank * n
+    assert times["sync, 1f1b"][-1] == pytest.approx(count * (m + n - 1) / (m * n))
+    assert times["sync, zbv"][-1] == pytest.approx(count * (6 * m + n - 1) / (6 * m * n))
+    assert times["pipedream"] == pytest.approx([(b + n) / n for b in range(count)])
+    assert times["2bw"][-1] == pytest.approx((count * n + n - 1) / (n * n))
+    assert times["no stash"][-1] > 1.2 * times["pipedream"][-1]
+
+
+def test_the_stages_divide_the_blocks() -> None:
+    assert layers_of_stages(8, 4) == [3, 2, 2, 3]
+    assert layers_of_stages(8, 1) == [10]
+    with pytest.raises(ValueError, match="stages=3 must divide the 8 blocks"):
+        layers_of_stages(8, 3)
+
+
+def fill(path: Path, sizes: Sizes) -> Results:
+    """Writes results of two seeds; the smaller rate is better, with the larger one 2BW diverges."""
+    results = Results(path, sizes)
+    for trial in trials(["adamw"], [SYNC, TWO_VERSIONS], [2], [1.0, 0.5], range(2)):
+        base = 3.0 + trial.rate_factor + trial.seed / 10
+        last = math.inf if trial.method is TWO_VERSIONS and trial.rate_factor == 1.0 else base - 1.0
+        results.add(trial, [Look(count, loss) for count, loss in zip(sizes.looks, (base, last))])  # noqa: B905
+    return results
+
+
+def test_results_are_read_back_and_kept_apart(tmp_path: Path) -> None:
+    sizes, path = Sizes(8, 2), tmp_path / "some" / "results.csv"
+    written = fill(path, sizes)
+    trial = Trial(SYNC, "adamw", 1, 0.5, 1)
+    assert (
+        Results(path, sizes).curve(trial)
+        == written.curve(trial)
+        == [
+            Look(4, 3.6),
+            Look(8, 2.6),
+        ]
+    )
+    assert trial not in Results(path, Sizes(9, 2))
+
+
+def test_the_best_rate_counts(tmp_path: Path) -> None:
+    results = fill(tmp_path / "results.csv", Sizes(8, 2))
+    found = list(curves(results, "adamw", [2], [1.0, 0.5], range(2)))
+    assert [curve.rate_factor for curve in found] == [0.5] * 3
+    assert found[0].means == pytest.approx([3.55, 2.55])
+    assert table(found, [2]).splitlines()[2:] == [
+        "| sync, 1f1b | 2.550 ± 0.050 (rate x 0.5) | 0.562 |",
+        "| sync, zbv | 2.550 ± 0.050 (rate x 0.5) | 0.510 |",
+        "| 2bw | 2.550 ± 0.050 (rate x 0.5) | 0.531 |",
+    ]
+    only = list(curves(results, "adamw", [2], [1.0], range(2)))
+    assert [curve.final for curve in only] == ["3.050 ± 0.050"] * 2 + ["diverged"]
+    assert not list(curves(results, "adamw", [2], [1.0], range(3)))
+
+
+def test_redrawing_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = Sizes(1, 1).batch_tokens
+    fill(tmp_path / "results.csv", Sizes(8, 2))
+    words = f"--redraw --tokens={8 * batch} --looks=2 --seeds=2 --stages=2 --optimizers=adamw"
+    main([*words.split(), f"--out={tmp_path}"])
+    assert "| 2bw | 2.550 ± 0.050 (rate x 0.5) | 0.531 |" in (tmp_path / "table.md").read_text()
+    assert "2bw" in capsys.readouterr().out
+    assert (tmp_path / "adamw.png").stat().st_size > 10_000
