@@ -333,7 +333,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
 
     @override
     def close_session(self) -> None:
-        session, self._session = self._session, None
+        session, self._session, self._staleness_log = self._session, None, None
         for undo in self._undo:
             undo()
         self._undo = ()

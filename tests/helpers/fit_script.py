@@ -104,7 +104,13 @@ def main() -> None:
     elif options.schedule == "mesh":
         strategy = MeshStrategy(pp=2, timeout_s=120)
     else:
-        strategy = PipelineStrategy(schedule=options.schedule, partition=counts, timeout_s=120)
+        strategy = PipelineStrategy(
+            schedule=options.schedule,
+            partition=counts,
+            timeout_s=120,
+            log_staleness=True,  # its numbers are on their way when trouble comes
+            log_discrepancy=True,
+        )
     trainer = make_trainer(
         devices=options.devices,
         strategy=strategy,
