@@ -68,7 +68,10 @@ class Results:
                 if all(row[name] == value for name, value in wanted.items()):
                     key = tuple(row[name] for name in _TRIAL)
                     look = Look(int(row["updates"]), float(row["bits_per_byte"]))
-                    self._curves.setdefault(key, []).append(look)
+                    curve = self._curves.setdefault(key, [])
+                    if curve and look.num_updates <= curve[-1].num_updates:
+                        curve.clear()  # two runs of the study at the same time: the last one counts
+                    curve.append(look)
 
 
 def _key(trial: Trial) -> tuple[str, ...]:

@@ -20,8 +20,12 @@ from torch import Tensor
 
 from lightning_dist import DDPStrategy
 from lightning_dist.checkpoint import load_full
+from recipes import study_staleness
 from recipes.digits import DigitsDataModule, LabelledImages, load_images
 from recipes.resnet import ResNet
+from recipes.staleness.results import Results
+from recipes.staleness.training import Look, Sizes
+from recipes.staleness.trial import SYNC, TWO_VERSIONS, Trial
 from recipes.train import main
 from tests.helpers.models import make_trainer
 from tests.helpers.workers import WorkerPool
@@ -189,3 +193,22 @@ def test_help_reads_well(workers: WorkerPool) -> None:
     for dial in ("num_stages", "schedule", "num_microbatches", "partition", "timeout_s"):
         assert f"--trainer.strategy.{dial}" in text
     assert "the backward of a batch" in " ".join(text.split())
+
+
+def test_the_study_of_stale_weights_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = Sizes(num_updates=2, num_looks=2)
+    known = Trial(SYNC, "adamw", num_stages=1, rate_factor=1.0, seed=0)
+    Results(tmp_path / "results.csv", sizes).add(known, [Look(1, 7.5), Look(2, 7.25)])
+    words = f"--tokens={2 * sizes.batch_tokens} --looks=2 --seeds=1 --stages=2 --rates=1 --jobs=1"
+    options = ["--optimizers=adamw", "--only", "sync", "2bw"]
+    study_staleness.main([*words.split(), f"--out={tmp_path}", *options])
+    printed = capsys.readouterr().out
+    assert "adamw 2bw on 2 stages" in printed
+    assert "adamw sync on 1 stages" not in printed
+    read = Results(tmp_path / "results.csv", sizes)
+    late = read.curve(Trial(TWO_VERSIONS, "adamw", num_stages=2, rate_factor=1.0, seed=0))
+    assert 8.1 > late[0].bits_per_byte > late[1].bits_per_byte > 6.0
+    assert "| sync, 1f1b | 7.250 | " in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "adamw.png").exists()

@@ -238,6 +238,8 @@ def test_results_are_read_back_and_kept_apart(tmp_path: Path) -> None:
         ]
     )
     assert trial not in Results(path, Sizes(9, 2))
+    written.add(trial, [Look(4, 2.0), Look(8, 1.0)])  # by another process, say
+    assert Results(path, sizes).curve(trial) == [Look(4, 2.0), Look(8, 1.0)]
 
 
 def test_the_best_rate_counts(tmp_path: Path) -> None:
