@@ -53,15 +53,16 @@ def map_leaves(
 
     if is_leaf(tree):
         return function(tree)
+    # First, for the outputs of Hugging Face models are both, and as mappings not to be written to.
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Slot):
+        fields = [field.name for field in dataclasses.fields(tree) if field.init]
+        return dataclasses.replace(tree, **{name: inside(getattr(tree, name)) for name in fields})
     if isinstance(tree, Mapping):
         return _rebuild_mapping(tree, {key: inside(value) for key, value in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(inside(value) for value in tree))
     if isinstance(tree, list | tuple):
         return type(tree)(inside(value) for value in tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Slot):
-        fields = [field.name for field in dataclasses.fields(tree) if field.init]
-        return dataclasses.replace(tree, **{name: inside(getattr(tree, name)) for name in fields})
     return function(tree)
 
 

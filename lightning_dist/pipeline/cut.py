@@ -1,4 +1,4 @@
-"""Take a stage's layers out of a sequence, and leave the names as they were.
+"""Take a stage's layers out of a module, and leave the names as they were.
 
 The layers of other stages are replaced in place by :class:`ForeignLayer`, never re-indexed, so each
 parameter keeps the name that it has on a single device, and a state dict means the same under every
@@ -11,13 +11,14 @@ rank stays that parameter there, so what was tied is tied in the whole model too
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from lightning_dist.pipeline.layers import Layers, layers_in
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -27,7 +28,7 @@ class ForeignLayer(nn.Module):
 
     Args:
         layer: The layer that it replaces.
-        name: Its name in the sequence.
+        name: Its name in the pipelined module.
         stage_index: The stage that has it.
         stand_ins: As for :func:`skeleton_of`.
     """
@@ -54,7 +55,7 @@ class ForeignLayer(nn.Module):
         """
         raise RuntimeError(
             f"Layer {self.name!r} lives on stage {self.stage_index}, not on this rank. Call the"
-            " whole `nn.Sequential`, not its layers one by one, and only inside training_step,"
+            " whole pipelined module, not its layers one by one, and only inside training_step,"
             " validation_step, test_step or predict_step; for the whole model in one process load a"
             " checkpoint with `lightning_dist.checkpoint.load_full`."
         )
@@ -92,110 +93,127 @@ def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:
 
 
 def cut(
-    sequence: nn.Sequential, layers_per_stage: Sequence[int], own_stages: Collection[int]
+    module: nn.Sequential | Layers, layers_per_stage: Sequence[int], own_stages: Collection[int]
 ) -> None:
     """Replaces the layers of all other stages; does nothing where that was done before.
 
     Args:
-        sequence: The pipelined module; changed in place.
+        module: The pipelined module, or its layers; changed in place.
         layers_per_stage: The partition.
         own_stages: The stages to keep.
 
     Raises:
-        ValueError: The sequence has been cut in another way before.
+        ValueError: The module has been cut in another way before.
     """
+    layers = layers_in(module)
     stages = stage_of_layers(layers_per_stage)
-    children = list(sequence.named_children())
-    for (name, layer), stage in zip(children, stages, strict=True):
-        if isinstance(layer, ForeignLayer) == (stage in own_stages) and is_cut(sequence):
+    was_cut = is_cut(layers.module)
+    for part in layers.parts():
+        is_foreign = isinstance(part.module, ForeignLayer)
+        if is_foreign == (stages[part.layer_index] in own_stages) and was_cut:
             raise ValueError(
                 f"This model has been cut before, and what stages {list(own_stages)} of the"
                 f" partition {list(layers_per_stage)} have is not what this process kept: layer"
-                f" {name!r} is"
-                f" {'elsewhere' if isinstance(layer, ForeignLayer) else 'here'}. Build the model"
+                f" {part.name!r} is {'elsewhere' if is_foreign else 'here'}. Build the model"
                 " anew and load a checkpoint to change the partition."
             )
-    if is_cut(sequence):
+    if was_cut:
         return
-    kept = [c for (_, c), stage in zip(children, stages, strict=True) if stage in own_stages]
+    kept = [part.module for part in layers.parts() if stages[part.layer_index] in own_stages]
     stand_ins: dict[int, Tensor] = {id(p): p for layer in kept for p in layer.parameters()}
-    for (name, layer), stage in zip(children, stages, strict=True):
+    for part in layers.parts():
+        stage = stages[part.layer_index]
         if stage not in own_stages:
-            setattr(sequence, name, ForeignLayer(layer, name, stage, stand_ins))
+            holder, _, name = part.name.rpartition(".")
+            foreign = ForeignLayer(part.module, part.name, stage, stand_ins)
+            setattr(layers.module.get_submodule(holder), name, foreign)
 
 
-def is_cut(sequence: nn.Sequential) -> bool:
-    """Whether a layer of the sequence lives on another rank."""
-    return any(isinstance(layer, ForeignLayer) for layer in sequence.children())
+def is_cut(module: nn.Module) -> bool:
+    """Whether a layer in a module lives on another rank."""
+    return any(isinstance(layer, ForeignLayer) for layer in module.modules())
 
 
 def layers_of(
-    sequence: nn.Sequential, layers_per_stage: Sequence[int], stage_index: int
-) -> nn.Sequential:
+    module: nn.Sequential | Layers, layers_per_stage: Sequence[int], stage_index: int
+) -> nn.Module:
     """Gives the layers of a stage, as one module that runs them.
 
     Args:
-        sequence: The pipelined module; the stage's layers are on this rank.
+        module: The pipelined module, or its layers; the stage's are on this rank.
         layers_per_stage: The partition.
         stage_index: The stage.
     """
-    stages = stage_of_layers(layers_per_stage)
-    pairs = zip(sequence.named_children(), stages, strict=True)
-    return nn.Sequential(OrderedDict(named for named, stage in pairs if stage == stage_index))
+    first = sum(layers_per_stage[:stage_index])
+    return layers_in(module).stage(first, first + layers_per_stage[stage_index])
 
 
-def layer_parameter_counts(sequence: nn.Sequential) -> list[int]:
+def layer_parameter_counts(module: nn.Sequential | Layers) -> list[int]:
     """Counts the parameters of each layer, foreign ones included.
 
     Args:
-        sequence: The pipelined module, cut or not.
+        module: The pipelined module, cut or not, or its layers.
     """
-    return [sum(p.numel() for p in structure(layer).parameters()) for layer in sequence.children()]
+    layers = layers_in(module)
+    counts = [0] * len(layers)
+    for part in layers.parts():
+        counts[part.layer_index] += sum(p.numel() for p in structure_of(part.module).parameters())
+    return counts
 
 
-def structure(layer: nn.Module) -> nn.Module:
-    """Gives a layer, or what is known of it here if it lives on another rank.
+def structure_of(layer: nn.Module) -> nn.Module:
+    """Gives a layer, or the structure of one that lives elsewhere.
 
     Args:
-        layer: Of a pipelined module, cut or not.
+        layer: Either.
     """
     return layer.skeleton if isinstance(layer, ForeignLayer) else layer
 
 
 @contextmanager
-def whole(sequence: nn.Sequential, device: torch.device | None = None) -> Iterator[None]:
+def whole(module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
     """Puts the structure of the foreign layers in their places for a while.
 
     Args:
-        sequence: The pipelined module.
+        module: The pipelined module, or what holds it.
         device: Where their tensors pretend to be. None leaves them on the meta device; on the CPU
             they take address space but no memory, for nobody writes to them.
 
     Yields:
         Nothing.
     """
-    foreign = {n: m for n, m in sequence.named_children() if isinstance(m, ForeignLayer)}
-    stand_ins: dict[int, Tensor] = {id(p): p for p in sequence.parameters()}  # this rank's
-    for name, layer in foreign.items():
+    foreign = _foreign_layers(module)
+    stand_ins: dict[int, Tensor] = {id(p): p for p in module.parameters()}  # this rank's
+    for holder, name, layer in foreign:
         skeleton = layer.skeleton
         shown = skeleton if device is None else _copy_with(skeleton, stand_ins, device)
-        setattr(sequence, name, shown)
+        setattr(holder, name, shown)
     try:
         yield
     finally:
-        for name, layer in foreign.items():
-            setattr(sequence, name, layer)
+        for holder, name, layer in foreign:
+            setattr(holder, name, layer)
 
 
-def foreign_state_names(sequence: nn.Sequential) -> set[str]:
-    """Names what other stages hold, as in the sequence's state dict.
+def _foreign_layers(module: nn.Module) -> list[tuple[nn.Module, str, ForeignLayer]]:
+    """Lists the foreign layers in a module with what holds each under which name."""
+    return [
+        (holder, name, layer)
+        for holder in module.modules()
+        for name, layer in holder.named_children()
+        if isinstance(layer, ForeignLayer)
+    ]
+
+
+def foreign_state_names(module: nn.Module) -> set[str]:
+    """Names what other stages hold, as in the module's state dict.
 
     Args:
-        sequence: The pipelined module.
+        module: The pipelined module.
     """
     return {
         f"{name}.{key}"
-        for name, layer in sequence.named_children()
+        for name, layer in module.named_modules()
         if isinstance(layer, ForeignLayer)
         for key in layer.skeleton.state_dict()
     }

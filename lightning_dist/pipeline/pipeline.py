@@ -39,6 +39,7 @@ from lightning_dist.pipeline.actions import Action, ActionKind
 from lightning_dist.pipeline.cut import cut, layers_of
 from lightning_dist.pipeline.fingerprint import fingerprint
 from lightning_dist.pipeline.gradients import Gradients, Returned
+from lightning_dist.pipeline.layers import Layers, layers_in
 from lightning_dist.pipeline.loss_weights import AverageWeight, LossWeights
 from lightning_dist.pipeline.microbatch import batch_size_of, split
 from lightning_dist.pipeline.recorder import Recorder
@@ -80,7 +81,7 @@ class Pipeline:
     """Runs batches through one rank's stages of a pipeline.
 
     Args:
-        sequence: The pipelined module; its other stages' layers are taken out of it.
+        sequence: The pipelined module, or its layers; those of other stages are taken out of it.
         shape: Which part of which pipeline this is.
         links: Channels to the neighbours.
         weight_versions: ``"stash"``, ``"vertical_sync"`` or ``"none"``; matters for asynchronous
@@ -106,7 +107,7 @@ class Pipeline:
 
     def __init__(
         self,
-        sequence: nn.Sequential,
+        sequence: nn.Sequential | Layers,
         shape: PipelineShape,
         links: Links,
         *,
@@ -130,7 +131,9 @@ class Pipeline:
         self._rounds = Rounds(shape)
         self._on_complete = on_complete
         self._loss_weights = LossWeights(average_weight)
-        self._seam = Seam(sequence, is_whole=shape.num_stages == 1)
+        self._layers = layers_in(sequence)
+        self._layers.attach()
+        self._seam = Seam(self._layers.module, is_whole=shape.num_stages == 1)
 
         def stage(number: int) -> Stage:
             own = layers_of(sequence, shape.layers_per_stage, number)
@@ -143,6 +146,7 @@ class Pipeline:
                 policy,
                 gradients(),
                 StalenessMeter(policy.release, measures_discrepancy=measure_discrepancy),
+                layer_input=self._layers.layer_input,
                 seed=(seed, shape.replica_index),
                 device=device,
             )
@@ -390,6 +394,7 @@ class Pipeline:
     def detach(self) -> None:
         """Gives the pipelined module its forward back."""
         self._seam.detach()
+        self._layers.detach()
         for stage in self.stages.values():
             stage.clear()
 

@@ -28,14 +28,14 @@ class Seam:
         is_whole: Whether all of its layers are here, so that it may be called at any time.
     """
 
-    def __init__(self, sequence: nn.Sequential, *, is_whole: bool) -> None:
+    def __init__(self, sequence: nn.Module, *, is_whole: bool) -> None:
         self._sequence = sequence
         self._is_whole = is_whole
         self._own_forward: Callable[..., Any] = sequence.forward
         self._layers: Callable[..., Any] | None = None
         self._outputs: list[Any] = []
         self._leaves = False
-        sequence.forward = self._forward  # type: ignore[method-assign]
+        sequence.forward = self._forward
 
     def detach(self) -> None:
         """Gives the sequence its own forward back."""

@@ -2,8 +2,8 @@
 
 The user's step function runs on each stage. It reaches the pipelined module's forward, which is a
 :class:`~lightning_dist.pipeline.seam.Seam`: the first stage runs its layers on the step's input,
-each later stage ignores that argument and takes what the stage before has sent. All but the last
-then leave the step; on the last the module returns, and the user's code goes on to its loss.
+each later stage takes what the stage before has sent in its place. All but the last then leave the
+step; on the last the module returns, and the user's code goes on to its loss.
 
 Which weights a forward and its backward see is the business of a
 :class:`~lightning_dist.pipeline.weight_policy.WeightPolicy`; where the gradients stay, that of
@@ -33,6 +33,8 @@ from lightning_dist.tree import flatten, map_tensors
 
 Step = Callable[[Microbatch], Any]
 """The user's step on one micro-batch; returns the loss or the outputs on the last stage."""
+LayerInput = Callable[[bool, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+"""Takes whether the stage is the first, what it received, and a call's arguments and keywords."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -65,6 +67,8 @@ class Stage:
         policy: Which weights a micro-batch sees.
         gradients: Runs the backwards.
         meter: Takes the weights back, and tells how stale they were.
+        layer_input: Gives what the layers run on; see
+            :meth:`lightning_dist.pipeline.layers.Layers.layer_input`.
         seed: Base of all random numbers; data replicas differ in the second integer only.
         device: Where the stage computes.
     """
@@ -79,6 +83,7 @@ class Stage:
         gradients: Gradients,
         meter: StalenessMeter,
         *,
+        layer_input: LayerInput,
         seed: tuple[int, int],
         device: torch.device,
     ) -> None:
@@ -92,6 +97,7 @@ class Stage:
         self.report: UpdateReport | None = None
         self._stage_index = stage_index
         self._seam = seam
+        self._layer_input = layer_input
         self._seed = seed
         self._device = device
         self._in_flight: dict[int, InFlight] = {}
@@ -131,8 +137,8 @@ class Stage:
         def in_step() -> Any:
             return step(microbatch)
 
-        def layers(*arguments: Any, **_: Any) -> Any:
-            return self._run_call(call, arguments)
+        def layers(*arguments: Any, **keywords: Any) -> Any:
+            return self._run_call(call, arguments, keywords)
 
         seed_python(*call.seed)
         with seeded(*call.seed, device=self._device):
@@ -233,8 +239,10 @@ class Stage:
         self.gradients.clear()
         self.meter.clear()
 
-    def _run_call(self, call: _LayerCall, arguments: tuple[Any, ...]) -> Any:
-        call.layer_input = arguments[0] if self.is_first else call.received
+    def _run_call(
+        self, call: _LayerCall, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> Any:
+        call.layer_input = self._layer_input(self.is_first, call.received, arguments, keywords)
         if torch.is_grad_enabled():
             call.weights = self.policy.acquire()
         given = call.layer_input
@@ -256,7 +264,7 @@ class Stage:
 
     def _keep(self, index: int, call: _LayerCall) -> None:
         assert call.weights is not None
-        inputs = [] if self.is_first else _differentiable(call.layer_input)
+        inputs = [] if self.is_first else _differentiable(call.received)
         outputs = _differentiable(call.output)
         self._in_flight[index] = InFlight(
             inputs, outputs, call.layer_input, call.weights, call.seed

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_dist.pipeline.cut import stage_of_layers, structure
+from lightning_dist.pipeline.cut import stage_of_layers, structure_of
+from lightning_dist.pipeline.layers import Layers, layers_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,19 @@ class Tie:
         return next(name for stage, name in self.names.items() if rank_of_stage[stage] == rank)
 
 
-def find_ties(sequence: nn.Sequential, layers_per_stage: Sequence[int]) -> tuple[Tie, ...]:
+def find_ties(
+    module: nn.Sequential | Layers, layers_per_stage: Sequence[int]
+) -> tuple[Tie, ...]:
     """Finds the parameters that several stages use; the same ones on each rank.
 
     Args:
-        sequence: The pipelined module, cut or not.
+        module: The pipelined module, cut or not, or its layers.
         layers_per_stage: The partition.
     """
     found: dict[int, dict[int, str]] = {}
-    children = zip(stage_of_layers(layers_per_stage), sequence.named_children(), strict=True)
-    for stage, (layer_name, layer) in children:
-        for name, parameter in structure(layer).named_parameters():
-            found.setdefault(id(parameter), {}).setdefault(stage, f"{layer_name}.{name}")
+    stages = stage_of_layers(layers_per_stage)
+    for part in layers_in(module).parts():
+        stage = stages[part.layer_index]
+        for name, parameter in structure_of(part.module).named_parameters():
+            found.setdefault(id(parameter), {}).setdefault(stage, f"{part.name}.{name}")
     return tuple(Tie(names) for names in found.values() if len(names) > 1)

@@ -130,10 +130,10 @@ def _find_split(
     return split
 
 
-def _cut(split: PipelineSplit) -> nn.Sequential:
+def _cut(split: PipelineSplit) -> nn.Module:
     (stage,) = split.stages  # several would be as many roots; `check_mesh` refuses them
     split.cut()
-    return layers_of(split.sequence, split.layers_per_stage, stage)
+    return layers_of(split.layers, split.layers_per_stage, stage)
 
 
 def _keep_all(_: str) -> bool:

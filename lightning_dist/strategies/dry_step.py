@@ -101,7 +101,7 @@ class DryStep:
         sender = None if split.has_last else DrySender(note)
         (stage,) = split.stages
         pipeline = Pipeline(
-            split.sequence,
+            split.layers,
             self.asked.pipeline.shape(self.mesh, self.rank, split.layers_per_stage),
             dry_links(stage, received, sender, note),
             layers=lambda _: self.composed.root,

@@ -79,8 +79,9 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         num_microbatches: Pieces of each Lightning batch; ``"auto"`` is 4 per rank for synchronous
             schedules (fewer for a batch of fewer samples), 1 for ``"pipedream"`` and 1 per rank for
             ``"pipedream_2bw"``.
-        layers: Dotted path of the ``nn.Sequential`` whose children are the layers; ``"auto"`` takes
-            the one that holds the trainable parameters.
+        layers: Dotted path of the ``nn.Sequential`` whose children are the layers, or of the
+            ``nn.ModuleList`` of a model's blocks; ``"auto"`` takes the Hugging Face model (by its
+            own pipeline plan), or else the sequence, that holds the trainable parameters.
         partition: ``"parameters"`` balances the number of parameters, ``"uniform"`` the number of
             layers; or the layers per stage.
         weight_versions: For ``"pipedream"``: ``"stash"`` runs the backward of a batch with the
@@ -218,7 +219,6 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             pipeline_checks.check_trainer(trainer, module, self._config)
         place = self.mesh.coordinates(self.global_rank)["pp"]
         self._split = find_split(module, self._config, self.mesh.pp, place)
-        sequence = self._split.sequence
         self.model = self.precision_plugin.convert_module(module)
         if is_fitting:
             self._setup_optimizers_of_whole_model(trainer)
@@ -227,7 +227,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             keep_own_parameters(optimizer, module)
         self.model_to_device()
         broadcast_state([*module.parameters(), *module.buffers()], self.data_group)
-        broadcast_state(tensors_outside(module, sequence), self.group("pp"))
+        broadcast_state(tensors_outside(module, self._split.layers), self.group("pp"))
         self.setup_precision_plugin()
         self._session = self._open_session(trainer)
         self.guard.connect_signals(trainer)
@@ -257,7 +257,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         run = self.run_context(self._average_gradients, self._complete_early, self._post_reports)
         session = open_session(
             self.module,
-            split.sequence,
+            split.layers,
             split.layers_per_stage,
             self._config,
             run,

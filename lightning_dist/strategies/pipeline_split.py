@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_dist.pipeline.cut import cut, foreign_state_names, stage_of_layers
+from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.ties import Tie, find_ties
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipelined_module import (
     choose_partition,
-    find_sequence,
+    find_layers,
     refuse_places_outside,
     refuse_ties,
 )
@@ -30,14 +31,14 @@ class PipelineSplit:
 
     Attributes:
         path: Dotted path of the pipelined module.
-        sequence: The pipelined module.
+        layers: Of the pipelined module.
         layers_per_stage: The partition.
         stages: This rank's.
         ties: Parameters that several stages use.
     """
 
     path: str
-    sequence: nn.Sequential
+    layers: Layers
     layers_per_stage: tuple[int, ...]
     stages: tuple[int, ...]
     ties: tuple[Tie, ...]
@@ -47,36 +48,44 @@ class PipelineSplit:
         """Whether whole steps run here."""
         return len(self.layers_per_stage) - 1 in self.stages
 
+    @property
+    def sequence(self) -> nn.Module:
+        """The pipelined module."""
+        return self.layers.module
+
     def keeps(self, name: str) -> bool:
         """Whether this rank keeps what bears a name in the whole model.
 
         Args:
             name: Of a module, a parameter or a buffer.
         """
-        prefix = f"{self.path}."
-        if not name.startswith(prefix):
-            return True
-        return name.removeprefix(prefix).partition(".")[0] in self.own_names
+        stages = stage_of_layers(self.layers_per_stage)
+        layer = self._layer_of(name)
+        return layer is None or stages[layer] in self.stages
 
     @property
     def own_names(self) -> list[str]:
         """Names of this rank's layers in the pipelined module."""
-        names = (name for name, _ in self.sequence.named_children())
         stages = stage_of_layers(self.layers_per_stage)
-        pairs = zip(names, stages, strict=True)
-        return [name for name, stage in pairs if stage in self.stages]
+        return [p.name for p in self.layers.parts() if stages[p.layer_index] in self.stages]
 
     def is_in_a_layer(self, name: str) -> bool:
-        """Whether a module is a layer of the pipelined module, or inside of one.
+        """Whether a module is a part of a layer of the pipelined module, or inside of one.
 
         Args:
             name: In the whole model.
         """
-        return name.startswith(f"{self.path}.")
+        return self._layer_of(name) is not None
+
+    def _layer_of(self, name: str) -> int | None:
+        for part in self.layers.parts():
+            if f"{name}.".startswith(f"{self.path}.{part.name}."):
+                return part.layer_index
+        return None
 
     def cut(self) -> None:
         """Takes the layers of all other ranks out of the model."""
-        cut(self.sequence, self.layers_per_stage, self.stages)
+        cut(self.layers, self.layers_per_stage, self.stages)
 
     def foreign_names(self) -> set[str]:
         """Names what other stages hold, as in the whole model's state dict."""
@@ -107,13 +116,13 @@ def find_split(
     Raises:
         ValueError: It cannot be cut so.
     """
-    path, sequence = find_sequence(module, config.layers)
+    path, layers = find_layers(module, config.layers)
     rank_of_stage = config.rank_of_stage(num_ranks)
-    layers_per_stage = choose_partition(sequence, config.partition, len(rank_of_stage))
+    layers_per_stage = choose_partition(layers, config.partition, len(rank_of_stage))
     if len(layers_per_stage) > 1:
-        refuse_places_outside(module, path, sequence)
-    ties = find_ties(sequence, layers_per_stage)
+        refuse_places_outside(module, path, layers.module)
+    ties = find_ties(layers, layers_per_stage)
     if config.schedules.update_rule is UpdateRule.EACH:
         refuse_ties(ties, _NO_SUM_IN_TIME)
     own = tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
-    return PipelineSplit(path, sequence, layers_per_stage, own, ties)
+    return PipelineSplit(path, layers, layers_per_stage, own, ties)

@@ -10,9 +10,52 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.cut import ForeignLayer, layer_parameter_counts
+from lightning_dist.pipeline.cut import ForeignLayer, layer_parameter_counts, whole
+from lightning_dist.pipeline.layers import Layers, layers_in
 from lightning_dist.pipeline.partition import partition_layers, uniform_partition
 from lightning_dist.pipeline.ties import Tie
+from lightning_dist.strategies.model_blocks import blocks_of, find_blocks, find_model
+
+
+def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
+    """Finds the layers of the user's module.
+
+    Args:
+        module: The user's module; other stages' layers may be out of it already.
+        layers: ``"auto"``, or the dotted path of an ``nn.Sequential`` or an ``nn.ModuleList``.
+
+    Returns:
+        The path of the pipelined module, and its layers.
+
+    Raises:
+        ValueError: There are none, or a trainable parameter belongs to none.
+    """
+    with whole(module):
+        if layers == "auto":
+            path = find_model(module)
+            if path is not None:
+                return path, find_blocks(module.get_submodule(path), path)
+        elif _is_module_list(module, layers):
+            return _blocks_in_list(module, layers)
+    path, sequence = find_sequence(module, layers)
+    return path, layers_in(sequence)
+
+
+def _is_module_list(module: nn.Module, path: str) -> bool:
+    return isinstance(dict(module.named_modules()).get(path), nn.ModuleList)
+
+
+def _blocks_in_list(module: nn.Module, layers: str) -> tuple[str, Layers]:
+    path, _, list_path = layers.partition(".")
+    if not list_path:
+        raise ValueError(
+            f"layers={layers!r} is an `nn.ModuleList` of the LightningModule itself, which has"
+            " steps, but no forward of the model to cut. Put the model into a module of its own,"
+            " whose forward runs the blocks."
+        )
+    model = module.get_submodule(path)
+    refuse_outside(module, path, model)
+    return path, blocks_of(model, list_path, path)
 
 
 def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
@@ -34,15 +77,29 @@ def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
             f"{path!r} is a {type(sequence).__name__} with a forward of its own, so its layers"
             " cannot be run one after the other. Name a plain `nn.Sequential` with `layers=`."
         )
-    inside = {id(p) for p in sequence.parameters()}
+    refuse_outside(module, path, sequence)
+    return path, sequence
+
+
+def refuse_outside(module: nn.Module, path: str, pipelined: nn.Module) -> None:
+    """Refuses trainable parameters outside of the pipelined module.
+
+    Args:
+        module: The user's module.
+        path: Of the pipelined module in it.
+        pipelined: The pipelined module.
+
+    Raises:
+        ValueError: There is one.
+    """
+    inside = {id(p) for p in pipelined.parameters()}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in inside:
             raise ValueError(
                 f"The trainable parameter {name!r} is outside of the pipelined module {path!r}, so"
-                " it would belong to no stage. Make it part of that sequence, like"
+                " it would belong to no stage. Make it part of that module, like"
                 " `nn.Sequential(*layers, head)`, or freeze it with `requires_grad_(False)`."
             )
-    return path, sequence
 
 
 def _get(module: nn.Module, path: str) -> tuple[str, nn.Sequential]:
@@ -99,20 +156,21 @@ def _descend(name: str, sequence: nn.Sequential) -> tuple[str, nn.Sequential]:
     return name, sequence
 
 
-def tensors_outside(module: nn.Module, sequence: nn.Sequential) -> list[Tensor]:
+def tensors_outside(module: nn.Module, layers: Layers) -> list[Tensor]:
     """Lists a module's parameters and buffers that no stage has for itself.
 
     Args:
         module: The user's module.
-        sequence: The pipelined module.
+        layers: Of the pipelined module.
     """
-    inside = {id(t) for t in (*sequence.parameters(), *sequence.buffers())}
+    parts = [part.module for part in layers.parts()]
+    inside = {id(t) for part in parts for t in (*part.parameters(), *part.buffers())}
     return [t for t in (*module.parameters(), *module.buffers()) if id(t) not in inside]
 
 
 def _module_lists(module: nn.Module) -> str:
     lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
-    return f" ({lists} hold layers, but do not say in which order they run)" if lists else ""
+    return f" ({lists} hold layers; name one with `layers=` to cut it)" if lists else ""
 
 
 def _sequences(module: nn.Module) -> list[str]:
@@ -120,12 +178,12 @@ def _sequences(module: nn.Module) -> list[str]:
 
 
 def choose_partition(
-    sequence: nn.Sequential, partition: str | Sequence[int], num_stages: int
+    layers: Layers, partition: str | Sequence[int], num_stages: int
 ) -> tuple[int, ...]:
     """Decides how many layers each stage gets.
 
     Args:
-        sequence: The pipelined module.
+        layers: Of the pipelined module.
         partition: ``"parameters"``, ``"uniform"``, or the layers per stage.
         num_stages: Stages of the pipeline.
 
@@ -135,7 +193,7 @@ def choose_partition(
     Raises:
         ValueError: The partition does not fit the layers or the stages.
     """
-    num_layers = len(sequence)
+    num_layers = len(layers)
     if num_layers < num_stages:
         raise ValueError(
             f"num_stages={num_stages} is more than the {num_layers} layers of the pipelined module."
@@ -144,7 +202,7 @@ def choose_partition(
     if partition == "uniform":
         return tuple(uniform_partition(num_layers, num_stages))
     if partition == "parameters":
-        costs = [float(count) for count in layer_parameter_counts(sequence)]
+        costs = [float(count) for count in layer_parameter_counts(layers)]
         return tuple(partition_layers(costs, num_stages))
     if isinstance(partition, str):
         raise ValueError(
@@ -161,7 +219,7 @@ def choose_partition(
     return counts
 
 
-def refuse_places_outside(module: nn.Module, path: str, sequence: nn.Sequential) -> None:
+def refuse_places_outside(module: nn.Module, path: str, pipelined: nn.Module) -> None:
     """Refuses a parameter of a layer that the module holds outside of the pipelined one too.
 
     Stages without that layer would have it there all the same, as it was at the start.
@@ -169,14 +227,14 @@ def refuse_places_outside(module: nn.Module, path: str, sequence: nn.Sequential)
     Args:
         module: The user's module.
         path: Of the pipelined module in it.
-        sequence: The pipelined module.
+        pipelined: The pipelined module.
 
     Raises:
         ValueError: There is one.
     """
-    inside = {id(p): name for name, p in sequence.named_parameters()}
+    inside = {id(p): name for name, p in pipelined.named_parameters()}
     every = module.named_modules(remove_duplicate=False)
-    prefixes = tuple(f"{name}." for name, found in every if found is sequence)
+    prefixes = tuple(f"{name}." for name, found in every if found is pipelined)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in inside and not name.startswith(prefixes):
             raise ValueError(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.connect import Channels, connect
 from lightning_dist.pipeline.gradients import Gradients, Returned
+from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.pipeline.tied_sums import TiedSums
 from lightning_dist.pipeline.ties import find_ties
@@ -94,7 +95,7 @@ class Session:
 
 def open_session(
     module: pl.LightningModule,
-    sequence: nn.Sequential,
+    found: Layers,
     layers_per_stage: tuple[int, ...],
     config: PipelineConfig,
     run: RunContext,
@@ -109,7 +110,7 @@ def open_session(
 
     Args:
         module: The user's module.
-        sequence: The pipelined module in it.
+        found: The layers of the pipelined module in it.
         layers_per_stage: The partition.
         config: What the user asks for.
         run: What the pipeline runs in.
@@ -121,13 +122,13 @@ def open_session(
     """
     shape = config.shape(run.mesh, run.rank, layers_per_stage)
     homes = shape.rank_of_stage
-    ties = find_ties(sequence, layers_per_stage)
+    ties = find_ties(found, layers_per_stage)
     holders = {tie.ranks(homes) for tie in ties}
     channels = connect(run.mesh.groups("pp"), run.device, run.timeout_seconds, homes, holders)
     tied = TiedSums(ties, homes, shape.rank, channels.ties)
-    tied.share(dict(sequence.named_parameters(remove_duplicate=False)))
+    tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
     pipeline = Pipeline(
-        sequence,
+        found,
         shape,
         channels.links,
         weight_versions=config.weight_versions,

@@ -74,7 +74,7 @@ class StagedModule(ShardedModule):
     def open(self, run: RunContext) -> None:
         self._session = open_session(
             self.module,
-            self._split.sequence,
+            self._split.layers,
             self._split.layers_per_stage,
             self._config,
             run,

@@ -1,0 +1,116 @@
+"""Models that are no sequence, on two ranks of a pipeline in one process, beside themselves alone."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.pipeline.memory_channel import MemoryChannel
+from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.runtime import Links
+from lightning_dist.pipeline.shape import PipelineShape
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train_alone(model: nn.Module, batches: Sequence[Any], loss_of: Loss) -> list[float]:
+    optimizer = optimizer_of(model)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def train_rank(
+    holder: nn.Module,
+    split: PipelineSplit,
+    rank: int,
+    links: Links,
+    schedule: str,
+    batches: Sequence[Any],
+    loss_of: Loss,
+) -> list[float]:
+    """Trains one rank's part of ``holder.model``; gives the losses where the last stage is."""
+    counts = split.layers_per_stage
+    shape = PipelineShape(schedule, 2, counts, rank, len(counts) // 2)
+    pipeline = Pipeline(split.layers, shape, links, rank=rank)
+    optimizer = optimizer_of(holder)
+    losses = []
+
+    def step(microbatch: Any) -> Tensor:
+        return loss_of(holder.model, microbatch.content)
+
+    try:
+        for batch in batches:
+            results = pipeline.train_batch(batch, step)
+            optimizer.zero_grad()
+            pipeline.install_gradients()
+            with pipeline.updating():
+                optimizer.step()
+            losses.append(sum(map(float, results)) / 2)
+    finally:
+        pipeline.close()
+    return losses
+
+
+def links_of_two(config: PipelineConfig) -> list[Links]:
+    """Connects the stages of two ranks by queues, those on one rank too."""
+    ends = [Links(), Links()]
+    homes = config.rank_of_stage(2)
+    for stage, (home, after) in enumerate(zip(homes, homes[1:], strict=False)):
+        down, up = MemoryChannel(), MemoryChannel()
+        ends[home].activations_out[stage] = down
+        ends[after].activations_in[stage + 1] = down
+        ends[after].gradients_out[stage + 1] = up
+        ends[home].gradients_in[stage] = up
+    return ends
+
+
+def largest_difference(
+    model: nn.Module, batches: Sequence[Any], loss_of: Loss, config: PipelineConfig
+) -> float:
+    """Trains a model alone and on two ranks; compares losses and weights."""
+    holders = [nn.ModuleDict({"model": copy.deepcopy(model)}) for _ in range(2)]
+    splits = [find_split(holder, config, 2, rank) for rank, holder in enumerate(holders)]
+    losses: dict[int, list[float]] = {}
+    errors: list[BaseException] = []
+    ends = links_of_two(config)
+
+    def run(rank: int) -> None:
+        try:
+            losses[rank] = train_rank(
+                holders[rank], splits[rank], rank, ends[rank], config.schedule, batches, loss_of
+            )
+        except BaseException as error:
+            errors.append(error)
+            ends[1 - rank].interrupt(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    expected = train_alone(model, batches, loss_of)
+    wanted = dict(model.named_parameters())
+    actual = {n: p for h in holders for n, p in h.model.named_parameters()}
+    assert actual.keys() == wanted.keys()
+    differences = [float((actual[n] - wanted[n]).detach().abs().max()) for n in wanted]
+    where = config.rank_of_stage(2)[-1]
+    return max(*differences, *(abs(a - b) for a, b in zip(losses[where], expected, strict=True)))
