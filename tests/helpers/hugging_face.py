@@ -54,13 +54,27 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str) -> nn.Module:
+# What they call their number of blocks.
+_BLOCKS = {
+    "GPT2LMHeadModel": "n_layer",
+    "DistilBertForMaskedLM": "n_layers",
+    "T5ForConditionalGeneration": "num_layers",
+}
+
+
+def build_untied(name: str, num_blocks: int) -> nn.Module:
+    """Builds a model whose head has weights of its own."""
+    key = _BLOCKS.get(name, "num_hidden_layers")
+    return build(name, **{key: num_blocks, "tie_word_embeddings": False})
+
+
+def build(name: str, **options: Any) -> nn.Module:
     """Builds a model, the same one each time, in float64."""
     import transformers
 
     model_class = getattr(transformers, name)
     torch.manual_seed(1)
-    model: nn.Module = model_class(model_class.config_class(**MODELS[name]))
+    model: nn.Module = model_class(model_class.config_class(**MODELS[name] | options))
     with torch.no_grad():  # larger than at the start of a training, so that all gradients count
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)

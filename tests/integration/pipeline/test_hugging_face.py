@@ -1,0 +1,166 @@
+"""Models of transformers, cut at their blocks, give what they give on a single device.
+
+Transformers is no dependency of the package, only of its tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_dist import MeshStrategy, PipelineStrategy
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from tests.helpers.block_parity import largest_difference
+from tests.helpers.hugging_face import MODELS, build_untied
+from tests.helpers.models import make_optimizer, make_trainer, state_of
+from tests.helpers.workers import WorkerPool
+
+TOLERANCE = 1e-11
+
+
+class Samples(torch.utils.data.Dataset):
+    """Tokens with padding, as a tokenizer would give them."""
+
+    def __init__(self, count: int) -> None:
+        self.tokens = torch.randint(1, 96, (count, 12), generator=torch.Generator().manual_seed(2))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        mask = torch.ones(12, dtype=torch.long)
+        mask[12 - index % 3 :] = 0
+        return {"input_ids": self.tokens[index], "attention_mask": mask}
+
+
+def loader(count: int = 20) -> DataLoader:
+    return DataLoader(Samples(count), batch_size=8)
+
+
+class Causal(L.LightningModule):
+    """What a user of transformers would write."""
+
+    def __init__(self, name: str = "LlamaForCausalLM") -> None:
+        super().__init__()
+        self.model = build_untied(name, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.model(**batch, labels=batch["input_ids"]).loss
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.model(**batch).logits
+        wanted = batch["input_ids"][:, 1:]
+        self.log("val_loss", F.cross_entropy(logits[:, :-1].flatten(0, 1), wanted.flatten()))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch)
+
+    def configure_optimizers(self) -> Any:
+        return make_optimizer("adamw", self.parameters())
+
+
+@pytest.fixture(autouse=True)
+def _in_double() -> Iterator[None]:
+    with in_double():
+        yield
+
+
+def in_double() -> Any:
+    # Some norms compute in float32, whatever the model's dtype.
+    return patch.object(torch.Tensor, "float", torch.Tensor.double)
+
+
+def fit(
+    strategy: Any, devices: int, epochs: int, resume: str | None = None, save: str | None = None
+) -> Any:
+    """Trains, validates and predicts; gives all that can be compared."""
+    with in_double():
+        module = Causal()
+        trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=epochs)
+        trainer.fit(module, loader(), loader(13), ckpt_path=resume, weights_only=True)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if save is not None:
+            trainer.save_checkpoint(save)
+        state = state_of(module)
+        predictions = trainer.predict(module, loader(5))
+        return state, metrics, [(type(p).__name__, p.logits) for p in predictions]
+
+
+def fit_stages(options: dict[str, Any], *arguments: Any) -> Any:
+    return fit(PipelineStrategy(**options), 2, *arguments)
+
+
+def assert_equal(ranks: list[Any], expected: Any) -> None:
+    states = {name: value for state, *_ in ranks for name, value in state.items()}
+    torch.testing.assert_close(states, expected[0], rtol=0, atol=TOLERANCE)
+    for _, metrics, predictions in ranks:
+        assert metrics == pytest.approx(expected[1], abs=TOLERANCE)
+        assert [kind for kind, _ in predictions] == ["CausalLMOutputWithPast"]
+        torch.testing.assert_close(predictions[0][1], expected[2][0][1], rtol=0, atol=TOLERANCE)
+
+
+def test_trains_validates_predicts_and_resumes_anywhere(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    once, twice = fit("auto", 1, 1), fit("auto", 1, 2)
+    path = str(tmp_path / "vee.ckpt")
+    vee = {"schedule": "zbv", "num_microbatches": 2, "save_full": True}
+    assert_equal(workers.run(2, fit_stages, vee, 1, None, path), once)
+    assert_equal([fit("auto", 1, 2, path)], twice)
+    assert_equal(workers.run(2, fit_stages, {"partition": [1, 3]}, 2, path), twice)
+
+
+def fit_mesh(sizes: dict[str, Any], devices: int, *arguments: Any) -> Any:
+    return fit(MeshStrategy(pp=2, **sizes), devices, *arguments)
+
+
+def test_stages_of_a_mesh_do_the_same(workers: WorkerPool) -> None:
+    sizes = {"tp": 2}
+    assert_equal(workers.run(4, fit_mesh, sizes, 4, 1), fit("auto", 1, 1))
+    sizes = {"dp_shard": 2}
+    assert_equal(workers.run(4, fit_mesh, sizes, 4, 1), fit("auto", 1, 1))
+
+
+def train_stale(epochs: int) -> dict[str, Tensor]:
+    """PipeDream on two stages of two blocks: the first one's weights are a version older."""
+    module = Causal()
+    model = module.model
+    optimizer = make_optimizer("adamw", module.parameters())
+    versions: list[dict[str, Tensor]] = []
+    for _ in range(epochs):
+        versions.append(state_of(model))
+        before = versions[-1]
+        for batch in loader():
+            now = versions[-1]
+            mixed = {n: (before if _is_first(n) else now)[n].clone().requires_grad_() for n in now}
+            inputs = {**batch, "labels": batch["input_ids"]}
+            loss = torch.func.functional_call(model, mixed, (), inputs).loss
+            gradients = torch.autograd.grad(loss, list(mixed.values()))
+            for name, gradient in zip(mixed, gradients, strict=True):
+                model.get_parameter(name).grad = gradient
+            optimizer.step()
+            before, _ = now, versions.append(state_of(model))
+    return state_of(module)
+
+
+def _is_first(name: str) -> bool:
+    return name.startswith(("model.embed_tokens", "model.layers.0", "model.layers.1"))
+
+
+def test_stashes_the_weights_of_each_batch(workers: WorkerPool) -> None:
+    ranks = workers.run(2, fit_stages, {"schedule": "pipedream", "partition": [2, 2]}, 2)
+    actual = {name: value for state, *_ in ranks for name, value in state.items()}
+    torch.testing.assert_close(actual, train_stale(2), rtol=0, atol=TOLERANCE)
