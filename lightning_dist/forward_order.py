@@ -1,7 +1,8 @@
 """In which order a module's forward comes to its submodules, as its code says.
 
-As a person would who reads it: where a submodule is first mentioned. Where the code is not to be
-had, or mentions only one of two, the order in which they were registered decides.
+As a person would who reads it: where a submodule is first mentioned, in the class's own forward or
+in the one that it extends. Where neither mentions both, or the code is not to be had, the order in
+which they were registered decides.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 from textwrap import dedent
+from typing import Any
 
 from torch import nn
 from typing_extensions import override
@@ -22,16 +24,17 @@ def runs_before(module: nn.Module, name: str, other: str) -> bool:
         name: Of the one.
         other: Of the other.
     """
-    mentioned = _mentions(module)
-    if name in mentioned and other in mentioned:
-        return mentioned.index(name) < mentioned.index(other)
+    for class_ in type(module).__mro__:
+        mentioned = _mentions(vars(class_).get("forward"))
+        if name in mentioned and other in mentioned:
+            return mentioned.index(name) < mentioned.index(other)
     registered = [child for child, _ in module.named_children()]
     return registered.index(name) < registered.index(other)
 
 
-def _mentions(module: nn.Module) -> list[str]:
+def _mentions(forward: Any) -> list[str]:
     try:
-        source = inspect.getsource(inspect.unwrap(type(module).forward))
+        source = inspect.getsource(inspect.unwrap(forward))
         code = ast.parse(dedent(source))
     except (OSError, TypeError, SyntaxError):
         return []

@@ -146,7 +146,7 @@ class BlockRoute:
         finally:
             self._course = None
         if course.next_block < span.end:
-            raise ValueError(self._out_of_order("ended"))
+            raise ValueError(self._out_of_order(course, "ended"))
         return result
 
     def _call(self, index: int, block: nn.Module, *arguments: Any, **keywords: Any) -> Any:
@@ -154,7 +154,7 @@ class BlockRoute:
         if course is None:
             return block(*arguments, **keywords)
         if index != course.next_block:
-            raise ValueError(self._out_of_order(f"called block {index}"))
+            raise ValueError(self._out_of_order(course, f"called block {index}"))
         span = course.span
         course.next_block += 1
         if index < span.first:
@@ -169,10 +169,9 @@ class BlockRoute:
             raise _BlocksLeft
         return output
 
-    def _out_of_order(self, what: str) -> str:
-        assert self._course is not None
+    def _out_of_order(self, course: _Course, what: str) -> str:
         return (
-            f"{type(self._model).__name__} {what} when block {self._course.next_block} of"
+            f"{type(self._model).__name__} {what} when block {course.next_block} of"
             f" {self._path!r} should have come. A pipeline needs a forward that calls each block of"
             " the list once, in order: switch off what skips blocks (`layerdrop=0`, say), or name"
             " another list with `layers=`."
@@ -195,7 +194,7 @@ class BlockRoute:
 
     def _inspect(self, index: int, received: Any, given: list[tuple[int | str, Any]]) -> None:
         """Looks for values that come from elsewhere, and not with what was received."""
-        if _has_nan(received):
+        if _has_nan(received):  # nothing to tell them apart by; a dry run's tensors say so, too
             return
         leaks = [str(name) for name, value in given if _has_nan(value)]
         if leaks:

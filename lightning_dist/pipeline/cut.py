@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,19 @@ class ForeignLayer(nn.Module):
     def skeleton(self) -> nn.Module:
         """The layer's structure, its tensors on the meta device."""
         return self._skeleton[0]
+
+    def __getattr__(self, name: str) -> Any:
+        """Says where an attribute is that a model's forward reads past the layer's own."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name not in dir(self.skeleton):
+                raise
+            raise AttributeError(
+                f"{name!r} of layer {self.name!r} was asked for, but that layer lives on stage"
+                f" {self.stage_index}, not on this rank. Use it where the layer runs only, or put"
+                " both uses on one stage with `partition=`."
+            ) from error
 
     def forward(self, *_: object, **__: object) -> Tensor:
         """Refuses.

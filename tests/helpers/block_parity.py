@@ -32,7 +32,7 @@ def train_alone(model: nn.Module, batches: Sequence[Any], loss_of: Loss) -> list
         loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
@@ -62,7 +62,7 @@ def train_rank(
             pipeline.install_gradients()
             with pipeline.updating():
                 optimizer.step()
-            losses.append(sum(map(float, results)) / 2)
+            losses.append(sum(float(r.detach()) for r in results) / 2)
     finally:
         pipeline.close()
     return losses
@@ -84,7 +84,7 @@ def links_of_two(config: PipelineConfig) -> list[Links]:
 def largest_difference(
     model: nn.Module, batches: Sequence[Any], loss_of: Loss, config: PipelineConfig
 ) -> float:
-    """Trains a model alone and on two ranks; compares losses and weights."""
+    """Trains a model alone and on two ranks; compares losses and weights; nan if there is one."""
     holders = [nn.ModuleDict({"model": copy.deepcopy(model)}) for _ in range(2)]
     splits = [find_split(holder, config, 2, rank) for rank, holder in enumerate(holders)]
     losses: dict[int, list[float]] = {}
@@ -113,4 +113,5 @@ def largest_difference(
     assert actual.keys() == wanted.keys()
     differences = [float((actual[n] - wanted[n]).detach().abs().max()) for n in wanted]
     where = config.rank_of_stage(2)[-1]
-    return max(*differences, *(abs(a - b) for a, b in zip(losses[where], expected, strict=True)))
+    differences += [abs(a - b) for a, b in zip(losses[where], expected, strict=True)]
+    return float(torch.tensor(differences, dtype=torch.float64).max())  # nan if one is

@@ -5,7 +5,6 @@ Transformers is no dependency of the package, only of its tests.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,3 +163,27 @@ def test_stashes_the_weights_of_each_batch(workers: WorkerPool) -> None:
     ranks = workers.run(2, fit_stages, {"schedule": "pipedream", "partition": [2, 2]}, 2)
     actual = {name: value for state, *_ in ranks for name, value in state.items()}
     torch.testing.assert_close(actual, train_stale(2), rtol=0, atol=TOLERANCE)
+
+
+REFUSED = {"T5ForConditionalGeneration": r"'shared.weight' .*'decoder.embed_tokens.weight' .*tied"}
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    if "Conditional" in type(model).__name__:
+        return model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+    return model(**batch, labels=batch["input_ids"]).loss
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_four_stages_of_an_architecture_learn_what_it_learns_alone(name: str) -> None:
+    layers = "model.encoder.block" if name in REFUSED else "auto"
+    config = PipelineConfig("zbv", 2, layers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own
+        model = build_untied(name, 4)
+        if name in REFUSED:
+            with pytest.raises(ValueError, match=REFUSED[name]):
+                largest_difference(model, [], loss_of, config)
+            return
+        batches = list(DataLoader(Samples(8), batch_size=4))
+        assert largest_difference(model, batches, loss_of, config) < TOLERANCE
