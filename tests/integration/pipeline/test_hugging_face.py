@@ -6,7 +6,7 @@ Transformers is no dependency of the package, only of its tests.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -126,43 +126,50 @@ def fit_mesh(sizes: dict[str, Any], devices: int, *arguments: Any) -> Any:
     return fit(MeshStrategy(pp=2, **sizes), devices, *arguments)
 
 
-def test_stages_of_a_mesh_do_the_same(workers: WorkerPool) -> None:
-    sizes = {"tp": 2}
-    assert_equal(workers.run(4, fit_mesh, sizes, 4, 1), fit("auto", 1, 1))
-    sizes = {"dp_shard": 2}
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_stages_of_a_mesh_do_the_same(workers: WorkerPool, sizes: dict[str, Any]) -> None:
     assert_equal(workers.run(4, fit_mesh, sizes, 4, 1), fit("auto", 1, 1))
 
 
-def train_stale(epochs: int) -> dict[str, Tensor]:
-    """PipeDream on two stages of two blocks: the first one's weights are a version older."""
+def test_a_dry_run_has_stages_too() -> None:
+    report = MeshStrategy(pp=2).dry_run(Causal(), world_size=2, sample_batch=next(iter(loader())))
+    # Hidden states alone travel: of 8 samples, 12 tokens, 32 numbers of 8 bytes.
+    (sent,) = report.kinds[0].traffic
+    assert sent.num_bytes == 8 * 12 * 32 * 8
+
+
+def train_stale(is_late: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Trains two epochs on weights of which some are a version older; validation catches up."""
     module = Causal()
     model = module.model
     optimizer = make_optimizer("adamw", module.parameters())
-    versions: list[dict[str, Tensor]] = []
-    for _ in range(epochs):
-        versions.append(state_of(model))
-        before = versions[-1]
+    for _ in range(2):
+        before = now = state_of(model)
         for batch in loader():
-            now = versions[-1]
-            mixed = {n: (before if _is_first(n) else now)[n].clone().requires_grad_() for n in now}
+            mixed = {n: (before if is_late(n) else now)[n].clone().requires_grad_() for n in now}
             inputs = {**batch, "labels": batch["input_ids"]}
             loss = torch.func.functional_call(model, mixed, (), inputs).loss
             gradients = torch.autograd.grad(loss, list(mixed.values()))
             for name, gradient in zip(mixed, gradients, strict=True):
                 model.get_parameter(name).grad = gradient
             optimizer.step()
-            before, _ = now, versions.append(state_of(model))
+            before, now = now, state_of(model)
     return state_of(module)
 
 
-def _is_first(name: str) -> bool:
+def is_of_first_half(name: str) -> bool:
     return name.startswith(("model.embed_tokens", "model.layers.0", "model.layers.1"))
 
 
-def test_stashes_the_weights_of_each_batch(workers: WorkerPool) -> None:
-    ranks = workers.run(2, fit_stages, {"schedule": "pipedream", "partition": [2, 2]}, 2)
+@pytest.mark.parametrize(
+    ("schedule", "is_late"), [("pipedream", is_of_first_half), ("pipedream_2bw", lambda _: True)]
+)
+def test_stashes_the_weights_of_each_batch(
+    workers: WorkerPool, schedule: str, is_late: Callable[[str], bool]
+) -> None:
+    ranks = workers.run(2, fit_stages, {"schedule": schedule, "partition": [2, 2]}, 2)
     actual = {name: value for state, *_ in ranks for name, value in state.items()}
-    torch.testing.assert_close(actual, train_stale(2), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(actual, train_stale(is_late), rtol=0, atol=TOLERANCE)
 
 
 REFUSED = {"T5ForConditionalGeneration": r"'shared.weight' .*'decoder.embed_tokens.weight' .*tied"}
