@@ -46,6 +46,7 @@ class Layers(ABC):
         self.names = tuple(tuple(group) for group in names)
 
     def __len__(self) -> int:
+        """Counts the layers."""
         return len(self.names)
 
     def parts(self) -> list[Part]:

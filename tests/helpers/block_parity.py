@@ -1,4 +1,4 @@
-"""Models that are no sequence, on two ranks of a pipeline in one process, beside themselves alone."""
+"""Models that are no sequence on two ranks, in one process, beside themselves alone."""
 
 from __future__ import annotations
 

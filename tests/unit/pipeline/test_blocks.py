@@ -177,6 +177,13 @@ def test_a_plan_says_what_the_code_does_not() -> None:
     assert difference(model) < 1e-13
 
 
+def test_a_plan_that_is_wrong_is_found_out() -> None:
+    model = Model()
+    model.pp_plan = {"body.blocks": (["x"], ["x"]), "body.embed": (["x"], ["x"])}
+    with pytest.raises(ValueError, match=r"'body.embed' was taken to run behind the blocks"):
+        difference(model, "1f1b")
+
+
 def test_a_value_past_the_blocks_is_never_a_wrong_number() -> None:
     class Skipping(Body):
         def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
@@ -205,7 +212,11 @@ def test_the_model_is_left_as_it_was() -> None:
     assert list(model.state_dict()) == names
     layers.detach()
     assert model.body.blocks is blocks
-    assert "forward" not in model.__dict__
+    cut(layers, [2, 3], [0])
+    layers.attach()
+    assert "forward" in model.head.__dict__
+    layers.detach()
+    assert "forward" not in model.head.__dict__
 
 
 def test_a_stage_holds_its_own_parameters_by_their_names() -> None:
