@@ -32,6 +32,12 @@ def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -
             " schedule='1f1b' or 'gpipe' here, or PipelineStrategy, whose replicas hold whole"
             " stages."
         )
+    if pipeline.is_traced:
+        raise ValueError(
+            f"layers={pipeline.layers!r} runs the operations of a module without calling its parts,"
+            " and parameters are gathered and spread where parts are called. Use"
+            " PipelineStrategy(layers='trace'), whose replicas hold whole stages."
+        )
     if (pp > 1 or tp > 1) and shard.policy.is_manual:
         raise ValueError(
             f"wrap='manual' with pp={pp}, tp={tp}: `configure_model` would shard layers before they"

@@ -34,7 +34,6 @@ from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.named_optimizer import keep_own_parameters
-from lightning_dist.pipeline.cut import whole
 from lightning_dist.pipeline.pipeline import WeightVersions
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.timeline import Timeline
@@ -56,12 +55,12 @@ from lightning_dist.strategies.pipeline_config import (
     check_count,
     share_among_stages,
 )
-from lightning_dist.strategies.pipeline_split import find_split
-from lightning_dist.strategies.pipelined_module import tensors_outside
+from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
 from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.replicas import average, average_gradients, broadcast_state
 from lightning_dist.strategies.session import Session, open_session
 from lightning_dist.strategies.staleness_log import StalenessLog
+from lightning_dist.strategies.traced_split import find_traced_split
 
 _PROGRESS_KEY = "lightning_dist"
 
@@ -82,6 +81,9 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         layers: Dotted path of the ``nn.Sequential`` whose children are the layers, or of the
             ``nn.ModuleList`` of a model's blocks; ``"auto"`` takes the Hugging Face model (by its
             own pipeline plan), or else the sequence, that holds the trainable parameters.
+            ``"trace"`` cuts the module that holds them with torch.export, whatever its forward is,
+            with ``example_input_array`` as the example; ``"trace:path"`` the module of that path.
+            Layers begin where parts come to their parameters.
         partition: ``"parameters"`` balances the number of parameters, ``"uniform"`` the number of
             layers; or the layers per stage.
         weight_versions: For ``"pipedream"``: ``"stash"`` runs the backward of a batch with the
@@ -218,8 +220,9 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         if is_fitting:
             pipeline_checks.check_trainer(trainer, module, self._config)
         place = self.mesh.coordinates(self.global_rank)["pp"]
-        self._split = find_split(module, self._config, self.mesh.pp, place)
-        self.model = self.precision_plugin.convert_module(module)
+        self.model = self.precision_plugin.convert_module(module)  # a trace builds dtypes in
+        find = find_traced_split if self._config.is_traced else find_split
+        self._split: PipelineSplit = find(module, self._config, self.mesh.pp, place)
         if is_fitting:
             self._setup_optimizers_of_whole_model(trainer)
         self._split.cut()
@@ -227,14 +230,14 @@ class PipelineStrategy(LayoutFreeCheckpoints):
             keep_own_parameters(optimizer, module)
         self.model_to_device()
         broadcast_state([*module.parameters(), *module.buffers()], self.data_group)
-        broadcast_state(tensors_outside(module, self._split.layers), self.group("pp"))
+        broadcast_state(self._split.tensors_outside(module), self.group("pp"))
         self.setup_precision_plugin()
         self._session = self._open_session(trainer)
         self.guard.connect_signals(trainer)
 
     def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
         """Lets the user group the whole model's parameters, as on a single device."""
-        with whole(self._split.sequence, torch.device("cpu")), pipeline_checks.one_optimizer():
+        with self._split.whole(torch.device("cpu")), pipeline_checks.one_optimizer():
             self.setup_optimizers(trainer)
             whole_model_checks.check_optimizers(self.optimizers)
             self.name_optimizer_groups()
@@ -322,7 +325,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         module = self.module
         example, module.example_input_array = module.example_input_array, None
         try:
-            with whole(self._split.sequence):
+            with self._split.whole():
                 yield
         finally:
             module.example_input_array = example

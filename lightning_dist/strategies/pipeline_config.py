@@ -45,7 +45,7 @@ class PipelineConfig:
     Attributes:
         schedule: Name of the schedule.
         num_microbatches: Pieces of each Lightning batch.
-        layers: Dotted path of the pipelined module.
+        layers: Dotted path of the pipelined module; or ``"trace"``, or that, a colon and a path.
         partition: How to cut it, or the layers per stage.
         weight_versions: Which weights an asynchronous backward sees.
         stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
@@ -145,6 +145,11 @@ class PipelineConfig:
     def schedules(self) -> ScheduleFamily | ScheduleFile:
         """The kind of schedule."""
         return find_schedules(self.schedule)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the layers are found by tracing a module."""
+        return self.layers.partition(":")[0] == "trace"
 
     @property
     def asynchronous(self) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from lightning_dist.pipeline.cut import cut, foreign_state_names, stage_of_layers
+from lightning_dist.pipeline.cut import cut, foreign_state_names, stage_of_layers, whole
 from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.ties import Tie, find_ties
@@ -16,6 +18,7 @@ from lightning_dist.strategies.pipelined_module import (
     find_layers,
     refuse_places_outside,
     refuse_ties,
+    tensors_outside,
 )
 
 _NO_SUM_IN_TIME = (
@@ -86,6 +89,22 @@ class PipelineSplit:
     def cut(self) -> None:
         """Takes the layers of all other ranks out of the model."""
         cut(self.layers, self.layers_per_stage, self.stages)
+
+    def whole(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+        """Shows the structure of the whole model for a while; see :func:`cut.whole`.
+
+        Args:
+            device: Where the tensors of other ranks pretend to be.
+        """
+        return whole(self.sequence, device)
+
+    def tensors_outside(self, module: nn.Module) -> list[Tensor]:
+        """Lists a module's parameters and buffers that no stage has for itself.
+
+        Args:
+            module: The user's module.
+        """
+        return tensors_outside(module, self.layers)
 
     def foreign_names(self) -> set[str]:
         """Names what other stages hold, as in the whole model's state dict."""

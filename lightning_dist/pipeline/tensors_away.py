@@ -1,0 +1,91 @@
+"""Take tensors out of a module whose parts stay where they are.
+
+A traced module is not cut between its children, but between operations, and whatever part has
+parameters on another stage keeps its place: it still knows whether it is in training, and the order
+of the names is the same everywhere. Only its tensors are gone. Their shapes stay, for those who
+must see the whole model: the summary, and ``configure_optimizers``, which decides the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class TensorsAway:
+    """Parameters and buffers of a module that other ranks hold.
+
+    Args:
+        module: Loses them.
+        names: Of those to take out; all names of a tensor that has several.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        self._places = {name: _place_of(module, name) for name in names}
+        self._shapes: dict[str, Tensor] = {}
+        by_identity: dict[int, Tensor] = {}
+        for name, (tensors, key) in self._places.items():
+            tensor = tensors[key]
+            assert tensor is not None
+            self._shapes[name] = by_identity.setdefault(id(tensor), _on(tensor, "meta"))
+        for tensors, key in self._places.values():
+            tensors[key] = None
+        for name in {name.rpartition(".")[0] for name in names} - {""}:
+            _refuse_calls(module.get_submodule(name), name)
+
+    @property
+    def names(self) -> set[str]:
+        """The names that were given."""
+        return set(self._places)
+
+    @contextmanager
+    def back(self, device: torch.device | None) -> Iterator[None]:
+        """Puts tensors of the same shapes in their places for a while.
+
+        Args:
+            device: Where they pretend to be. None leaves them on the meta device; on the CPU they
+                take address space but no memory, for nobody writes to them.
+
+        Yields:
+            Nothing.
+        """
+        by_identity: dict[int, Tensor] = {}
+        for name, (tensors, key) in self._places.items():
+            shape = self._shapes[name]
+            tensors[key] = by_identity.setdefault(id(shape), _on(shape, device or "meta"))
+        try:
+            yield
+        finally:
+            for tensors, key in self._places.values():
+                tensors[key] = None
+
+
+def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    path, _, key = name.rpartition(".")
+    owner = module.get_submodule(path)
+    tensors: Mapping[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
+    return tensors, key  # type: ignore[return-value]
+
+
+def _on(tensor: Tensor, device: torch.device | str) -> Tensor:
+    empty = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, tensor.requires_grad)
+    return empty
+
+
+def _refuse_calls(owner: nn.Module, name: str) -> None:
+    def forward(*_: object, **__: object) -> Tensor:
+        raise RuntimeError(
+            f"{name!r} has parameters on another rank. Call the whole traced module, not its parts,"
+            " and only inside training_step, validation_step, test_step or predict_step; for the"
+            " whole model in one process load a checkpoint with"
+            " `lightning_dist.checkpoint.load_full`."
+        )
+
+    replace: Callable[..., Any] = forward
+    owner.forward = replace

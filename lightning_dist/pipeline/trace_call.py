@@ -1,0 +1,201 @@
+"""What a traced module is called with: an example before the trace, the real thing after it.
+
+A graph is made for one structure of arguments. Sizes of tensors are left open where the forward
+leaves them open, and what is no tensor is built in. So each later call is bound to the forward's
+own parameters, as the example was, and compared with it: a graph would run on an input of another
+kind without complaint, and give something else than the forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call.
+
+    Attributes:
+        arguments: By the forward's parameters, defaults included where a parameter has one.
+        args: Those that may be given by position.
+        kwargs: The others.
+    """
+
+    arguments: Mapping[str, Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """What is inside of the arguments, by where it is, in the order of a trace's inputs."""
+        pairs, _ = pytree.tree_flatten_with_path(self.arguments)
+        return {_name(path): leaf for path, leaf in pairs}
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples, by the first tensor that has dims; None if there is none."""
+        sizes = [t.shape[0] for t in self.leaves.values() if _has_dims(t)]
+        return sizes[0] if sizes else None
+
+    def resized(self, batch_size: int) -> Call:
+        """Gives a call of another batch size, its tensors without values.
+
+        Args:
+            batch_size: Samples.
+        """
+
+        def resized(leaf: Any) -> Any:
+            if not _has_dims(leaf) or leaf.shape[0] != self.batch_size:
+                return leaf
+            return torch.empty(batch_size, *leaf.shape[1:], dtype=leaf.dtype, device="meta")
+
+        return Call(*pytree.tree_map(resized, (self.arguments, self.args, self.kwargs)))
+
+
+def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Brings arguments into the one form in which calls can be compared.
+
+    Args:
+        signature: Of the forward.
+        args: As given by position.
+        kwargs: As given by name.
+
+    Raises:
+        ValueError: The forward does not take them.
+    """
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"The arguments do not go with `forward{signature}`: {error}. `example_input_array` is"
+            " a tensor, a tuple of positional arguments or a dict of named ones."
+        ) from None
+    bound.apply_defaults()
+    again = signature.bind(*bound.args, **bound.kwargs)  # without empty *args and **kwargs
+    return Call(dict(again.arguments), bound.args, bound.kwargs)
+
+
+def example_of(signature: inspect.Signature, call: Call) -> Call:
+    """Makes a call that a graph can be traced from.
+
+    A trace takes a size of 1 for a constant, so a batch of one sample becomes one of two.
+
+    Args:
+        signature: Of the forward.
+        call: As the user has given it.
+
+    Raises:
+        ValueError: There is no tensor in it.
+    """
+    if call.batch_size is None:
+        raise ValueError(
+            "The example input has no tensor with samples in dim 0. Give one to"
+            " `example_input_array`."
+        )
+    if call.batch_size > 1:
+        return call
+
+    def doubled(leaf: Any) -> Any:
+        return torch.cat([leaf, leaf]) if _has_dims(leaf) and leaf.shape[0] == 1 else leaf
+
+    args, kwargs = pytree.tree_map(doubled, (call.args, call.kwargs))
+    return bind(signature, args, kwargs)
+
+
+class CallCheck:
+    """Compares calls with the one that was traced.
+
+    Args:
+        example: That one.
+        sizes: Per tensor of it, the sizes that the graph has fixed; None for what it leaves open.
+        guards: Python expressions of ``L``, a mapping from parameters of the forward to arguments,
+            that must be true for the graph to be right.
+        namespace: What else these expressions name.
+    """
+
+    def __init__(
+        self,
+        example: Call,
+        sizes: Sequence[tuple[int | None, ...]],
+        guards: Sequence[str],
+        namespace: Mapping[str, Any],
+    ) -> None:
+        self._leaves = example.leaves
+        tensors = [name for name, leaf in self._leaves.items() if isinstance(leaf, Tensor)]
+        self._sizes = dict(zip(tensors, sizes, strict=True))
+        self._guards = [(guard, compile(guard, "<guard>", "eval")) for guard in guards]
+        self._namespace = namespace
+        self._known: set[tuple[Any, ...]] = set()
+
+    def check(self, call: Call) -> list[Any]:
+        """Checks a call.
+
+        Args:
+            call: Any.
+
+        Returns:
+            Its leaves, in the order of the graph's inputs.
+
+        Raises:
+            ValueError: The graph is not made for it.
+        """
+        leaves = call.leaves
+        if leaves.keys() != self._leaves.keys():
+            raise ValueError(
+                f"The traced module was called with {list(leaves)}, but traced with"
+                f" {list(self._leaves)}. Make `example_input_array` like the calls in the steps."
+            )
+        kind = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in leaves.values())
+        if kind not in self._known:
+            for name, leaf in leaves.items():
+                self._check_leaf(name, leaf)
+            self._check_guards(call)
+            self._known.add(kind)
+        return list(leaves.values())
+
+    def _check_leaf(self, name: str, leaf: Any) -> None:
+        expected = self._leaves[name]
+        if not isinstance(expected, Tensor) or not isinstance(leaf, Tensor):
+            if type(leaf) is not type(expected) or leaf != expected:
+                raise ValueError(
+                    f"{name}={leaf!r} in a call of the traced module, but {expected!r} in the"
+                    " example: what is no tensor is built into the graph. Make"
+                    " `example_input_array` like the calls in the steps, or pass a tensor."
+                )
+            return
+        sizes = self._sizes[name]
+        fits = len(sizes) == leaf.dim() and all(
+            size in (None, actual) for size, actual in zip(sizes, leaf.shape, strict=True)
+        )
+        if not fits or leaf.dtype != expected.dtype:
+            shape = ", ".join("any" if size is None else str(size) for size in sizes)
+            raise ValueError(
+                f"{name} has shape {tuple(leaf.shape)} and {leaf.dtype} in a call of the traced"
+                f" module, whose graph takes ({shape}) and {expected.dtype}. Make"
+                " `example_input_array` like the calls in the steps; a size of 1 in it stays 1."
+            )
+
+    def _check_guards(self, call: Call) -> None:
+        named = dict(call.arguments)
+        for guard, code in self._guards:
+            if not eval(code, dict(self._namespace), {"L": named}):
+                raise ValueError(
+                    f"A call of the traced module has sizes for which its graph is not made:"
+                    f" {guard} is wrong. Its forward does something else then, and an"
+                    " `example_input_array` of such sizes would trace that."
+                )
+
+
+def _name(path: Sequence[Any]) -> str:
+    return str(path[0].key) + pytree.keystr(tuple(path[1:]))
+
+
+def _has_dims(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0

@@ -1,0 +1,274 @@
+"""A traced module as a sequence of layers that the rest of the pipeline can cut, run and stash.
+
+The user's module stays what it is: its parts, their modes, the names of its parameters. Only its
+forward becomes the sequence's. Each layer holds the parameters that its operations use, the very
+objects that the module holds, so gradients, optimizers and weight versions mean the same ones.
+Buffers are looked up in the module when a layer runs.
+
+Training and evaluation are other graphs: dropout and norms do other things, and so may the user's
+branches on ``self.training``. Where the layers begin is decided in training. The graph for any
+other mode, of the whole module or of single parts (frozen norms, say), is traced when it is first
+needed, on a structure without values that is kept for that, and is cut where the parameters are.
+The ranks do so alike, for all of them have all parts of the module, if not all tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from lightning_dist.pipeline.cut import skeleton_of
+from lightning_dist.pipeline.tensors_away import TensorsAway
+from lightning_dist.pipeline.trace_call import Call, CallCheck, bind, example_of
+from lightning_dist.pipeline.trace_export import check_of, export
+from lightning_dist.pipeline.trace_graph import (
+    assign_starts,
+    find_anchors,
+    find_starts,
+    graph_of,
+    names_in_layers,
+    titles_of,
+)
+from lightning_dist.pipeline.trace_mode import Mode, changed_attributes, mode_of, set_mode
+from lightning_dist.pipeline.trace_segment import Segment, cut_graph
+
+_TRACED_ON = torch.device("cpu")
+_MAX_GRAPHS = 8  # enough for whoever does not change a number at each step
+
+
+class TracedProgram:
+    """The graphs of a module, by mode.
+
+    Args:
+        module: Whole, with its tensors on any device.
+        args: Positional arguments of an example call.
+        kwargs: Named ones.
+
+    Raises:
+        ValueError: It cannot be traced.
+    """
+
+    def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._module = module
+        self._skeleton = skeleton_of(module)
+        self.signature = inspect.signature(module.forward)
+        given = bind(self.signature, args, kwargs)
+        self._example = _on_cpu(self.signature, example_of(self.signature, given))
+        self.canonical = _first_names(module)
+        self._graphs: dict[Mode, tuple[CallCheck, list[Segment]]] = {}
+        self._find_layers()
+        self._current = mode_of(module)
+        self._segments_in(self._current)
+        self._segments_in(mode_of(self._skeleton.eval()))
+        self._names = [self._names_of(index) for index in range(len(self.titles))]
+
+    def __deepcopy__(self, memo: object) -> TracedProgram:
+        """Gives itself: a copy of a layer, for its shapes, needs no other graphs."""
+        return self
+
+    def _find_layers(self) -> None:
+        """Decides on the layers, by the graph in training."""
+        graph = graph_of(self._trace(mode_of(self._skeleton.train())), self.canonical)
+        anchors = find_anchors(graph, self._skeleton)
+        starts, self.uncut = find_starts(graph, self._skeleton, anchors)
+        self.titles = titles_of(graph, starts)
+        names = names_in_layers(graph, starts)
+        self._homes = {name: i for i, own in enumerate(names) for name in own & anchors}
+        # Who takes no part gets no gradient, wherever it is.
+        for name, _ in self._skeleton.named_parameters():
+            self._homes.setdefault(name, len(starts) - 1)
+
+    def _trace(self, mode: Mode) -> ExportedProgram:
+        structure = skeleton_of(self._skeleton).to_empty(device=_TRACED_ON)
+        set_mode(structure, mode)
+        changed: set[str] = set()
+        # In the trace, for torch puts back what it finds changed behind it.
+        structure.register_forward_hook(
+            lambda *_: changed.update(changed_attributes(structure, mode))
+        )
+        program = export(structure, self._example)
+        if changed:
+            raise ValueError(
+                f"The forward assigns {sorted(changed)}, which a graph does not do. Assign such values in"
+                " the steps or hooks of the LightningModule."
+            )
+        return program
+
+    def _segments_in(self, mode: Mode) -> tuple[CallCheck, list[Segment]]:
+        if mode not in self._graphs:
+            program = self._trace(mode)
+            graph = graph_of(program, self.canonical)
+            starts = assign_starts(graph, self._homes, len(self.titles))
+            segments = cut_graph(graph, starts, _TRACED_ON)
+            while len(self._graphs) >= _MAX_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[mode] = check_of(program, self._example), segments
+        return self._graphs[mode]
+
+    def _names_of(self, index: int) -> frozenset[str]:
+        own = {name for name, home in self._homes.items() if home == index}
+        return frozenset(own.union(*(parts[index].names for _, parts in self._graphs.values())))
+
+    def names_of_layer(self, index: int) -> frozenset[str]:
+        """Names a layer's parameters, and the buffers that it uses in training or evaluation.
+
+        Args:
+            index: Of the layer.
+        """
+        return self._names[index]
+
+    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Prepares for a call of the module.
+
+        Args:
+            args: Its positional arguments.
+            kwargs: Its named ones.
+
+        Returns:
+            The leaves of the call, which the first layer takes.
+
+        Raises:
+            ValueError: The graph is not made for this call.
+        """
+        self._current = mode_of(self._module)
+        check, _ = self._segments_in(self._current)
+        return check.check(bind(self.signature, args, kwargs))
+
+    def run(self, index: int, values: Any, parameters: Mapping[str, Tensor]) -> Any:
+        """Runs a layer in the mode of the latest call.
+
+        Args:
+            index: Of the layer.
+            values: What it takes.
+            parameters: Its own by name.
+        """
+        segment = self._graphs[self._current][1][index]
+        buffers = {
+            name: self._module.get_buffer(name) for name in segment.names if name not in parameters
+        }
+        return segment.run(values, {**parameters, **buffers})
+
+
+class TracedLayer(nn.Module):
+    """One layer.
+
+    Args:
+        program: The graphs.
+        index: Which layer.
+        parameters: That it uses, by their names in the traced module.
+    """
+
+    def __init__(
+        self, program: TracedProgram, index: int, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        super().__init__()
+        self._program = program
+        self._index = index
+        for name, parameter in parameters.items():
+            self.register_parameter(_key_of(name), parameter)
+        self._keys = {name: _key_of(name) for name in parameters}
+
+    def forward(self, values: Any) -> Any:
+        """Runs the layer.
+
+        Args:
+            values: What the layer before has returned, or the leaves of the call.
+        """
+        # Not the parameters: versions of weights stand in their places at times.
+        parameters = {name: self._parameters[key] for name, key in self._keys.items()}
+        return self._program.run(self._index, values, parameters)  # type: ignore[arg-type]
+
+
+class TracedSequence(nn.Sequential):
+    """The layers of a traced module.
+
+    Args:
+        module: The user's; its forward becomes this sequence's.
+        args: Positional arguments of an example call.
+        kwargs: Named ones.
+
+    Raises:
+        ValueError: It cannot be traced.
+    """
+
+    def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        program = TracedProgram(module, args, kwargs)
+        parameters = dict(module.named_parameters())
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        for index in range(len(program.titles)):
+            own = program.names_of_layer(index)
+            used = {name: p for name, p in parameters.items() if name in own}
+            layers[str(index)] = TracedLayer(program, index, used)
+        super().__init__(layers)
+        self.program = program
+        self.away: TensorsAway | None = None
+        self._module = (module,)  # in a tuple, where nn.Module does not look for submodules
+        module.forward = _TracedForward(self)
+
+    def names_in(self, layers: Sequence[int]) -> set[str]:
+        """Gives all names that the tensors of some layers have in the traced module.
+
+        Args:
+            layers: Their indices.
+        """
+        first = frozenset[str]().union(*(self.program.names_of_layer(index) for index in layers))
+        return {name for name, canonical in self.program.canonical.items() if canonical in first}
+
+    def keep(self, layers: Sequence[int]) -> None:
+        """Takes the tensors of all other layers out of the traced module, if nobody has yet.
+
+        Args:
+            layers: Indices of those to keep.
+        """
+        if self.away is None:
+            names = self.names_in(range(len(self))) - self.names_in(layers)
+            self.away = TensorsAway(self._module[0], names)
+
+
+class _TracedForward:
+    """What a traced module's forward has become."""
+
+    def __init__(self, sequence: TracedSequence) -> None:
+        self.sequence = sequence
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.sequence(self.sequence.program.begin(args, kwargs))
+
+
+def sequence_of(module: nn.Module) -> TracedSequence | None:
+    """Gives the layers of a module that has been traced before.
+
+    Args:
+        module: Any.
+    """
+    forward = vars(module).get("forward")
+    return forward.sequence if isinstance(forward, _TracedForward) else None
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Gives the first name of each parameter and buffer by all of its names."""
+    first: dict[int, str] = {}
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def _on_cpu(signature: inspect.Signature, call: Call) -> Call:
+    def moved(leaf: Any) -> Any:
+        return leaf.detach().to(_TRACED_ON) if isinstance(leaf, Tensor) else leaf
+
+    args, kwargs = pytree.tree_map(moved, (call.args, call.kwargs))
+    return bind(signature, args, kwargs)
+
+
+def _key_of(name: str) -> str:
+    return name.replace(".", "/")

@@ -1,0 +1,249 @@
+"""Find the module to trace and an example to trace it with, and share its layers among ranks.
+
+The example is ``example_input_array``, Lightning's own convention for what ``forward`` takes: the
+layers must be known before the optimizers are made, and no batch has been read by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from lightning_dist.pipeline.cut import stage_of_layers
+from lightning_dist.pipeline.layers import Layers, LayerSequence
+from lightning_dist.pipeline.traced_layers import TracedProgram, TracedSequence, sequence_of
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.strategies.pipeline_split import PipelineSplit
+from lightning_dist.strategies.pipelined_module import choose_partition
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TracedSplit(PipelineSplit):
+    """One rank's part of a module that was traced."""
+
+    @property
+    @override
+    def sequence(self) -> TracedSequence:
+        """What stands in for the module's forward."""
+        sequence = self.layers.module
+        assert isinstance(sequence, TracedSequence)
+        return sequence
+
+    @property
+    def _own_layers(self) -> list[int]:
+        stages = stage_of_layers(self.layers_per_stage)
+        return [layer for layer, stage in enumerate(stages) if stage in self.stages]
+
+    def _in_module(self, names: set[str]) -> set[str]:
+        return {_join(self.path, name) for name in names}
+
+    @override
+    def cut(self) -> None:
+        super().cut()
+        self.sequence.keep(self._own_layers)
+
+    @override
+    def whole(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+        away = self.sequence.away
+        return nullcontext() if away is None else away.back(device)
+
+    @override
+    def tensors_outside(self, module: nn.Module) -> list[Tensor]:
+        inside = self._in_module(self.sequence.names_in(range(len(self.sequence))))
+        named = [*module.named_parameters(), *module.named_buffers()]
+        return [tensor for name, tensor in named if name not in inside]
+
+    @override
+    def foreign_names(self) -> set[str]:
+        away = self.sequence.away
+        return set() if away is None else self._in_module(away.names)
+
+    @override
+    def is_stored_here(self, name: str) -> bool:
+        everywhere = self._in_module(self.sequence.names_in(range(len(self.sequence))))
+        if name not in everywhere:
+            return self.has_last
+        return name in self._in_module(self.sequence.names_in(self._own_layers))
+
+
+def find_traced_split(
+    module: pl.LightningModule, config: PipelineConfig, num_ranks: int, rank: int
+) -> TracedSplit:
+    """Traces a module, or takes an earlier trace of it, and decides where it is cut.
+
+    Args:
+        module: The user's.
+        config: What the user asks for.
+        num_ranks: Ranks of the pipeline.
+        rank: This one, in the pipeline.
+
+    Raises:
+        ValueError: It cannot be traced or cut so.
+    """
+    path = config.layers.partition(":")[2]
+    if config.layers == "trace":
+        path = _find_trainable(module)
+    traced = _get(module, path)
+    sequence = sequence_of(traced)
+    if sequence is None:
+        _refuse_outside(module, traced, path)
+        sequence = _trace(module, traced, path)
+    rank_of_stage = config.rank_of_stage(num_ranks)
+    layers = LayerSequence(sequence)
+    partition = _choose_partition(layers, sequence.program, config, len(rank_of_stage), path)
+    own = tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
+    return TracedSplit(path, layers, partition, own, ties=())  # a layer has all uses of its own
+
+
+def _find_trainable(module: pl.LightningModule) -> str:
+    """Finds the one attribute that holds all trainable parameters."""
+    traced = [n for n, child in module.named_children() if sequence_of(child) is not None]
+    if traced or sequence_of(module) is not None:
+        return "".join(traced)
+    holders = [
+        name
+        for name, child in module.named_children()
+        if any(p.requires_grad for p in child.parameters())
+    ]
+    has_own = any(p.requires_grad for p in module.parameters(recurse=False))
+    if len(holders) == 1 and not has_own:
+        return holders[0]
+    if is_overridden("forward", module):
+        return ""
+    raise ValueError(
+        f"layers='trace' found trainable parameters in {holders or 'no submodule'}"
+        f"{' and in the LightningModule itself' if has_own else ''}, so no one module is there to"
+        " be traced. Put them into one module whose forward runs them all, and call that in the"
+        " steps; or give the LightningModule a `forward` and call `self(...)`; or name a module"
+        " with layers='trace:path' and freeze the rest."
+    )
+
+
+def _get(module: pl.LightningModule, path: str) -> nn.Module:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        names = [name for name, _ in module.named_children()]
+        raise ValueError(
+            f"layers='trace:{path}': the module has no submodule of that path. It has {names} and"
+            " what is in them."
+        ) from None
+
+
+def _refuse_outside(module: nn.Module, traced: nn.Module, path: str) -> None:
+    inside = {id(p) for p in traced.parameters()}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            raise ValueError(
+                f"The trainable parameter {name!r} is outside of the traced module {path!r}, so it"
+                " would belong to no stage. Make it part of that module, or freeze it with"
+                " `requires_grad_(False)`."
+            )
+
+
+def _trace(module: pl.LightningModule, traced: nn.Module, path: str) -> TracedSequence:
+    args, kwargs = _example_of(module, traced, path)
+    try:
+        return TracedSequence(traced, args, kwargs)
+    except ValueError as error:
+        title = f"layers='trace', {path!r} ({type(traced).__name__}): "
+        raise ValueError(f"{title}{error}") from error.__cause__
+
+
+def _example_of(module: pl.LightningModule, traced: nn.Module, path: str) -> _Arguments:
+    example = module.example_input_array
+    if example is None:
+        raise ValueError(
+            "layers='trace' needs an example of what the traced module is called with. Set"
+            " `self.example_input_array` in the LightningModule: a tensor, a tuple of positional"
+            " arguments or a dict of named ones, like a small batch, in shape and dtype."
+        )
+    # As the precision plugin makes batches, which has converted the parameters already.
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if len(dtypes) == 1:
+        (dtype,) = dtypes
+        example = pytree.tree_map(lambda leaf: _in_dtype(leaf, dtype), example)
+    arguments = _arguments_of(example)
+    if traced is module or not is_overridden("forward", module):
+        return arguments
+    return _watch_call(module, traced, path, arguments)
+
+
+def _in_dtype(leaf: Any, dtype: torch.dtype) -> Any:
+    is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.to(dtype) if is_float else leaf
+
+
+def _arguments_of(example: Any) -> _Arguments:
+    """Gives an example's arguments, as Lightning's summary does."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example), {}) if isinstance(example, list | tuple) else ((example,), {})
+
+
+class _CallSeen(BaseException):  # noqa: N818  (it is not an error)
+    """Leaves a forward where it calls the module that is looked at."""
+
+
+def _watch_call(
+    module: pl.LightningModule, traced: nn.Module, path: str, arguments: _Arguments
+) -> _Arguments:
+    """Runs the LightningModule's own forward as far as to the call of the traced module."""
+    seen: list[_Arguments] = []
+    with _watching(traced, seen), torch.random.fork_rng(devices=()), torch.no_grad():
+        args, kwargs = pytree.tree_map(
+            lambda leaf: leaf.to(module.device) if isinstance(leaf, Tensor) else leaf, arguments
+        )
+        module.forward(*args, **kwargs)
+    if not seen:
+        raise ValueError(
+            f"The LightningModule's forward did not call {path!r}, which layers='trace' is to cut."
+            " Name the module that it calls with layers='trace:path'."
+        )
+    return seen[0]
+
+
+@contextmanager
+def _watching(traced: nn.Module, seen: list[_Arguments]) -> Iterator[None]:
+    def forward(*args: Any, **kwargs: Any) -> None:
+        seen.append((args, kwargs))
+        raise _CallSeen
+
+    traced.forward = forward
+    try:
+        yield
+    except _CallSeen:
+        pass
+    finally:
+        del traced.forward
+
+
+def _choose_partition(
+    layers: Layers, program: TracedProgram, config: PipelineConfig, num_stages: int, path: str
+) -> tuple[int, ...]:
+    titles, uncut = program.titles, program.uncut
+    if len(titles) < num_stages and uncut:
+        raise ValueError(
+            f"layers='trace' finds {len(titles)} layers in {path!r} ({', '.join(titles)}), which"
+            f" are too few for {num_stages} stages, because {'; '.join(uncut)}: what lies between"
+            " such uses must be on one stage. Change that, or use fewer stages."
+        )
+    try:
+        return choose_partition(layers, config.partition, num_stages)
+    except ValueError as error:
+        raise ValueError(f"{error} The layers of {path!r} begin at {titles}.") from None
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
