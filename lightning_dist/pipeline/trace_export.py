@@ -61,8 +61,8 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
         except _FunctionError as error:
             place = _place(error.__traceback__)
             raise ValueError(
-                f"The forward calls {error.args[0]}, a torch.autograd.Function{place}: a graph would"
-                f" lose its backward. {_CUSTOM_OP}"
+                f"The forward calls {error.args[0]}, a torch.autograd.Function{place}: a graph"
+                f" would lose its backward. {_CUSTOM_OP}"
             ) from None
         except Exception as error:
             raise ValueError(_explain(error)) from error

@@ -96,8 +96,8 @@ class TracedProgram:
         program = export(structure, self._example)
         if changed:
             raise ValueError(
-                f"The forward assigns {sorted(changed)}, which a graph does not do. Assign such values in"
-                " the steps or hooks of the LightningModule."
+                f"The forward assigns {sorted(changed)}, which a graph does not do. Assign such"
+                " values in the steps or hooks of the LightningModule."
             )
         return program
 

@@ -1,0 +1,138 @@
+"""Modules that are no sequence, cut by a trace, give what a single device gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_dist import PipelineStrategy
+from tests.helpers.models import make_module, make_optimizer, make_trainer, state_of
+from tests.helpers.traced_models import Pair, ResNet, Task, UNet, make_images
+from tests.helpers.workers import WorkerPool
+
+TOLERANCE = 1e-12
+MODULES: dict[str, tuple[type[Task], dict[str, Any]]] = {
+    "unet": (Task, {"net": UNet}),
+    "resnet": (Task, {"net": ResNet}),
+    "pair": (Pair, {}),
+}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "unet 1f1b": ("unet", {"schedule": "1f1b", "num_microbatches": 2, "save_full": True}),
+    "unet zbv": ("unet", {"schedule": "zbv", "num_microbatches": 3}),
+    "unet interleaved": ("unet", {"schedule": "interleaved_1f1b", "num_microbatches": 2}),
+    # The batch is one micro-batch, or its norms would see other samples than a single device's.
+    "resnet 1f1b": ("resnet", {"schedule": "1f1b", "num_microbatches": 1}),
+    "pair gpipe": ("pair", {"schedule": "gpipe", "num_microbatches": 3}),
+}
+
+
+def build(name: str) -> Any:
+    class_, arguments = MODULES[name]
+    return make_module(class_, **arguments)
+
+
+def fit(
+    name: str,
+    devices: int,
+    strategy: dict[str, Any] | None,
+    epochs: int = 1,
+    save: str | None = None,
+    resume: str | None = None,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Trains, and validates again in a run of its own, on the model that the first has cut."""
+    module = build(name)
+    asked = "auto" if strategy is None else PipelineStrategy(layers="trace", **strategy)
+    trainer = make_trainer(devices=devices, strategy=asked, max_epochs=epochs)
+    trainer.fit(module, make_images(), make_images(8), ckpt_path=resume, weights_only=True)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    (validated,) = trainer.validate(module, make_images(8), verbose=False)
+    buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+    return {**state_of(module), **buffers}, metrics | validated
+
+
+def fit_stale() -> dict[str, Tensor]:
+    module = build("unet")
+    strategy = PipelineStrategy(layers="trace", schedule="pipedream", partition=[2, 4])
+    trainer = make_trainer(
+        devices=2, strategy=strategy, max_epochs=2, limit_val_batches=1, num_sanity_val_steps=0
+    )
+    trainer.fit(module, make_images(16), make_images(4))
+    return state_of(module)
+
+
+def fit_all(path: str) -> dict[str, Any]:
+    runs = {
+        run: fit(name, 2, strategy, save=path if strategy.get("save_full") else None)
+        for run, (name, strategy) in RUNS.items()
+    }
+    return {**runs, "stale": fit_stale()}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("traced") / "last.ckpt")
+
+
+@pytest.fixture(scope="module")
+def trained(workers: WorkerPool, checkpoint: str) -> list[dict[str, Any]]:
+    return workers.run(2, fit_all, checkpoint, timeout=240.0)
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def assert_equal(ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        found = [state[name] for state in ranks if name in state]
+        assert found, name
+        for actual in found:
+            assert float((actual - value).abs().max()) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_equals_a_single_device(trained: list[dict[str, Any]], run: str) -> None:
+    state, metrics = fit(RUNS[run][0], 1, None)
+    ranks = [rank[run] for rank in trained]
+    assert_equal([held for held, _ in ranks], state)
+    for held, known in ranks:
+        assert known == pytest.approx(metrics, abs=TOLERANCE)
+        assert held.keys() < state.keys(), "no rank holds all of it"
+
+
+def test_a_checkpoint_resumes_on_a_single_device(
+    trained: list[dict[str, Any]], checkpoint: str
+) -> None:
+    resumed, _ = fit("unet", 1, None, epochs=2, resume=checkpoint)
+    uninterrupted, _ = fit("unet", 1, None, epochs=2)
+    assert_equal([resumed], uninterrupted)
+
+
+def test_stale_stages_equal_a_sequential_loop(trained: list[dict[str, Any]]) -> None:
+    """With two stages, the first one's weights are an update behind the second one's."""
+    module = build("unet")
+    optimizer = make_optimizer("adamw", module.parameters())
+    versions = [weights_of(module.net)]
+    first = {"down.weight", "down.bias", "norm.weight", "norm.bias"}
+    for _ in range(2):
+        for b, (x, y) in enumerate(make_images(16)):
+            older = versions[-1 if b == 0 else -2]  # an epoch's end drains
+            used = {n: (older if n in first else versions[-1])[n] for n in versions[-1]}
+            loss = F.mse_loss(torch.func.functional_call(module.net, used, x), y)
+            gradients = torch.autograd.grad(loss, list(used.values()))
+            for parameter, gradient in zip(module.net.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            versions.append(weights_of(module.net))
+    assert_equal([rank["stale"] for rank in trained], state_of(module))
+
+
+def weights_of(net: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone().requires_grad_() for n, p in net.named_parameters()}
