@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, is_concrete_int
 from torch.utils import _pytree as pytree
 
 from lightning_dist.pipeline.trace_call import Call, CallCheck
@@ -78,7 +78,7 @@ def check_of(program: ExportedProgram, call: Call) -> CallCheck:
         call: What it was traced with.
     """
     sizes = [
-        tuple(size if isinstance(size, int) else None for size in value.shape)
+        tuple(int(size) if is_concrete_int(size) else None for size in value.shape)
         for value in _input_values(program)
         if isinstance(value, Tensor)
     ]

@@ -180,16 +180,14 @@ def find_starts(
     Returns:
         Position of the first operation of each layer, and why some cuts were not made.
     """
-    starts = [0]
-    owner: str | None = None
+    starts, owners = [0], set[str]()
     for position, node in enumerate(graph.body):
-        names = [name for name in graph.held_by(node) if name in anchors]
-        if not names:
-            continue
-        before, owner = owner, _owner_of(names[0])
+        found = {_owner_of(name) for name in graph.held_by(node) if name in anchors}
         # A module with parts is not one step of the forward because it has parameters of its own.
-        if before is not None and (owner != before or _has_parts(module, owner)):
+        is_new = found != owners or any(_has_parts(module, owner) for owner in found)
+        if found and owners and is_new:
             starts.append(position)
+        owners = found or owners
     together = graph.together()
     reasons = {
         t.reason: None for t in together if any(t.first < start <= t.last for start in starts)

@@ -29,6 +29,7 @@ from lightning_dist.pipeline.tensors_away import TensorsAway
 from lightning_dist.pipeline.trace_call import Call, CallCheck, bind, example_of
 from lightning_dist.pipeline.trace_export import check_of, export
 from lightning_dist.pipeline.trace_graph import (
+    TraceGraph,
     assign_starts,
     find_anchors,
     find_starts,
@@ -56,26 +57,31 @@ class TracedProgram:
     """
 
     def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        _refuse_hooks(module)
         self._module = module
         self._skeleton = skeleton_of(module)
+        for hooks in _hooks_of(self._skeleton):  # they run around the sequence, as around any other
+            hooks.clear()
         self.signature = inspect.signature(module.forward)
         given = bind(self.signature, args, kwargs)
         self._example = _on_cpu(self.signature, example_of(self.signature, given))
         self.canonical = _first_names(module)
         self._graphs: dict[Mode, tuple[CallCheck, list[Segment]]] = {}
-        self._find_layers()
+        in_training = mode_of(self._skeleton.train())
+        program = self._trace(in_training)
+        self._find_layers(graph_of(program, self.canonical))
+        self._add(in_training, program)
         self._current = mode_of(module)
-        self._segments_in(self._current)
-        self._segments_in(mode_of(self._skeleton.eval()))
+        for mode in (self._current, mode_of(self._skeleton.eval())):
+            self._segments_in(mode)
         self._names = [self._names_of(index) for index in range(len(self.titles))]
 
     def __deepcopy__(self, memo: object) -> TracedProgram:
         """Gives itself: a copy of a layer, for its shapes, needs no other graphs."""
         return self
 
-    def _find_layers(self) -> None:
+    def _find_layers(self, graph: TraceGraph) -> None:
         """Decides on the layers, by the graph in training."""
-        graph = graph_of(self._trace(mode_of(self._skeleton.train())), self.canonical)
         anchors = find_anchors(graph, self._skeleton)
         starts, self.uncut = find_starts(graph, self._skeleton, anchors)
         self.titles = titles_of(graph, starts)
@@ -103,14 +109,16 @@ class TracedProgram:
 
     def _segments_in(self, mode: Mode) -> tuple[CallCheck, list[Segment]]:
         if mode not in self._graphs:
-            program = self._trace(mode)
-            graph = graph_of(program, self.canonical)
-            starts = assign_starts(graph, self._homes, len(self.titles))
-            segments = cut_graph(graph, starts, _TRACED_ON)
             while len(self._graphs) >= _MAX_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
-            self._graphs[mode] = check_of(program, self._example), segments
+            self._add(mode, self._trace(mode))
         return self._graphs[mode]
+
+    def _add(self, mode: Mode, program: ExportedProgram) -> None:
+        graph = graph_of(program, self.canonical)
+        starts = assign_starts(graph, self._homes, len(self.titles))
+        segments = cut_graph(graph, starts, _TRACED_ON)
+        self._graphs[mode] = check_of(program, self._example), segments
 
     def _names_of(self, index: int) -> frozenset[str]:
         own = {name for name, home in self._homes.items() if home == index}
@@ -250,6 +258,21 @@ def sequence_of(module: nn.Module) -> TracedSequence | None:
     """
     forward = vars(module).get("forward")
     return forward.sequence if isinstance(forward, _TracedForward) else None
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    """Refuses what would run in the trace, and never again."""
+    names = [name for name, part in module.named_modules() if name and any(_hooks_of(part))]
+    if names:
+        raise ValueError(
+            f"{names} have forward hooks, which nobody calls in a graph. Return what they collect"
+            " from the forward; for weight and spectral norm use"
+            " `torch.nn.utils.parametrizations`."
+        )
+
+
+def _hooks_of(part: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    return part._forward_hooks, part._forward_pre_hooks
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

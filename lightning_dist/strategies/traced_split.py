@@ -201,11 +201,14 @@ def _watch_call(
 ) -> _Arguments:
     """Runs the LightningModule's own forward as far as to the call of the traced module."""
     seen: list[_Arguments] = []
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]  # norms on the way count
     with _watching(traced, seen), torch.random.fork_rng(devices=()), torch.no_grad():
         args, kwargs = pytree.tree_map(
             lambda leaf: leaf.to(module.device) if isinstance(leaf, Tensor) else leaf, arguments
         )
         module.forward(*args, **kwargs)
+    for buffer, value in before:
+        buffer.copy_(value)
     if not seen:
         raise ValueError(
             f"The LightningModule's forward did not call {path!r}, which layers='trace' is to cut."

@@ -136,3 +136,24 @@ def test_stale_stages_equal_a_sequential_loop(trained: list[dict[str, Any]]) -> 
 
 def weights_of(net: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().clone().requires_grad_() for n, p in net.named_parameters()}
+
+
+class Wide(Task):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0][..., 1]).sum()
+
+
+def attempt() -> str:
+    strategy = PipelineStrategy(layers="trace", num_microbatches=2)
+    try:
+        trainer = make_trainer(devices=2, strategy=strategy, num_sanity_val_steps=0)
+        trainer.fit(make_module(Wide), make_images(), make_images(8))
+    except ValueError as error:
+        return str(error).splitlines()[0].removeprefix("ValueError: ")
+    return ""
+
+
+def test_another_input_is_refused_alike_on_each_rank(workers: WorkerPool) -> None:
+    first, second = workers.run(2, attempt)
+    assert first == second
+    assert first.startswith("x has shape (2, 1, 8) and torch.float64"), first
