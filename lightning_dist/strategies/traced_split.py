@@ -6,6 +6,7 @@ layers must be known before the optimizers are made, and no batch has been read 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing_extensions import override
 
 from lightning_dist.pipeline.cut import stage_of_layers
 from lightning_dist.pipeline.layers import Layers, LayerSequence
+from lightning_dist.pipeline.trace_call import bind, example_of
 from lightning_dist.pipeline.traced_layers import TracedProgram, TracedSequence, sequence_of
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipeline_split import PipelineSplit
@@ -203,8 +205,11 @@ def _watch_call(
     seen: list[_Arguments] = []
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]  # norms on the way count
     with _watching(traced, seen), torch.random.fork_rng(devices=()), torch.no_grad():
+        signature = inspect.signature(module.forward)
+        call = example_of(signature, bind(signature, *arguments))
         args, kwargs = pytree.tree_map(
-            lambda leaf: leaf.to(module.device) if isinstance(leaf, Tensor) else leaf, arguments
+            lambda leaf: leaf.to(module.device) if isinstance(leaf, Tensor) else leaf,
+            (call.args, call.kwargs),
         )
         module.forward(*args, **kwargs)
     for buffer, value in before:
