@@ -47,9 +47,7 @@ class Tie:
         return next(name for stage, name in self.names.items() if rank_of_stage[stage] == rank)
 
 
-def find_ties(
-    module: nn.Sequential | Layers, layers_per_stage: Sequence[int]
-) -> tuple[Tie, ...]:
+def find_ties(module: nn.Sequential | Layers, layers_per_stage: Sequence[int]) -> tuple[Tie, ...]:
     """Finds the parameters that several stages use; the same ones on each rank.
 
     Args:
