@@ -21,6 +21,7 @@ from lightning_dist.dry_run_summary import DryRunSummary, RankKind
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.tree import flatten
 from recipes.gpt import GPT, build_gpt
 from tests.helpers.gpt_parity import BATCH_SIZE, data, make_gpt
 from tests.helpers.models import make_trainer
@@ -154,9 +155,8 @@ def train_a_step(case: Case) -> Held:
 
 
 def _noted(counting: Counting, send: Any, tree: Any, **numbers: int) -> None:
-    tensors = tree if isinstance(tree, list) else [tree]
     counting.counts["send", "pp"] += 1
-    counting.bytes["send", "pp"] += sum(t.nbytes for t in tensors)
+    counting.bytes["send", "pp"] += sum(t.nbytes for t in flatten(tree)[0])
     send(tree, **numbers)
 
 
