@@ -101,7 +101,8 @@ def report(results: Results, sizes: Sizes, options: argparse.Namespace) -> None:
         if not found:
             continue
         tokens = sizes.num_updates * sizes.batch_tokens
-        title = f"{optimizer}, {tokens:,} tokens, {options.seeds} seeds"
+        count = f"{options.seeds} seed{'s' * (options.seeds != 1)}"
+        title = f"{optimizer}, {tokens:,} tokens, {count}"
         tables.append(f"{title}:\n\n{table(found, options.stages)}\n")
         draw(found, options.stages, sizes.batch_tokens, title, options.out / f"{optimizer}.png")
     text = "\n".join(tables)
