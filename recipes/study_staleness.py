@@ -3,7 +3,7 @@
 .. code-block:: bash
 
     python -m recipes.study_staleness --quick                       # under a minute
-    python -m recipes.study_staleness                               # under 30 minutes on 2 cores
+    python -m recipes.study_staleness                               # about 20 minutes on 2 cores
     python -m recipes.study_staleness --only pipedream predict --stages 8 --optimizers adamw
     python -m recipes.study_staleness --redraw
 
@@ -119,13 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="a small part, to see that it works")
-    add("--tokens", type=int, default=153_600, help="of a training")
+    add("--tokens", type=int, default=102_400, help="of a training")
     add("--seeds", type=int, default=3, help="repetitions")
     add("--stages", type=int, nargs="+", default=[2, 4, 8])
-    add("--rates", type=float, nargs="+", default=[1.0, 0.5], help="factors; the best counts")
+    add("--rates", type=float, nargs="+", default=[1.0], help="factors; the best counts")
     add("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
     add("--only", nargs="+", choices=[m.name for m in METHODS], help="some of the methods")
-    add("--looks", type=int, default=12, help="points of a curve")
+    add("--looks", type=int, default=10, help="points of a curve")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time")
     add("--out", type=Path, default=Path("runs/staleness"))
     add("--redraw", action="store_true", help="train nothing")

@@ -261,7 +261,7 @@ def test_redrawing_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     batch = Sizes(1, 1).batch_tokens
     fill(tmp_path / "results.csv", Sizes(8, 2))
     words = f"--redraw --tokens={8 * batch} --looks=2 --seeds=2 --stages=2 --optimizers=adamw"
-    main([*words.split(), f"--out={tmp_path}"])
+    main([*words.split(), "--rates", "1", "0.5", f"--out={tmp_path}"])
     assert "| 2bw | 2.550 ± 0.050 (rate x 0.5) | 0.531 |" in (tmp_path / "table.md").read_text()
     assert "2bw" in capsys.readouterr().out
     assert (tmp_path / "adamw.png").stat().st_size > 10_000
