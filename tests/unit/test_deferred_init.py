@@ -344,7 +344,7 @@ def run(program: Program) -> nn.Module:
     return Holder(make)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 9), st.integers(0, 9)), max_size=14

@@ -155,7 +155,7 @@ def test_each_block_drops_blocks_that_share_a_weight() -> None:
 
 
 @given(shared_modules())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_each_block_always_selects_what_can_be_sharded(model: nn.Module) -> None:
     chosen = names(EachBlock(), model)
     assert set(chosen) <= set(shardable_modules(model))
@@ -259,7 +259,7 @@ class Wrapper(nn.Module):
 
 
 @given(modules, st.integers(1, 40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_by_size_is_the_policy_of_torch(part: nn.Module, min_parameters: int) -> None:
     root = nn.Sequential(part, nn.Linear(40, 1, bias=False))
     own = {id(root.get_submodule(name)) for name in names(BySize(min_parameters), root)}
@@ -275,7 +275,7 @@ def test_by_size_is_the_policy_of_torch(part: nn.Module, min_parameters: int) ->
 
 
 @given(modules)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_inner_modules_come_first(part: nn.Module) -> None:
     root = nn.Sequential(part, nn.Linear(1, 1))
     order = names(ByClass(["Module"]), root)
@@ -339,7 +339,7 @@ def test_a_module_shared_by_two_units_must_not_be_cut() -> None:
 
 
 @given(shared_modules(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_dropping_units_mends_all_splits(model: nn.Module, data: st.DataObject) -> None:
     units = data.draw(st.lists(st.sampled_from(list(shardable_modules(model))), unique=True))
     kept = without_splits(model, units)

@@ -19,7 +19,7 @@ def held(model: nn.Module, units: list[Unit]) -> dict[str, int]:
 
 
 @given(shared_modules(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_each_unit_holds_what_fully_shard_would_take(model: nn.Module, data: st.DataObject) -> None:
     shardable = list(shardable_modules(model))
     drawn = without_splits(model, data.draw(st.lists(st.sampled_from(shardable), unique=True)))
@@ -34,7 +34,7 @@ def test_each_unit_holds_what_fully_shard_would_take(model: nn.Module, data: st.
 
 
 @given(shared_modules(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_each_parameter_belongs_to_one_unit_whatever_the_cut(
     model: nn.Module, data: st.DataObject
 ) -> None:

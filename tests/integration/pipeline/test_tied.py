@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_dist import PipelineStrategy
 from lightning_dist.checkpoint import load_full
 from tests.helpers.models import make_module, make_optimizer, make_trainer, state_of
-from tests.helpers.oracle import train_one_batch_late
+from tests.helpers.oracle import train_late
 from tests.helpers.workers import WorkerPool
 
 WIDTH, WORDS, LENGTH, BATCH = 6, 11, 4, 8
@@ -141,7 +141,7 @@ def oracle() -> dict[str, Tensor]:
     def clip(_: int) -> None:
         assert nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
 
-    train_one_batch_late(model, optimizer, batches, loss_of, (0, len(batches) // 2), clip)
+    train_late(model, optimizer, batches, loss_of, (0, len(batches) // 2), clip)
     return {f"model.{n}": p.detach() for n, p in model.named_parameters()}
 
 

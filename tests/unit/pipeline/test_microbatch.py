@@ -39,7 +39,7 @@ def trees(rows: int) -> list[Any]:
 
 @pytest.mark.parametrize("index", range(7))
 @given(st.integers(1, 9), st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_split_and_merge_are_inverse(index: int, rows: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, rows))
     tree = trees(rows)[index]

@@ -26,7 +26,7 @@ def brute_force(costs: list[int], num_stages: int, links: list[float] | None = N
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_is_optimal(costs: list[int], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))
     counts = partition_layers(costs, num_stages)
@@ -37,7 +37,7 @@ def test_is_optimal(costs: list[int], data: st.DataObject) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_is_optimal_with_boundaries(pairs: list[tuple[int, int]], data: st.DataObject) -> None:
     costs, sizes = [list(column) for column in zip(*pairs, strict=True)]
     num_stages = data.draw(st.integers(1, len(costs)))

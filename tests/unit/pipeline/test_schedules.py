@@ -23,7 +23,7 @@ from lightning_dist.pipeline.stream import Stream
 
 stages = st.integers(1, 8)
 microbatches = st.integers(1, 16)
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 LOOPED = ("interleaved_1f1b", "looped_bfs")
 
 

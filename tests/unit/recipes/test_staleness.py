@@ -25,7 +25,7 @@ from recipes.staleness.training import Look, Sizes, layers_of_stages, train
 from recipes.staleness.trial import METHODS, PREDICT, SYNC, TWO_VERSIONS, Trial, trials
 from recipes.study_staleness import main
 from recipes.text import load_text, split_text
-from tests.helpers.oracle import Foresee, train_one_batch_late, train_sequentially
+from tests.helpers.oracle import Foresee, train_late, train_sequentially
 
 SMALL = Sizes(num_updates=6, num_looks=3, batch_size=2, sequence_length=8, width=8, depth=2)
 NUM_STAGES = 3
@@ -141,7 +141,7 @@ def test_lockstep_of_2bw_equals_the_oracle() -> None:
     def set_rate(b: int) -> None:
         optimizer.param_groups[0]["lr"] = rate(b)
 
-    train_one_batch_late(model, optimizer, make_batches(), F.mse_loss, (), set_rate)
+    train_late(model, optimizer, make_batches(), F.mse_loss, (), set_rate)
     assert_equal(actual, model)
 
 
