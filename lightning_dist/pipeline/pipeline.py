@@ -28,17 +28,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.actions import Action, ActionKind
+from lightning_dist.pipeline.actions import ActionKind
 from lightning_dist.pipeline.cut import cut, layers_of
 from lightning_dist.pipeline.fingerprint import fingerprint
 from lightning_dist.pipeline.gradients import Gradients, Returned
+from lightning_dist.pipeline.held_update import HeldUpdate
 from lightning_dist.pipeline.layers import Layers, layers_in
 from lightning_dist.pipeline.loss_weights import AverageWeight, LossWeights
 from lightning_dist.pipeline.microbatch import batch_size_of, split
@@ -51,22 +50,11 @@ from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.stage import Stage, Step
 from lightning_dist.pipeline.staleness import StalenessMeter, UpdateReport
 from lightning_dist.pipeline.stream import Round
-from lightning_dist.pipeline.timeline import SpanKind
-from lightning_dist.pipeline.weight_policy import (
-    Current,
-    Predicted,
-    Stashed,
-    Unstashed,
-    WeightPolicy,
-)
-from lightning_dist.pipeline.weights import WeightStore
+from lightning_dist.pipeline.weight_policy import Predict, WeightVersions, choose_policy
 from lightning_dist.rng import python_state_kept
 
-WeightVersions = Literal["stash", "vertical_sync", "none"]
 OnComplete = Callable[[int, Mapping[str, Tensor]], None]
 """Takes an update, counted since the last drain, and its gradients by parameter name."""
-Predict = Callable[[Mapping[str, nn.Parameter], int], Mapping[str, Tensor]]
-"""Takes parameters by name and a number of updates."""
 
 
 def _ignore(*_: object) -> None:
@@ -130,14 +118,15 @@ class Pipeline:
         self.recorder = Recorder(shape.rank if rank is None else rank, device)
         self._rounds = Rounds(shape)
         self._on_complete = on_complete
-        self._loss_weights = LossWeights(average_weight)
         self._layers = layers_in(sequence)
         self._layers.attach()
         self._seam = Seam(self._layers.module, is_whole=shape.num_stages == 1)
 
         def stage(number: int) -> Stage:
             own = layers_of(sequence, shape.layers_per_stage, number)
-            policy = self._policy(own, number, weight_versions, predict, measure_discrepancy)
+            policy = choose_policy(
+                own, number, self.update_rule, weight_versions, predict, measure_discrepancy
+            )
             return Stage(
                 self._seam,
                 number,
@@ -152,11 +141,14 @@ class Pipeline:
             )
 
         self.stages = {number: stage(number) for number in shape.stages}
+        loss_weights = LossWeights(average_weight)
+        comes_late = self.update_rule is UpdateRule.LATE
+        self._held = HeldUpdate(self.stages, self.recorder, loss_weights, comes_late=comes_late)
         self._runtime = Runtime(
             self.stages,
             links,
             self.recorder,
-            self._loss_weights,
+            loss_weights,
             shape.num_microbatches if self._rounds.asynchronous else None,
             self._complete_early,
             explain_with(self._rounds.drawn()),
@@ -166,8 +158,6 @@ class Pipeline:
         self._num_batches = 0
         self._num_evaluated = 0
         self._microbatch_sizes: tuple[int, ...] = ()
-        self._update: Action | None = None
-        self._update_start: Any = None
 
     @property
     def asynchronous(self) -> bool:
@@ -233,21 +223,20 @@ class Pipeline:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients are held that :meth:`install_gradients` has not installed."""
-        return self._update is not None
+        return self._held.is_due
 
     @property
     def due_update(self) -> int:
         """The update whose gradients are held, counted since the last drain."""
-        assert self._update is not None
-        return self._update.microbatch_index
+        return self._held.index
 
     @property
     def gradients_of_batch(self) -> int:
         """The batch (counted from the first ever) whose gradients are held."""
-        assert self._update is not None
+        index = self._held.index
         if not self.asynchronous:
             return self._num_batches - 1
-        return self._num_batches - self._batches_since_drain + self._update.microbatch_index
+        return self._num_batches - self._batches_since_drain + index
 
     def train_batch(
         self, batch: Any, step: Step, *, gradient_scale: float = 1.0, seed: int | None = None
@@ -336,37 +325,15 @@ class Pipeline:
                 divided by what the losses weigh, if steps say so; see
                 :mod:`lightning_dist.pipeline.loss_weights`.
         """
-        update = 0 if self._update is None else self._update.microbatch_index
-        for stage in self.stages.values():
-            taken = stage.gradients.take(update)
-            for name, parameter in stage.named_parameters().items():
-                gradient = taken.get(name)
-                if gradient is not None and parameter.grad is not None:
-                    parameter.grad.add_(gradient)
-                elif gradient is not None:
-                    parameter.grad = gradient
-        self._loss_weights.collect(update)
-        if is_complete and self.update_rule is not UpdateRule.LATE:
-            # A dict, for stages of one rank may share a parameter.
-            own = {id(p): p.grad for s in self.stages.values() for p in s.layers.parameters()}
-            self._loss_weights.divide(grad for grad in own.values() if grad is not None)
-        if reduce is not None and self._update is not None:
-            action = replace(self._update, kind=ActionKind.REDUCE_GRAD)
-            with self.recorder.span(SpanKind.COMMUNICATION, action):
-                reduce()
+        self._held.install(reduce, is_complete=is_complete)
 
     def begin_update(self) -> None:
         """Stashes the weights; the optimizer's writes must come next."""
-        assert self._update is not None
-        self._update_start = self.recorder.mark()
-        for stage in self.stages.values():
-            stage.begin_update(self._update.microbatch_index)
+        self._held.begin()
 
     def end_update(self) -> None:
         """Notes that the optimizer has written."""
-        assert self._update is not None
-        self.recorder.record(SpanKind.UPDATE, self._update, self._update_start)
-        self._update = None
+        self._held.end()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -382,9 +349,8 @@ class Pipeline:
     def clear(self) -> None:
         """Forgets everything in flight, after a failure."""
         self._runtime.clear()
-        self._loss_weights.clear()
+        self._held.clear()
         self._batches_since_drain = 0
-        self._update = None
 
     def close(self) -> None:
         """Gives the pipelined module its forward back and ends the channels."""
@@ -402,11 +368,7 @@ class Pipeline:
         return fingerprint(batch, read_devices=read_devices) if self._mark_batches else 0
 
     def _complete_early(self, update: int) -> None:
-        stages = self.stages.values()
-        held = {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
-        self._loss_weights.collect(update)
-        self._loss_weights.divide(held.values())
-        self._on_complete(update, held)
+        self._on_complete(update, self._held.complete_early(update))
 
     def _run(self, actions: Round, work: Work | None) -> dict[int, Any]:
         runs, owned = self._rounds.parted(actions)
@@ -416,26 +378,5 @@ class Pipeline:
         results = self._runtime.run(runs, work)
         for number in backwards:
             self.stages[number].gradients.end_round()
-        self._update = owned[-1] if owned else None
+        self._held.hold(owned[-1] if owned else None)
         return results
-
-    def _policy(
-        self,
-        layers: nn.Module,
-        stage: int,
-        versions: WeightVersions,
-        predict: Predict | None,
-        remember: bool,
-    ) -> WeightPolicy:
-        if not self.asynchronous:
-            return Current()
-        trainable = {n: p for n, p in layers.named_parameters() if p.requires_grad}
-        if predict is not None:
-            return Predicted(layers.named_parameters(), partial(predict, trainable))
-        if versions == "none":
-            return Unstashed(trainable if remember else {})
-        # What stage s has is s updates newer than what the first one has for the same minibatch,
-        # unless updates come in the same round everywhere.
-        is_apart = self.update_rule is UpdateRule.EACH
-        age = stage if is_apart and versions == "vertical_sync" else 0
-        return Stashed(WeightStore(layers.named_parameters(), age))

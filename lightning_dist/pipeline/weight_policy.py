@@ -17,12 +17,18 @@ A stage asks its policy; the schedule decides which policy is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from functools import partial
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.weights import WeightStore, WeightVersion
+
+WeightVersions = Literal["stash", "vertical_sync", "none"]
+Predict = Callable[[Mapping[str, nn.Parameter], int], Mapping[str, Tensor]]
+"""Takes parameters by name and a number of updates."""
 
 
 class WeightPolicy(Protocol):
@@ -201,3 +207,35 @@ class Predicted:
     def peak_stash_bytes(self) -> int:
         """The most bytes held beyond the parameters."""
         return self._peak_stash_bytes
+
+
+def choose_policy(
+    layers: nn.Module,
+    stage: int,
+    update_rule: UpdateRule,
+    versions: WeightVersions,
+    predict: Predict | None,
+    remembers: bool,
+) -> WeightPolicy:
+    """Gives the policy that a schedule and a user ask for.
+
+    Args:
+        layers: Of the stage.
+        stage: Its number.
+        update_rule: The schedule's.
+        versions: Which weights an asynchronous backward sees.
+        predict: Gives copies of the trainable parameters as they will be some updates later.
+        remembers: Whether what forwards have seen can be compared later.
+    """
+    if update_rule is UpdateRule.FLUSHED:
+        return Current()
+    trainable = {n: p for n, p in layers.named_parameters() if p.requires_grad}
+    if predict is not None:
+        return Predicted(layers.named_parameters(), partial(predict, trainable))
+    if versions == "none":
+        return Unstashed(trainable if remembers else {})
+    # What stage s has is s updates newer than what the first one has for the same minibatch,
+    # unless updates come in the same round everywhere.
+    is_apart = update_rule is UpdateRule.EACH
+    age = stage if is_apart and versions == "vertical_sync" else 0
+    return Stashed(WeightStore(layers.named_parameters(), age))

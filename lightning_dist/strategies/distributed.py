@@ -105,14 +105,12 @@ class DistributedStrategy(ProcessMesh):
         self,
         complete_gradients: Callable[[], None],
         complete_early: OnComplete = _ignore,
-        on_update: Callable[[], None] = _ignore,
     ) -> RunContext:
         """Gives what a pipeline of this mesh runs in; each rank must ask alike.
 
         Args:
             complete_gradients: Called before each update with the rank's gradients in place.
             complete_early: Called instead where gradients are complete before their update is due.
-            on_update: Called at each update, when it is known how stale it is.
         """
         return RunContext(
             self.mesh,
@@ -125,7 +123,6 @@ class DistributedStrategy(ProcessMesh):
             self.precision_plugin,
             complete_gradients,
             complete_early,
-            on_update,
         )
 
     # --- how a run ends ----------------------------------------------------------------------

@@ -60,6 +60,32 @@ class Measurements:
     staleness: tuple[tuple[int, ...], ...] = ()
 
 
+class MeasuredStages:
+    """What a strategy with stages can tell of a training that has ended; before, it is empty."""
+
+    _measurements: Measurements = Measurements()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the ranks did when."""
+        return self._measurements.timelines.whole
+
+    @property
+    def steady_timeline(self) -> Timeline:
+        """The longest part of :attr:`timeline` without fill, drain or validation."""
+        return self._measurements.timelines.steady
+
+    @property
+    def peak_stash_bytes(self) -> tuple[int, ...]:
+        """The most bytes of stashed weights on each stage."""
+        return self._measurements.peak_stash_bytes
+
+    @property
+    def staleness(self) -> tuple[tuple[int, ...], ...]:
+        """By stage, for each update, how many updates old its batch's weights were."""
+        return self._measurements.staleness
+
+
 def gather_measurements(
     pipeline: Pipeline, group: dist.ProcessGroup, mesh: MeshShape
 ) -> Measurements:

@@ -18,10 +18,9 @@ from typing_extensions import override
 
 from lightning_dist.dry_run_summary import DryRunSummary
 from lightning_dist.mesh import MeshShape, fill_mesh
-from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.strategies import fsdp_checks
 from lightning_dist.strategies.dry_run import DryRun
-from lightning_dist.strategies.measured import Measurements
+from lightning_dist.strategies.measured import MeasuredStages
 from lightning_dist.strategies.mesh_checks import check_dry_run, check_mesh, check_offload
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.process_mesh import StartMethod
@@ -32,7 +31,7 @@ from lightning_dist.strategies.tensor_checks import check_precision
 from lightning_dist.tensor.config import TensorConfig
 
 
-class MeshStrategy(ShardedStrategy):
+class MeshStrategy(MeasuredStages, ShardedStrategy):
     """Trains a model on a mesh of ranks.
 
     Ranks are numbered with ``tp`` innermost, then ``dp_shard``, ``dp_replicate`` and ``pp``.
@@ -96,18 +95,7 @@ class MeshStrategy(ShardedStrategy):
             start_method=start_method,
             save_full=save_full,
         )
-        self._measurements = Measurements()
         self._sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
-
-    @property
-    def timeline(self) -> Timeline:
-        """What the ranks of a pipeline did when, gathered at the end of training."""
-        return self._measurements.timelines.whole
-
-    @property
-    def steady_timeline(self) -> Timeline:
-        """The longest part of :attr:`timeline` without validation."""
-        return self._measurements.timelines.steady
 
     @override
     def end_training(self) -> None:

@@ -18,7 +18,7 @@ validation, when a checkpoint is taken, and at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -34,20 +34,14 @@ from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.named_optimizer import keep_own_parameters
-from lightning_dist.pipeline.pipeline import WeightVersions
 from lightning_dist.pipeline.schedule import UpdateRule
-from lightning_dist.pipeline.timeline import Timeline
+from lightning_dist.pipeline.weight_policy import WeightVersions
 from lightning_dist.strategies import lightning_private, pipeline_checks, whole_model_checks
 from lightning_dist.strategies.bracket import bracket_callbacks
-from lightning_dist.strategies.clipping import (
-    NormsAhead,
-    clip_by_global_norm,
-    leaving_out,
-    norm_over,
-)
+from lightning_dist.strategies.clipping import NormsAhead, clip_by_global_norm
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
-from lightning_dist.strategies.measured import Measurements, gather_measurements
+from lightning_dist.strategies.measured import MeasuredStages, gather_measurements
 from lightning_dist.strategies.pipeline_config import (
     PipelineConfig,
     ScheduleName,
@@ -57,15 +51,16 @@ from lightning_dist.strategies.pipeline_config import (
 )
 from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
 from lightning_dist.strategies.process_mesh import StartMethod
-from lightning_dist.strategies.replicas import average, average_gradients, broadcast_state
+from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.session import Session, open_session
-from lightning_dist.strategies.staleness_log import StalenessLog
+from lightning_dist.strategies.stage_gradients import StageGradients
+from lightning_dist.strategies.staleness_log import LoggedStaleness
 from lightning_dist.strategies.traced_split import find_traced_split
 
 _PROGRESS_KEY = "lightning_dist"
 
 
-class PipelineStrategy(LayoutFreeCheckpoints):
+class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
     """Cuts a model into stages, one per rank, and trains it unchanged.
 
     The world size is the number of stages, over those per rank, times that of data replicas.
@@ -164,11 +159,8 @@ class PipelineStrategy(LayoutFreeCheckpoints):
         self._undo: tuple[Callable[[], None], ...] = ()
         self._session: Session | None = None
         self._accumulating = False
-        self._norms: NormsAhead | None = None
         self._log_staleness = log_staleness
         self._log_discrepancy = log_discrepancy
-        self._staleness_log: StalenessLog | None = None
-        self._measurements = Measurements()
 
     # --- where this rank is ------------------------------------------------------------------
 
@@ -185,29 +177,6 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     @override
     def stop_lag(self) -> int:
         return self.mesh.pp if self.asynchronous else 1
-
-    @property
-    def timeline(self) -> Timeline:
-        """What the ranks did when, gathered at the end of training; empty before."""
-        return self._measurements.timelines.whole
-
-    @property
-    def steady_timeline(self) -> Timeline:
-        """The longest part of :attr:`timeline` without fill, drain or validation."""
-        return self._measurements.timelines.steady
-
-    @property
-    def peak_stash_bytes(self) -> tuple[int, ...]:
-        """The most bytes of stashed weights on each stage, gathered at the end of training."""
-        return self._measurements.peak_stash_bytes
-
-    @property
-    def staleness(self) -> tuple[tuple[int, ...], ...]:
-        """By stage, for each update, how many updates old its batch's weights were.
-
-        Gathered at the end of training; empty before.
-        """
-        return self._measurements.staleness
 
     # --- setup and teardown ------------------------------------------------------------------
 
@@ -255,64 +224,34 @@ class PipelineStrategy(LayoutFreeCheckpoints):
                 on_exception=self.on_exception,
             ),
         )
-        self._undo += self._change_clipping(trainer)
-        split = self._split
-        run = self.run_context(self._average_gradients, self._complete_early, self._post_reports)
-        session = open_session(
+        gradients = self._stage_gradients(trainer)
+        if self._config.schedules.update_rule is not UpdateRule.EACH:
+            find_norm = gradients.find_norm(self.group("pp"))
+            self._undo += (clip_by_global_norm(self.precision_plugin, find_norm),)
+        return open_session(
             self.module,
-            split.layers,
-            split.layers_per_stage,
+            self._split.layers,
+            self._split.layers_per_stage,
             self._config,
-            run,
+            self.run_context(gradients.complete, gradients.complete_early),
             optimizer=next(iter(self.optimizers), None),
-            measure_discrepancy=self._log_discrepancy,
+            logged=self._logged_staleness(),
         )
-        self._staleness_log = self._open_staleness_log(session)
-        return session
 
-    def _open_staleness_log(self, session: Session) -> StalenessLog | None:
+    def _stage_gradients(self, trainer: pl.Trainer) -> StageGradients:
+        is_late = self._config.schedules.update_rule is UpdateRule.LATE
+        finds_ahead = is_late and pipeline_checks.clips_by_norm(trainer, self.module)
+        return StageGradients(
+            lambda: self.session,
+            self.data_group if self.mesh.data_size > 1 else None,
+            NormsAhead(self.group("pp", purpose="norms")) if finds_ahead else None,
+        )
+
+    def _logged_staleness(self) -> LoggedStaleness | None:
         if not (self._log_staleness or self._log_discrepancy):
             return None
-        return StalenessLog(
-            self.module,
-            session.pipeline,
-            self.group("pp", purpose="staleness"),
-            staleness=self._log_staleness,
-            discrepancy=self._log_discrepancy,
-        )
-
-    def _post_reports(self) -> None:
-        if self._staleness_log is not None:
-            self._staleness_log.post()
-
-    def _average_gradients(self) -> None:
-        if self.mesh.data_size > 1:
-            parameters = self.session.pipeline.named_parameters()
-            average_gradients(parameters.values(), self.data_group)
-
-    def _complete_early(self, update: int, gradients: Mapping[str, Tensor]) -> None:
-        if self.mesh.data_size > 1:
-            average(list(gradients.values()), self.data_group)
-        counted = self.session.tied.post(update, gradients)
-        if self._norms is not None:
-            self._norms.post(update, counted.values())
-
-    def _change_clipping(self, trainer: pl.Trainer) -> tuple[Callable[[], None], ...]:
-        rule = self._config.schedules.update_rule
-        if rule is UpdateRule.EACH:
-            return ()
-        self._norms = None
-        find_norm = norm_over(self.group("pp"))
-        if self._split.ties:
-            find_norm = leaving_out(self._counted_elsewhere, find_norm)
-        if rule is UpdateRule.LATE and pipeline_checks.clips_by_norm(trainer, self.module):
-            norms = self._norms = NormsAhead(self.group("pp", purpose="norms"))
-            find_norm = lambda _: norms.of(self.session.pipeline.due_update)  # noqa: E731
-        return (clip_by_global_norm(self.precision_plugin, find_norm),)
-
-    def _counted_elsewhere(self) -> list[nn.Parameter]:
-        parameters = self.session.pipeline.named_parameters().items()
-        return [p for name, p in parameters if not self.session.tied.counts(name)]
+        group = self.group("pp", purpose="staleness")
+        return LoggedStaleness(group, self._log_staleness, self._log_discrepancy)
 
     @property
     def session(self) -> Session:
@@ -336,7 +275,7 @@ class PipelineStrategy(LayoutFreeCheckpoints):
 
     @override
     def close_session(self) -> None:
-        session, self._session, self._staleness_log = self._session, None, None
+        session, self._session = self._session, None
         for undo in self._undo:
             undo()
         self._undo = ()
@@ -353,9 +292,10 @@ class PipelineStrategy(LayoutFreeCheckpoints):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         arguments = pipeline_checks.arguments_of_step(args, kwargs)
-        result = self.session.runner.train(arguments, self.precision_plugin.train_step_context)
-        if self._staleness_log is not None:
-            self._staleness_log.log()
+        session = self.session
+        result = session.runner.train(arguments, self.precision_plugin.train_step_context)
+        if session.staleness_log is not None:
+            session.staleness_log.log()
         return result
 
     @override
@@ -427,8 +367,8 @@ class PipelineStrategy(LayoutFreeCheckpoints):
 
     def _end_training(self) -> None:
         self.drain()
-        if self._staleness_log is not None:
-            self._staleness_log.finish()
+        if self.session.staleness_log is not None:
+            self.session.staleness_log.finish()
         self._measurements = gather_measurements(
             self.session.pipeline, self.group(*self.mesh.sizes), self.mesh
         )

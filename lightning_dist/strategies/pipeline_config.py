@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.extrapolation import check_extrapolation, extrapolated
-from lightning_dist.pipeline.pipeline import Predict, WeightVersions
 from lightning_dist.pipeline.rate_correction import RateCorrection
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.schedule_family import ScheduleFamily
 from lightning_dist.pipeline.schedule_file import ScheduleFile
 from lightning_dist.pipeline.schedules import find_schedules
 from lightning_dist.pipeline.shape import PipelineShape
+from lightning_dist.pipeline.weight_policy import Predict, WeightVersions
 
 StalenessCorrection = Literal["none", "lr", "predict"]
 _MICROBATCHES_PER_RANK = 4

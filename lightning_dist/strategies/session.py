@@ -23,6 +23,7 @@ from lightning_dist.pipeline.ties import find_ties
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.replica_weights import ReplicaWeights
 from lightning_dist.strategies.stage_metrics import StageMetrics
+from lightning_dist.strategies.staleness_log import LoggedStaleness, StalenessLog
 from lightning_dist.strategies.step_runner import StepRunner
 from lightning_dist.strategies.updates import Updates
 
@@ -42,7 +43,6 @@ class RunContext:
         precision_plugin: Runs hooks, clipping and the optimizer's step.
         complete_gradients: Called before each update with the rank's gradients in place.
         complete_early: Called instead where gradients are complete before their update is due.
-        on_update: Called at each update, when it is known how stale it is.
     """
 
     mesh: MeshShape
@@ -55,7 +55,6 @@ class RunContext:
     precision_plugin: Precision
     complete_gradients: Callable[[], None]
     complete_early: OnComplete
-    on_update: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,7 @@ class Session:
         runner: Runs the user's steps.
         updates: Applies the gradients.
         tied: Sums those of parameters that several stages use.
+        staleness_log: Logs how stale they are, if somebody has asked.
     """
 
     mesh: MeshShape
@@ -79,6 +79,7 @@ class Session:
     runner: StepRunner
     updates: Updates
     tied: TiedSums
+    staleness_log: StalenessLog | None
 
     def close(self, *, failed: bool) -> None:
         """Ends everything; each rank must call it.
@@ -103,7 +104,7 @@ def open_session(
     layers: Callable[[int], nn.Module] | None = None,
     gradients: Callable[[], Gradients] = Returned,
     optimizer: Optimizer | None = None,
-    measure_discrepancy: bool = False,
+    logged: LoggedStaleness | None = None,
     change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
 ) -> Session:
     """Puts the parts together; each rank must call it.
@@ -117,7 +118,7 @@ def open_session(
         layers: Gives what runs a stage's layers, if something has been made of them.
         gradients: Makes what holds a stage's until an update.
         optimizer: Of this rank's parameters; None where nothing is trained.
-        measure_discrepancy: Whether the pipeline tells how far weights move until their update.
+        logged: What to log of how stale the weights are; None for nothing.
         change_step: What is made of each of the user's steps.
     """
     shape = config.shape(run.mesh, run.rank, layers_per_stage)
@@ -140,8 +141,9 @@ def open_session(
         on_complete=run.complete_early,
         average_weight=ReplicaWeights(run.replicas).average,
         predict=config.prediction(optimizer),
-        measure_discrepancy=measure_discrepancy,
+        measure_discrepancy=logged is not None and logged.discrepancy,
     )
+    log = None if logged is None else StalenessLog(module, pipeline, logged)
     last_rank = dist.get_process_group_ranks(run.stages)[homes[-1]]
     metrics = StageMetrics(module, run.stages, run.replicas, last_rank, pipeline.has_last_stage)
     return Session(
@@ -163,8 +165,13 @@ def open_session(
             run.precision_plugin,
             run.complete_gradients,
             tied,
-            run.on_update,
+            _ignore if log is None else log.post,
             config.rate_correction(shape),
         ),
         tied,
+        log,
     )
+
+
+def _ignore() -> None:
+    """Does nothing."""

@@ -31,30 +31,38 @@ class _Posted:
     values: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LoggedStaleness:
+    """What is to be logged.
+
+    Attributes:
+        group: A gloo group of the stages, for nothing else.
+        staleness: Whether to log the staleness and the bytes of stashed weights.
+        discrepancy: Whether to log how far weights have moved; the pipeline must measure it.
+    """
+
+    group: dist.ProcessGroup
+    staleness: bool
+    discrepancy: bool
+
+
 class StalenessLog:
     """Makes the stages' reports known to all of them.
 
     Args:
         module: The user's module, whose ``log`` is called.
         pipeline: This rank's stages at work.
-        group: A gloo group of the stages, for nothing else.
-        staleness: Whether to log the staleness and the bytes of stashed weights.
-        discrepancy: Whether to log how far weights have moved; the pipeline must measure it.
+        logged: What to log.
     """
 
     def __init__(
-        self,
-        module: pl.LightningModule,
-        pipeline: Pipeline,
-        group: dist.ProcessGroup,
-        *,
-        staleness: bool,
-        discrepancy: bool,
+        self, module: pl.LightningModule, pipeline: Pipeline, logged: LoggedStaleness
     ) -> None:
         self._module = module
         self._pipeline = pipeline
-        self._group = group
-        self._names = [STALENESS, STASH_BYTES] * staleness + [DISCREPANCY] * discrepancy
+        self._group = logged.group
+        self._names = [STALENESS, STASH_BYTES] * logged.staleness
+        self._names += [DISCREPANCY] * logged.discrepancy
         self._posted: deque[_Posted] = deque()
         self._newest: Tensor | None = None
 

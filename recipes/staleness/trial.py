@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from lightning_dist.pipeline.pipeline import WeightVersions
+from lightning_dist.pipeline.weight_policy import WeightVersions
 from lightning_dist.strategies.pipeline_config import PipelineConfig, StalenessCorrection
 
 

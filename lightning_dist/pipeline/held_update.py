@@ -1,0 +1,123 @@
+"""The update that a rank owes, from when its gradients are complete until they are applied.
+
+The backwards leave gradients with their stages. Here they become ``p.grad``, once per update and
+weighed as the losses ask, whichever stages the rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_dist.pipeline.actions import Action, ActionKind
+from lightning_dist.pipeline.loss_weights import LossWeights
+from lightning_dist.pipeline.recorder import Recorder
+from lightning_dist.pipeline.stage import Stage
+from lightning_dist.pipeline.timeline import SpanKind
+
+
+class HeldUpdate:
+    """Holds at most one update of a rank's stages.
+
+    Args:
+        stages: The rank's.
+        recorder: Where the spans go.
+        loss_weights: What the gradients are divided by.
+        comes_late: Whether gradients are complete long before their update, so that
+            :meth:`complete_early` sees to them.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        recorder: Recorder,
+        loss_weights: LossWeights,
+        *,
+        comes_late: bool,
+    ) -> None:
+        self._stages = stages
+        self._recorder = recorder
+        self._loss_weights = loss_weights
+        self._comes_late = comes_late
+        self._action: Action | None = None
+        self._start: Any = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is one."""
+        return self._action is not None
+
+    @property
+    def index(self) -> int:
+        """Which it is, counted since the last drain."""
+        return self._due.microbatch_index
+
+    @property
+    def _due(self) -> Action:
+        assert self._action is not None, "no gradients are held"
+        return self._action
+
+    def hold(self, action: Action | None) -> None:
+        """Takes an update on.
+
+        Args:
+            action: Its step; None where the round ended without one.
+        """
+        self._action = action
+
+    def complete_early(self, update: int) -> dict[str, Tensor]:
+        """Finishes gradients whose update is not due yet, and gives them by parameter name.
+
+        Args:
+            update: What they are for.
+        """
+        stages = self._stages.values()
+        held = {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
+        self._loss_weights.collect(update)
+        self._loss_weights.divide(held.values())
+        return held
+
+    def install(self, reduce: Callable[[], None] | None, *, is_complete: bool) -> None:
+        """Moves the held gradients to ``p.grad``, adding to what is there.
+
+        Args:
+            reduce: Averages ``p.grad`` over the data replicas.
+            is_complete: Whether no other batch adds to them before the update.
+        """
+        update = self.index if self.is_due else 0
+        for stage in self._stages.values():
+            taken = stage.gradients.take(update)
+            for name, parameter in stage.named_parameters().items():
+                gradient = taken.get(name)
+                if gradient is not None and parameter.grad is not None:
+                    parameter.grad.add_(gradient)
+                elif gradient is not None:
+                    parameter.grad = gradient
+        self._loss_weights.collect(update)
+        if is_complete and not self._comes_late:
+            # A dict, for stages of one rank may share a parameter.
+            own = {id(p): p.grad for s in self._stages.values() for p in s.layers.parameters()}
+            self._loss_weights.divide(grad for grad in own.values() if grad is not None)
+        if reduce is not None and self.is_due:
+            action = replace(self._due, kind=ActionKind.REDUCE_GRAD)
+            with self._recorder.span(SpanKind.COMMUNICATION, action):
+                reduce()
+
+    def begin(self) -> None:
+        """Stashes the weights; the optimizer's writes must come next."""
+        self._start = self._recorder.mark()
+        for stage in self._stages.values():
+            stage.begin_update(self.index)
+
+    def end(self) -> None:
+        """Notes that the optimizer has written."""
+        self._recorder.record(SpanKind.UPDATE, self._due, self._start)
+        self._action = None
+
+    def clear(self) -> None:
+        """Forgets the update, after a failure."""
+        self._loss_weights.clear()
+        self._action = None
