@@ -33,7 +33,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.cut import ForeignLayer, structure_of
+from lightning_dist.pipeline.cut import ForeignLayer, skeleton_of, structure_of
 from lightning_dist.tree import flatten, map_tensors
 
 
@@ -110,7 +110,10 @@ class BlockRoute:
         for name in (*self._before, *self._after):
             module = self._model.get_submodule(name)
             if isinstance(module, ForeignLayer):
-                module.forward = partial(self._stand_in, name, module)  # type: ignore[method-assign]
+                # Of a shared parameter the skeleton has this rank's copy, with values.
+                empty = skeleton_of(module.skeleton)
+                stand_in = partial(self._stand_in, name, module, empty)
+                module.forward = stand_in  # type: ignore[method-assign]
 
     def detach(self) -> None:
         """Takes itself away."""
@@ -177,7 +180,9 @@ class BlockRoute:
             " another list with `layers=`."
         )
 
-    def _stand_in(self, name: str, foreign: ForeignLayer, *arguments: Any, **keywords: Any) -> Any:
+    def _stand_in(
+        self, name: str, foreign: ForeignLayer, empty: nn.Module, *arguments: Any, **keywords: Any
+    ) -> Any:
         course = self._course
         if course is None:
             return ForeignLayer.forward(foreign, *arguments, **keywords)
@@ -190,7 +195,7 @@ class BlockRoute:
                 f" in the model's pipeline plan: `model.pp_plan = {{...}}`, with its inputs and"
                 " outputs like those of the other parts."
             )
-        return _placeholder(foreign.skeleton, arguments, keywords)
+        return _placeholder(empty, arguments, keywords)
 
     def _inspect(self, index: int, received: Any, given: list[tuple[int | str, Any]]) -> None:
         """Looks for values that come from elsewhere, and not with what was received."""
