@@ -3,13 +3,40 @@
 A pipeline is as fast as its slowest stage, so the cut minimises the largest stage cost. The dynamic
 programme over (layers, stages) finds the optimum; greedy and block rules do not (PipeDream,
 section 3.1, uses the same recurrence).
+
+Its step is ``best[j] = min over i of max(before[i], cost of the layers i..j)``, where ``before[i]``
+is the bottleneck of the first ``i`` layers on the stages before, and of the link behind them. The
+cost falls with ``i``. Were ``before`` to rise, the two would cross, and the best ``i`` would be next
+to the crossing; links and memory make it jump. But an ``i`` with a later one that is no worse
+before it can be forgotten, and those that are left do rise. They are a stack that grows with ``j``.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+
+_INFINITY = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """What the stages may hold.
+
+    Attributes:
+        cap_bytes: Of each rank.
+        resident_bytes: Of each layer, wherever it is: parameters, gradients, optimizer state.
+        flight_bytes: Of each layer for each micro-batch in flight: activations, and stashed
+            weights where there are any.
+        in_flight: The most micro-batches in flight on each stage.
+    """
+
+    cap_bytes: float
+    resident_bytes: Sequence[float]
+    flight_bytes: Sequence[float]
+    in_flight: Sequence[int]
 
 
 def partition_layers(
@@ -18,6 +45,7 @@ def partition_layers(
     *,
     boundary_bytes: Sequence[float] | None = None,
     bandwidth_bytes_per_second: float | None = None,
+    memory: MemoryLimit | None = None,
 ) -> list[int]:
     """Finds an optimal contiguous partition.
 
@@ -27,58 +55,99 @@ def partition_layers(
         boundary_bytes: Bytes of the activation behind each layer; sent forward, and its gradient
             back.
         bandwidth_bytes_per_second: Of the link between stages; the costs are seconds then.
+        memory: What no stage may exceed.
 
     Returns:
         The number of layers of each stage.
 
     Raises:
-        ValueError: More stages than layers, a negative cost, or a boundary without a bandwidth.
+        ValueError: More stages than layers, a negative cost, a boundary without a bandwidth, or no
+            partition that fits into the memory.
     """
     _check(costs, num_stages, boundary_bytes, bandwidth_bytes_per_second)
     num_layers = len(costs)
-    sums = [0.0, *accumulate(float(cost) for cost in costs)]
+    sums = _sums(costs)
     links = [0.0] * (num_layers + 1)
     if boundary_bytes is not None and bandwidth_bytes_per_second is not None:
         links[1:] = [2 * size / bandwidth_bytes_per_second for size in boundary_bytes]
+    first = _first_layers(memory, num_layers, num_stages)
     # best[j]: the bottleneck of the first j layers on the stages so far.
-    best = [float("inf"), *sums[1:]]
+    best = [0.0] + [_INFINITY] * num_layers
     cuts: list[list[int]] = []
-    for stage in range(2, num_stages + 1):
-        best, cut = _add_stage(best, sums, links, stage)
+    for stage in range(num_stages):
+        best, cut = _add_stage(best, sums, links, first[stage])
         cuts.append(cut)
+    if best[num_layers] == _INFINITY:
+        raise ValueError(_explain_misfit(memory, num_layers, num_stages))
     ends = [num_layers]
     for cut in reversed(cuts):
         ends.append(cut[ends[-1]])
-    ends.append(0)
     return [end - start for end, start in pairwise(ends)][::-1]
 
 
 def _add_stage(
-    best: list[float], sums: list[float], links: list[float], stage: int
+    best: Sequence[float], sums: Sequence[float], links: Sequence[float], first: Sequence[int]
 ) -> tuple[list[float], list[int]]:
     """Extends the optimum of the first j layers by one stage.
 
-    The bottleneck of the stages before grows with the cut, and the new stage's cost shrinks, so
-    without boundary costs the best cut is where they cross.
+    Args:
+        best: Of the stages before, by number of layers.
+        sums: Costs of the first j layers.
+        links: Costs of the link behind the first j layers.
+        first: For each j where a stage that ends there may begin.
     """
-    num_layers = len(sums) - 1
-    extended = [float("inf")] * (num_layers + 1)
-    cut = [0] * (num_layers + 1)
-    has_links = any(links)
-    for j in range(stage, num_layers + 1):
-        candidates: Sequence[int] = range(stage - 1, j)
-        if not has_links:
-            crossing = bisect_left(candidates, True, key=_crosses(best, sums, j))
-            candidates = candidates[max(0, crossing - 1) : crossing + 1]
-        for i in candidates:
-            value = max(best[i], sums[j] - sums[i], links[i])
+    before = [max(pair) for pair in zip(best, links, strict=True)]
+    extended = [_INFINITY] * len(best)
+    cut = [0] * len(best)
+    starts: list[int] = []  # each is worse before than the one in front of it
+    for j in range(1, len(best)):
+        while starts and before[starts[-1]] >= before[j - 1]:
+            starts.pop()
+        starts.append(j - 1)
+        fits = bisect_left(starts, first[j])
+        crossing = bisect_left(starts, True, fits, key=_crosses(before, sums, j))
+        for start in starts[max(fits, crossing - 1) : crossing + 1]:
+            value = max(before[start], sums[j] - sums[start])
             if value < extended[j]:
-                extended[j], cut[j] = value, i
+                extended[j], cut[j] = value, start
     return extended, cut
 
 
-def _crosses(best: list[float], sums: list[float], j: int) -> Callable[[int], bool]:
-    return lambda i: best[i] >= sums[j] - sums[i]
+def _crosses(before: Sequence[float], sums: Sequence[float], j: int) -> Callable[[int], bool]:
+    return lambda start: before[start] >= sums[j] - sums[start]
+
+
+def _first_layers(memory: MemoryLimit | None, num_layers: int, num_stages: int) -> list[list[int]]:
+    """Finds for each stage, and each end of it, where it may begin so as to fit."""
+    if memory is None:
+        return [[0] * (num_layers + 1)] * num_stages
+    resident, flight = _sums(memory.resident_bytes), _sums(memory.flight_bytes)
+    if not len(resident) == len(flight) == num_layers + 1 or len(memory.in_flight) != num_stages:
+        raise ValueError(
+            f"The memory is that of {len(resident) - 1} and {len(flight) - 1} layers on"
+            f" {len(memory.in_flight)} stages, but there are {num_layers} layers and"
+            f" {num_stages} stages."
+        )
+    found = []
+    for count in memory.in_flight:
+        sums = [r + count * f for r, f in zip(resident, flight, strict=True)]
+        found.append([bisect_left(sums, total - memory.cap_bytes) for total in sums])
+    return found
+
+
+def _explain_misfit(memory: MemoryLimit | None, num_layers: int, num_stages: int) -> str:
+    assert memory is not None
+    total = sum(memory.resident_bytes)
+    return (
+        f"No cut of {num_layers} layers into {num_stages} stages keeps each within"
+        f" {memory.cap_bytes:,.0f} bytes: the layers hold {total:,.0f} bytes and"
+        f" {sum(memory.flight_bytes):,.0f} for each micro-batch in flight. Use more stages,"
+        " smaller micro-batches or another schedule."
+    )
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    return [0.0, *accumulate(float(value) for value in values)]
 
 
 def uniform_partition(num_layers: int, num_stages: int) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dist.pipeline.partition import partition_layers, uniform_partition
+from lightning_dist.pipeline.partition import MemoryLimit, partition_layers, uniform_partition
 
 
 def bottleneck(costs: list[int], counts: list[int], links: list[float] | None = None) -> float:
@@ -48,6 +48,48 @@ def test_is_optimal_with_boundaries(pairs: list[tuple[int, int]], data: st.DataO
     assert bottleneck(costs, counts, links) == brute_force(costs, num_stages, links)
 
 
+def fits(limit: MemoryLimit, counts: list[int]) -> bool:
+    ends = list(itertools.accumulate(counts))
+    for stage, (end, count) in enumerate(zip(ends, counts, strict=True)):
+        own = slice(end - count, end)
+        needed = sum(limit.resident_bytes[own])
+        needed += limit.in_flight[stage] * sum(limit.flight_bytes[own])
+        if needed > limit.cap_bytes:
+            return False
+    return True
+
+
+layer = st.tuples(*[st.integers(0, 9)] * 4)
+
+
+@given(st.lists(layer, min_size=1, max_size=7), st.integers(0, 60), st.booleans(), st.data())
+@settings(max_examples=300, deadline=None)
+def test_is_optimal_within_a_memory(
+    layers: list[tuple[int, ...]], cap: int, stashes: bool, data: st.DataObject
+) -> None:
+    costs, sizes, resident, flight = [list(column) for column in zip(*layers, strict=True)]
+    num_stages = data.draw(st.integers(1, len(costs)))
+    in_flight = [num_stages - stage if stashes else 3 for stage in range(num_stages)]
+    limit = MemoryLimit(cap, resident, flight, in_flight)
+    links = [float(size) for size in sizes]
+    cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
+    cut_counts = ([b - a for a, b in itertools.pairwise([0, *c, len(costs)])] for c in cuts)
+    allowed = [bottleneck(costs, counts, links) for counts in cut_counts if fits(limit, counts)]
+
+    def partition() -> list[int]:
+        return partition_layers(
+            costs, num_stages, boundary_bytes=sizes, bandwidth_bytes_per_second=1.0, memory=limit
+        )
+
+    if not allowed:
+        with pytest.raises(ValueError, match=f"within {cap} bytes"):
+            partition()
+        return
+    counts = partition()
+    assert fits(limit, counts)
+    assert bottleneck(costs, counts, links) == min(allowed)
+
+
 @pytest.mark.parametrize(
     ("costs", "num_stages", "best"), [([1, 7, 2, 2, 3], 4, 7), ([5, 4, 9, 4, 2], 3, 9)]
 )
@@ -57,8 +99,13 @@ def test_where_greedy_rules_fail(costs: list[int], num_stages: int, best: int) -
 
 def test_a_thousand_layers_on_sixty_four_stages_are_quick() -> None:
     costs = [(index * 37) % 101 for index in range(1000)]
-    counts = partition_layers(costs, 64)
-    assert bottleneck(costs, counts) <= 2 * sum(costs) / 64
+    sizes = [(index * 53) % 97 for index in range(1000)]
+    limit = MemoryLimit(20_000, sizes, costs, range(64, 0, -1))
+    counts = partition_layers(
+        costs, 64, boundary_bytes=sizes, bandwidth_bytes_per_second=1.0, memory=limit
+    )
+    assert fits(limit, counts)
+    assert bottleneck(costs, partition_layers(costs, 64)) <= 2 * sum(costs) / 64
 
 
 def test_uniform() -> None:
@@ -68,6 +115,8 @@ def test_uniform() -> None:
 
 
 def test_bad_costs() -> None:
+    with pytest.raises(ValueError, match="1 and 2 layers on 2 stages.*2 layers and 2 stages"):
+        partition_layers([1.0, 1.0], 2, memory=MemoryLimit(9, [1], [1, 1], [2, 1]))
     with pytest.raises(ValueError, match="negative"):
         partition_layers([1.0, -1.0], 2)
     with pytest.raises(ValueError, match="together"):
