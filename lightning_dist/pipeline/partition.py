@@ -6,9 +6,9 @@ section 3.1, uses the same recurrence).
 
 Its step is ``best[j] = min over i of max(before[i], cost of the layers i..j)``, where ``before[i]``
 is the bottleneck of the first ``i`` layers on the stages before, and of the link behind them. The
-cost falls with ``i``. Were ``before`` to rise, the two would cross, and the best ``i`` would be next
-to the crossing; links and memory make it jump. But an ``i`` with a later one that is no worse
-before it can be forgotten, and those that are left do rise. They are a stack that grows with ``j``.
+cost falls with ``i``. Were ``before`` to rise, the best ``i`` would be where the two cross; links
+and memory make it jump. But an ``i`` with a later one that is no worse before it can be forgotten,
+and those that are left do rise. They are a stack that grows with ``j``.
 """
 
 from __future__ import annotations
