@@ -8,6 +8,7 @@ hangs costs the pool its processes; the next case gets new ones.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import socket
@@ -143,6 +144,7 @@ def _run_case(
             _forget_meshes()
         os.environ.clear()  # a seed that a case has set, for one, is not for the next
         os.environ.update(before)
+        gc.collect()  # trainers hold themselves, and so their groups with threads of their own
 
 
 def _forget_meshes() -> None:

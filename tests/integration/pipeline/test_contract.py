@@ -224,7 +224,7 @@ class Census(L.Callback):
             result = original(stage, *args)
             for flight in stage.in_flight.values():
                 self.flights.add(flight)
-                if flight.weights is not None:
+                if flight.weights.aliases:
                     self.versions.add(flight.weights)
             self.peak_flights = max(self.peak_flights, len(self.flights))
             self.peak_versions = max(self.peak_versions, len(self.versions))
