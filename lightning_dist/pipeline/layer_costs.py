@@ -7,9 +7,10 @@ what a stage costs by its layers only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from statistics import fmean, median
 
 from lightning_dist.pipeline.partition import partition_layers
 from lightning_dist.pipeline.simulator import StageCosts
@@ -40,6 +41,41 @@ class LayerCosts:
         """Forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
+    @classmethod
+    def of_parts(cls, parts: Sequence[LayerCosts]) -> LayerCosts:
+        """Adds up what the submodules of one layer cost.
+
+        Args:
+            parts: In the order in which they run; the last one's output is the layer's.
+        """
+        return cls(
+            ", ".join(part.name for part in parts),
+            sum(part.forward_seconds for part in parts),
+            sum(part.backward_seconds for part in parts),
+            parts[-1].boundary_bytes,
+            sum(part.parameter_bytes for part in parts),
+            sum(part.activation_bytes for part in parts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankProfile:
+    """What one rank knows of a training step; medians over micro-batches.
+
+    Attributes:
+        layers: This rank's, by their place in the pipelined module.
+        own_forward_seconds: What each of its stages does in a forward beside its layers.
+        own_backward_seconds: In a backward.
+        update_seconds: One optimizer update; 0 where there was none.
+        step_seconds: From one update to the next; nan where there were not two.
+    """
+
+    layers: Mapping[int, LayerCosts]
+    own_forward_seconds: Mapping[int, float]
+    own_backward_seconds: Mapping[int, float]
+    update_seconds: float
+    step_seconds: float
+
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
@@ -60,6 +96,26 @@ class StepCosts:
     loss_forward_seconds: float = 0.0
     loss_backward_seconds: float = 0.0
     update_seconds: float = 0.0
+
+    @classmethod
+    def of_ranks(cls, profiles: Sequence[RankProfile]) -> StepCosts:
+        """Joins what all ranks have measured; replicas of a layer are averaged.
+
+        Args:
+            profiles: Of all ranks of all replicas.
+        """
+        num_layers = 1 + max(index for profile in profiles for index in profile.layers)
+        layers = [[p.layers[i] for p in profiles if i in p.layers] for i in range(num_layers)]
+        own_forward, loss_forward = _split_off_loss([p.own_forward_seconds for p in profiles])
+        own_backward, loss_backward = _split_off_loss([p.own_backward_seconds for p in profiles])
+        return cls(
+            tuple(_mean_of(same) for same in layers),
+            own_forward,
+            own_backward,
+            loss_forward,
+            loss_backward,
+            median(profile.update_seconds for profile in profiles),
+        )
 
     def of_stages(self, layers_per_stage: Sequence[int]) -> StageCosts:
         """Adds up what the stages of a cut cost.
@@ -87,3 +143,22 @@ class StepCosts:
         costs = [layer.seconds for layer in self.layers]
         costs[-1] += self.loss_forward_seconds + self.loss_backward_seconds
         return tuple(partition_layers(costs, num_stages))
+
+
+def _mean_of(same: Sequence[LayerCosts]) -> LayerCosts:
+    return replace(
+        same[0],
+        forward_seconds=fmean(layer.forward_seconds for layer in same),
+        backward_seconds=fmean(layer.backward_seconds for layer in same),
+    )
+
+
+def _split_off_loss(by_rank: Sequence[Mapping[int, float]]) -> tuple[float, float]:
+    """Tells what each stage does beside its layers from what the last one does alone."""
+    by_stage: dict[int, list[float]] = {}
+    for own in by_rank:
+        for stage, seconds in own.items():
+            by_stage.setdefault(stage, []).append(seconds)
+    last = fmean(by_stage.pop(max(by_stage))) if by_stage else 0.0
+    everywhere = median(fmean(seconds) for seconds in by_stage.values()) if by_stage else 0.0
+    return everywhere, max(0.0, last - everywhere)

@@ -13,8 +13,7 @@ a stage's layers as the part of the inputs is.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -26,7 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.pipeline.actions import ActionKind
-from lightning_dist.pipeline.layer_costs import LayerCosts
+from lightning_dist.pipeline.layer_costs import LayerCosts, RankProfile
+from lightning_dist.pipeline.layers import Part
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.timeline import Span, SpanKind
 from lightning_dist.tree import flatten
@@ -34,35 +34,16 @@ from lightning_dist.tree import flatten
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
 
-@dataclass(frozen=True, slots=True)
-class RankProfile:
-    """What one rank knows of a training step; medians over micro-batches.
-
-    Attributes:
-        layers: This rank's, by their place in the pipelined module.
-        own_forward_seconds: What each of its stages does in a forward beside its layers.
-        own_backward_seconds: In a backward.
-        update_seconds: One optimizer update; 0 where there was none.
-        step_seconds: From one update to the next; nan where there were not two.
-    """
-
-    layers: Mapping[int, LayerCosts]
-    own_forward_seconds: Mapping[int, float]
-    own_backward_seconds: Mapping[int, float]
-    update_seconds: float
-    step_seconds: float
-
-
 class LayerProfiler:
     """Watches layers from :meth:`start` to :meth:`stop`.
 
     Args:
-        layers: By their place in the pipelined module, each with its name.
+        parts: Of the rank's layers.
         recorder: Of the rank that runs them.
     """
 
-    def __init__(self, layers: Mapping[int, tuple[str, nn.Module]], recorder: Recorder) -> None:
-        self._layers = layers
+    def __init__(self, parts: Sequence[Part], recorder: Recorder) -> None:
+        self._parts = parts
         self._recorder = recorder
         self._begun: dict[int, Any] = {}
         self._forwards: list[tuple[int, Any, Any]] = []
@@ -77,11 +58,11 @@ class LayerProfiler:
         self.stop()
         for store in (self._begun, self._forwards, self._gradients, self._kept, self._sent):
             store.clear()
-        for index, (_, layer) in self._layers.items():
+        for index, part in enumerate(self._parts):
             before, after = partial(self._begin, index), partial(self._end, index)
             self._handles += [
-                layer.register_forward_pre_hook(before),
-                layer.register_forward_hook(after, always_call=True),
+                part.module.register_forward_pre_hook(before),
+                part.module.register_forward_hook(after, always_call=True),
             ]
         self._start = self._recorder.mark()
 
@@ -97,18 +78,19 @@ class LayerProfiler:
         backwards, own_backwards = self._of_backwards()
         updates = self._spans(SpanKind.UPDATE)
         steps = [after.end_seconds - before.end_seconds for before, after in pairwise(updates)]
+        of_layers: dict[int, list[LayerCosts]] = defaultdict(list)
+        for index, part in enumerate(self._parts):
+            costs = LayerCosts(
+                part.name,
+                _median(forwards[index]),
+                _median(backwards[index]),
+                self._sent.get(index, 0),
+                sum(p.nbytes for p in part.module.parameters() if p.requires_grad),
+                self._kept[index].num_bytes if index in self._kept else 0,
+            )
+            of_layers[part.layer_index].append(costs)
         return RankProfile(
-            {
-                index: LayerCosts(
-                    name,
-                    _median(forwards[index]),
-                    _median(backwards[index]),
-                    self._sent.get(index, 0),
-                    sum(p.nbytes for p in layer.parameters() if p.requires_grad),
-                    self._kept[index].num_bytes if index in self._kept else 0,
-                )
-                for index, (name, layer) in self._layers.items()
-            },
+            {layer: LayerCosts.of_parts(parts) for layer, parts in of_layers.items()},
             {stage: _median(seconds) for stage, seconds in own_forwards.items()},
             {stage: _median(seconds) for stage, seconds in own_backwards.items()},
             _median([span.duration_seconds for span in updates]),

@@ -34,10 +34,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.pipeline.actions import ActionKind
-from lightning_dist.pipeline.cut import cut, layers_of
+from lightning_dist.pipeline.cut import cut, layers_of, stage_of_layers
 from lightning_dist.pipeline.fingerprint import fingerprint
 from lightning_dist.pipeline.gradients import Gradients, Returned
 from lightning_dist.pipeline.held_update import HeldUpdate
+from lightning_dist.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.pipeline.layers import Layers, layers_in
 from lightning_dist.pipeline.loss_weights import AverageWeight, LossWeights
 from lightning_dist.pipeline.microbatch import batch_size_of, split
@@ -204,6 +205,13 @@ class Pipeline:
         """Gives this rank's trainable parameters by their names in the pipelined module."""
         stages = self.stages.values()
         return {n: p for stage in stages for n, p in stage.named_parameters().items()}
+
+    def layer_profiler(self) -> LayerProfiler:
+        """Makes what times this rank's layers while they train."""
+        stages = stage_of_layers(self.shape.layers_per_stage)
+        parts = self._layers.parts()
+        own = [part for part in parts if stages[part.layer_index] in self.stages]
+        return LayerProfiler(own, self.recorder)
 
     @property
     def batches_since_drain(self) -> int:

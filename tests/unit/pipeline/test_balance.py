@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_dist.pipeline.balance import Balance, find_balance, step_seconds
-from lightning_dist.pipeline.layer_costs import LayerCosts, StepCosts
+from lightning_dist.pipeline.layer_costs import LayerCosts, RankProfile, StepCosts
 from lightning_dist.pipeline.shape import PipelineShape
 
 LOPSIDED = StepCosts(
@@ -24,6 +24,22 @@ def test_stages_are_their_layers_and_what_is_around_them() -> None:
     stages = LOPSIDED.of_stages((1, 3))
     assert stages.forward_seconds == (4.25, 5.25)
     assert stages.backward_seconds == (8.5, 10.5)
+
+
+def test_what_ranks_know_together() -> None:
+    first = RankProfile({0: LayerCosts("0", 1.0, 2.0, 8)}, {0: 0.25}, {0: 0.5}, 1.0, 9.0)
+    twin = RankProfile({0: LayerCosts("0", 3.0, 4.0, 8)}, {0: 0.75}, {0: 0.5}, 3.0, 9.0)
+    last = RankProfile({1: LayerCosts("1", 5.0, 6.0)}, {1: 2.0}, {1: 0.25}, 1.0, 9.0)
+    costs = StepCosts.of_ranks([first, last, twin])
+    assert costs.layers == (LayerCosts("0", 2.0, 3.0, 8), LayerCosts("1", 5.0, 6.0))
+    assert (costs.own_forward_seconds, costs.loss_forward_seconds) == (0.5, 1.5)
+    assert (costs.own_backward_seconds, costs.loss_backward_seconds) == (0.5, 0.0)
+    assert costs.update_seconds == 1.0
+
+
+def test_a_layer_of_several_parts() -> None:
+    parts = LayerCosts("embed", 1.0, 2.0, 8, 16, 4), LayerCosts("0", 3.0, 4.0, 9, 16, 4)
+    assert LayerCosts.of_parts(parts) == LayerCosts("embed, 0", 4.0, 6.0, 9, 32, 8)
 
 
 @pytest.mark.parametrize(("schedule", "num_microbatches"), [("gpipe", 4), ("1f1b", 4)])

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dist.pipeline.actions import Action, ActionKind
 from lightning_dist.pipeline.layer_profiler import LayerProfiler
+from lightning_dist.pipeline.layers import Part
 from lightning_dist.pipeline.parted_backward import PartedBackward
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.timeline import SpanKind
@@ -66,8 +67,8 @@ class Rank:
         self.recorder = Recorder(0, torch.device("cpu"))
         self.recorder._clock = self.clock
         self.layers = nn.Sequential(*(kind(self.clock, *cost) for cost in costs))
-        named = {index + 5: (f"layer {index}", m) for index, m in enumerate(self.layers)}
-        self.profiler = LayerProfiler(named, self.recorder)
+        parts = [Part(f"layer {index}", m, index + 5) for index, m in enumerate(self.layers)]
+        self.profiler = LayerProfiler(parts, self.recorder)
 
     @contextmanager
     def doing(self, kind: ActionKind, index: int, own: float) -> Iterator[None]:
