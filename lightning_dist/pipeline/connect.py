@@ -117,6 +117,23 @@ def connect(
     )
 
 
+def connect_in_memory(
+    rank_of_stage: Sequence[int], make_channel: Callable[[], MemoryChannel] = MemoryChannel
+) -> list[Links]:
+    """Gives each rank of a pipeline whose ranks are all in this process its channels.
+
+    Args:
+        rank_of_stage: The rank of each stage.
+        make_channel: Makes one direction between two stages.
+    """
+    links = [Links() for _ in range(1 + max(rank_of_stage))]
+    for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
+        down, up = make_channel(), make_channel()
+        links[home].activations_out[stage] = links[next_home].activations_in[stage + 1] = down
+        links[next_home].gradients_out[stage + 1] = links[home].gradients_in[stage] = up
+    return links
+
+
 def _pairs(holders: Collection[Sequence[int]]) -> list[tuple[int, int]]:
     """Lists the ranks that speak about parameters: of each the first one with each other one."""
     pairs = {tuple(sorted((first, other))) for first, *others in holders for other in others}

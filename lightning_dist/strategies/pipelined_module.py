@@ -81,13 +81,16 @@ def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
     return path, sequence
 
 
-def refuse_outside(module: nn.Module, path: str, pipelined: nn.Module) -> None:
+def refuse_outside(
+    module: nn.Module, path: str, pipelined: nn.Module, kind: str = "pipelined"
+) -> None:
     """Refuses trainable parameters outside of the pipelined module.
 
     Args:
         module: The user's module.
         path: Of the pipelined module in it.
         pipelined: The pipelined module.
+        kind: What to call it.
 
     Raises:
         ValueError: There is one.
@@ -96,7 +99,7 @@ def refuse_outside(module: nn.Module, path: str, pipelined: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in inside:
             raise ValueError(
-                f"The trainable parameter {name!r} is outside of the pipelined module {path!r}, so"
+                f"The trainable parameter {name!r} is outside of the {kind} module {path!r}, so"
                 " it would belong to no stage. Make it part of that module, like"
                 " `nn.Sequential(*layers, head)`, or freeze it with `requires_grad_(False)`."
             )

@@ -25,7 +25,7 @@ from lightning_dist.pipeline.trace_call import bind, example_of
 from lightning_dist.pipeline.traced_layers import TracedProgram, TracedSequence, sequence_of
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipeline_split import PipelineSplit
-from lightning_dist.strategies.pipelined_module import choose_partition
+from lightning_dist.strategies.pipelined_module import choose_partition, refuse_outside
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -99,7 +99,7 @@ def find_traced_split(
     traced = _get(module, path)
     sequence = sequence_of(traced)
     if sequence is None:
-        _refuse_outside(module, traced, path)
+        refuse_outside(module, path, traced, kind="traced")
         sequence = _trace(module, traced, path)
     rank_of_stage = config.rank_of_stage(num_ranks)
     layers = LayerSequence(sequence)
@@ -141,17 +141,6 @@ def _get(module: pl.LightningModule, path: str) -> nn.Module:
             f"layers='trace:{path}': the module has no submodule of that path. It has {names} and"
             " what is in them."
         ) from None
-
-
-def _refuse_outside(module: nn.Module, traced: nn.Module, path: str) -> None:
-    inside = {id(p) for p in traced.parameters()}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in inside:
-            raise ValueError(
-                f"The trainable parameter {name!r} is outside of the traced module {path!r}, so it"
-                " would belong to no stage. Make it part of that module, or freeze it with"
-                " `requires_grad_(False)`."
-            )
 
 
 def _trace(module: pl.LightningModule, traced: nn.Module, path: str) -> TracedSequence:

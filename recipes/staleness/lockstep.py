@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dist.pipeline.memory_channel import MemoryChannel
+from lightning_dist.pipeline.connect import connect_in_memory
 from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.runtime import Links
@@ -52,7 +52,7 @@ class Lockstep:
         rate: Rate,
         on_update: Callable[[int, dict[str, Tensor]], None],
     ) -> None:
-        links = _links(len(layers_per_stage))
+        links = connect_in_memory(range(len(layers_per_stage)))
         self._ranks = [
             _Rank(
                 copy.deepcopy(model),
@@ -149,12 +149,3 @@ class _Rank:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-
-
-def _links(num_ranks: int) -> list[Links]:
-    links = [Links() for _ in range(num_ranks)]
-    for stage in range(num_ranks - 1):
-        down, up = MemoryChannel(), MemoryChannel()
-        links[stage].activations_out[stage] = links[stage + 1].activations_in[stage + 1] = down
-        links[stage + 1].gradients_out[stage + 1] = links[stage].gradients_in[stage] = up
-    return links

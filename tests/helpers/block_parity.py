@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.memory_channel import MemoryChannel
+from lightning_dist.pipeline.connect import connect_in_memory
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.runtime import Links
 from lightning_dist.pipeline.shape import PipelineShape
@@ -68,19 +68,6 @@ def train_rank(
     return losses
 
 
-def links_of_two(config: PipelineConfig) -> list[Links]:
-    """Connects the stages of two ranks by queues, those on one rank too."""
-    ends = [Links(), Links()]
-    homes = config.rank_of_stage(2)
-    for stage, (home, after) in enumerate(zip(homes, homes[1:], strict=False)):
-        down, up = MemoryChannel(), MemoryChannel()
-        ends[home].activations_out[stage] = down
-        ends[after].activations_in[stage + 1] = down
-        ends[after].gradients_out[stage + 1] = up
-        ends[home].gradients_in[stage] = up
-    return ends
-
-
 def largest_difference(
     model: nn.Module, batches: Sequence[Any], loss_of: Loss, config: PipelineConfig
 ) -> float:
@@ -89,7 +76,7 @@ def largest_difference(
     splits = [find_split(holder, config, 2, rank) for rank, holder in enumerate(holders)]
     losses: dict[int, list[float]] = {}
     errors: list[BaseException] = []
-    ends = links_of_two(config)
+    ends = connect_in_memory(config.rank_of_stage(2))
 
     def run(rank: int) -> None:
         try:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.pipeline.connect import connect_in_memory
 from lightning_dist.pipeline.memory_channel import MemoryChannel
 from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.pipeline.runtime import Links
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.shape import PipelineShape
 
@@ -38,22 +38,12 @@ class Yielding(MemoryChannel):
             self._turn.acquire()
 
 
-def memory_links(rank_of_stage: Sequence[int], turn: threading.Lock) -> list[Links]:
-    """Gives each rank its channels."""
-    links = [Links() for _ in range(1 + max(rank_of_stage))]
-    for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
-        down, up = Yielding(turn), Yielding(turn)
-        links[home].activations_out[stage] = links[next_home].activations_in[stage + 1] = down
-        links[next_home].gradients_out[stage + 1] = links[home].gradients_in[stage] = up
-    return links
-
-
 def run_ranks(
     make: Callable[[], nn.Sequential], shapes: Sequence[PipelineShape], train: Train, **options: Any
 ) -> list[Any]:
     """Runs a rank for each shape at once, and gives what each returned."""
     turn = threading.Lock()
-    links = memory_links(shapes[0].rank_of_stage, turn)
+    links = connect_in_memory(shapes[0].rank_of_stage, partial(Yielding, turn))
     models = [make() for _ in shapes]
     results: dict[int, Any] = {}
     failures: list[BaseException] = []

@@ -12,8 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_dist.mesh import MeshShape
-from lightning_dist.pipeline.connect import connect
-from lightning_dist.pipeline.memory_channel import MemoryChannel
+from lightning_dist.pipeline.connect import connect, connect_in_memory
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.runtime import Links
 from lightning_dist.pipeline.shape import PipelineShape
@@ -95,11 +94,7 @@ def test_under_2bw_all_stages_have_the_same_version_anyway(workers: WorkerPool) 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_queues_in_one_process_do_the_same(workers: WorkerPool, schedule: str) -> None:
     count = 1 if schedule == "pipedream" else 3
-    forward, backward = MemoryChannel(), MemoryChannel()
-    ends = [
-        Links(activations_out={0: forward}, gradients_in={0: backward}),
-        Links(activations_in={1: forward}, gradients_out={1: backward}),
-    ]
+    ends = connect_in_memory((0, 1))
     states: dict[int, Any] = {}
     nets = [model(), model()]  # here, for the threads share one random generator
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.pipeline.connect import connect_in_memory
 from lightning_dist.pipeline.extrapolation import extrapolated
-from lightning_dist.pipeline.memory_channel import MemoryChannel
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.runtime import Links
 from lightning_dist.pipeline.shape import PipelineShape
@@ -39,15 +39,6 @@ class Seen:
 
 def flat(tensors: Any) -> Tensor:
     return torch.cat([t.detach().flatten() for t in tensors])
-
-
-def links_of(num_stages: int) -> list[Links]:
-    ends = [Links() for _ in range(num_stages)]
-    for stage in range(num_stages - 1):
-        down, up = MemoryChannel(), MemoryChannel()
-        ends[stage].activations_out[stage] = ends[stage + 1].activations_in[stage + 1] = down
-        ends[stage + 1].gradients_out[stage + 1] = ends[stage].gradients_in[stage] = up
-    return ends
 
 
 def train(
@@ -93,7 +84,7 @@ def train_all(schedule: str, *, predicts: bool = False, **options: Any) -> list[
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(NUM_STAGES)))
     nets = [copy.deepcopy(net.double()) for _ in range(NUM_STAGES)]
-    ends = links_of(NUM_STAGES)
+    ends = connect_in_memory(range(NUM_STAGES))
 
     def run(stage: int) -> Seen:
         try:
