@@ -2,7 +2,8 @@
 
 A case is a module-level function. It runs on the first ``world_size`` workers at once, each in the
 environment that a launcher would give it, and returns something picklable. A case that fails or
-hangs costs the pool its processes; the next case gets new ones.
+hangs costs the pool its processes; the next case gets new ones. So does one in which many runs have
+failed on purpose: the threads of their process groups stay, and hundreds of them slow a process.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch.distributed import TCPStore
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.helpers.preload"])
+
+MOST_THREADS = 100
 
 
 class CaseFailedError(AssertionError):
@@ -65,7 +68,17 @@ class WorkerPool:
         if failures:
             self.close()
             raise CaseFailedError("\n".join(failures))
+        self._replace_crowded()
         return [result for _, result in answers]
+
+    def _replace_crowded(self) -> None:
+        """Ends workers that have many threads, and starts others."""
+        for index, (process, connection) in enumerate(self._workers):
+            if len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS:
+                process.kill()
+                process.join()
+                connection.close()
+                self._workers[index] = _start_worker()
 
     def close(self) -> None:
         """Ends all workers."""
@@ -78,11 +91,7 @@ class WorkerPool:
 
     def _grow(self, world_size: int) -> None:
         while len(self._workers) < world_size:
-            near, far = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_work, args=(far,))
-            process.start()
-            far.close()
-            self._workers.append((process, near))
+            self._workers.append(_start_worker())
 
     def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
         connection = self._workers[rank][1]
@@ -92,6 +101,14 @@ class WorkerPool:
             return connection.recv()
         except (EOFError, ConnectionResetError):
             return False, "the process died"
+
+
+def _start_worker() -> tuple[ForkServerProcess, Connection]:
+    near, far = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_work, args=(far,))
+    process.start()
+    far.close()
+    return process, near
 
 
 def _work(connection: Connection) -> None:
