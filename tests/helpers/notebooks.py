@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import jupytext
@@ -9,6 +10,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+# A package that torchmetrics imports would like widgets for its progress bars.
+NAMED_WARNINGS = "ignore:IProgress not found"
 FOLDER = Path("notebooks")
 SOURCES = sorted(FOLDER.glob("*.py"))
 
@@ -30,7 +33,7 @@ def execute(notebook: NotebookNode, folder: Path, cell_timeout_s: int = 120) -> 
         record_timing=False,
         coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
-    ).execute()
+    ).execute(env={**os.environ, "PYTHONWARNINGS": NAMED_WARNINGS})
 
 
 def main() -> None:

@@ -1,0 +1,411 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: -all
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Weight stashing and staleness
+#
+# The lesson before this one showed that a pipeline which never waits has no bubble. This one shows
+# what that costs, and how to pay no more than needed. You will
+#
+# 1. see which weights a batch meets on its way through the stages;
+# 2. get a wrong gradient from PyTorch, without any error;
+# 3. mend it by keeping old weights, the *stash*;
+# 4. write down in twenty lines what such a pipeline must compute, and compare the package with it;
+# 5. train with and without the stash, and see what stale weights do to learning.
+#
+# Two CPU cores are enough, and nothing needs the network. All numbers below are printed by code.
+
+# %%
+import copy
+import csv
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_dist.pipeline.actions import ActionKind
+from lightning_dist.pipeline.lowering import lower
+from lightning_dist.pipeline.schedules import build_schedule
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from recipes.staleness.lockstep import Lockstep
+
+# %matplotlib inline
+torch.set_num_threads(1)
+
+# %% [markdown]
+# ## Which weights does a batch meet?
+#
+# Here is `pipedream` with four stages. A row is a rank, a column is a slot of time, `F0` is the
+# forward of batch 0 and `B0` its backward. After each backward the rank updates its own weights.
+
+# %%
+NUM_STAGES = 4
+schedule = build_schedule("pipedream", num_stages=NUM_STAGES, num_microbatches=8)
+print(schedule.format_grid())
+
+# %% [markdown]
+# Look at rank 0. It runs `F1`, `F2` and `F3` before its first backward, so all of these use the
+# first weights. Then `B0` comes, and an update. When `B1` comes, the weights are no longer those
+# that `F1` has used.
+#
+# Let us count. A schedule is plain data, and `lower` writes the updates into it. For each forward
+# and each backward we note how many updates the rank has made by then. That number is the
+# *version* of the weights.
+
+
+# %%
+def versions_met(kind: ActionKind) -> list[list[int]]:
+    """Gives for each rank, and each batch, the version at that moment."""
+    met = []
+    for actions in lower(schedule).ranks:
+        num_updates, of_rank = 0, {}
+        for action in actions:
+            if action.kind is ActionKind.STEP:
+                num_updates += 1
+            elif action.kind is kind:
+                of_rank[action.microbatch_index] = num_updates
+        met.append([of_rank[batch] for batch in sorted(of_rank)])
+    return met
+
+
+forwards, backwards = versions_met(ActionKind.FORWARD), versions_met(ActionKind.BACKWARD)
+print("newest version at each batch's forward | at its backward")
+for rank in range(NUM_STAGES):
+    print(f"rank {rank}:  {forwards[rank]}  |  {backwards[rank]}")
+
+# %% [markdown]
+# Only the last rank has the same numbers on both sides. On rank 0 there are three updates between a
+# forward and its backward, on rank 1 two, on rank 2 one. With $n$ stages, stage $s$ has
+# $n - 1 - s$ of them.
+#
+# That is two problems in one:
+#
+# - **Forward and backward disagree.** A backward must use the weights of its forward. Otherwise
+#   what it computes is the gradient of nothing.
+# - **The gradient is late.** It says how to change weights that exist no more. This is *staleness*.
+#
+# The first can be cured, and the second cannot, as long as nobody waits.
+#
+# ## A wrong gradient without an error
+#
+# PyTorch guards against the first problem. If you change weights that a backward still needs, it
+# refuses.
+
+# %%
+torch.manual_seed(0)
+layers = nn.Sequential(
+    nn.Conv1d(4, 8, 3), nn.Tanh(), nn.Flatten(), nn.LayerNorm(48), nn.Linear(48, 3)
+).double()
+samples = torch.randn(16, 4, 8, dtype=torch.float64)
+
+
+def change_weights(size: float) -> None:
+    """Does what an optimizer does."""
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.add_(size * torch.randn_like(parameter))
+
+
+loss = layers(samples).square().mean()
+change_weights(0.1)
+try:
+    loss.backward()
+except RuntimeError as error:
+    print(str(error).partition(";")[0])
+
+# %% [markdown]
+# But the guard looks at tensors that PyTorch knows to be changed. Code that writes through `.data`
+# escapes it, and so does code that computes the forward again in the backward to save memory. Then
+# no error comes, and the gradient is wrong. How wrong depends on how far the weights have moved.
+
+
+# %%
+def gradient_error(size: float) -> float:
+    """Compares the gradient after the weights have moved with the true one."""
+    net = copy.deepcopy(layers)
+    true = torch.autograd.grad(net(samples).square().mean(), list(net.parameters()))
+    loss = net(samples).square().mean()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in net.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data.add_(size * noise)  # PyTorch does not see this
+    wrong = torch.autograd.grad(loss, list(net.parameters()))
+    apart = sum(float((a - b).square().sum()) for a, b in zip(wrong, true, strict=True))
+    return (apart / sum(float(a.square().sum()) for a in true)) ** 0.5
+
+
+for size in (0.0, 0.001, 0.01, 0.1):
+    print(f"weights moved by about {size:5.3f}: the gradient is off by {gradient_error(size):6.1%}")
+
+# %% [markdown]
+# ## The cure: keep the old weights
+#
+# PipeDream's answer is the *stash*. A forward notes which version it uses, and that version is kept
+# until the backward is done. It takes little code: run the layers on tensors that are not the
+# parameters themselves, so that an update of the parameters does not touch them.
+
+# %%
+net = copy.deepcopy(layers)
+true = torch.autograd.grad(net(samples).square().mean(), list(net.parameters()))
+
+version = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
+loss = functional_call(net, version, samples).square().mean()
+for parameter in net.parameters():
+    parameter.data.add_(0.1)  # an update, while the batch is on its way
+kept = torch.autograd.grad(loss, list(version.values()))
+print("same gradient as without the update:", all(map(torch.equal, kept, true)))
+
+# %% [markdown]
+# The package copies weights only when they are about to be overwritten while a batch still needs
+# them. The last stage never copies.
+#
+# ## What must come out
+#
+# Does the result depend on how fast the ranks are? No. The schedule fixes the version that each
+# batch meets, so we can write down what must come out as a plain loop, with no pipeline at all.
+# Batch $b$ meets version $b - (n - 1 - s)$ of stage $s$ (or version 0, if that is negative). Its
+# gradient is applied to the newest version. Without the stash, the backward meets version $b$.
+
+# %%
+Batch = tuple[Tensor, Tensor]
+
+
+def train_in_a_loop(
+    stages: Sequence[nn.Module], batches: Sequence[Batch], rate: float, how: str
+) -> list[float]:
+    """Trains the stages in place; `how` is "no pipeline", "stash" or "no stash"."""
+
+    def newest(stage: nn.Module) -> dict[str, Tensor]:
+        return {n: p.detach().clone().requires_grad_() for n, p in stage.named_parameters()}
+
+    optimizers = [torch.optim.SGD(stage.parameters(), lr=rate) for stage in stages]
+    versions = [[newest(stage)] for stage in stages]
+    last, losses = len(stages) - 1, []
+    for b, (inputs, targets) in enumerate(batches):
+        age = [0 if how == "no pipeline" else last - s for s in range(last + 1)]
+        used = [versions[s][max(0, b - age[s])] for s in range(last + 1)]
+        received = [inputs]  # what each stage receives
+        for stage, weights in zip(stages, used, strict=True):
+            received.append(functional_call(stage, weights, received[-1]).detach())
+        losses.append(float(F.cross_entropy(received.pop(), targets)))
+        gradient = None
+        for s in reversed(range(last + 1)):
+            weights = versions[s][b] if how == "no stash" else used[s]
+            given = received[s].requires_grad_()
+            out = functional_call(stages[s], weights, given)
+            root = F.cross_entropy(out, targets) if s == last else out
+            gradient, *own = torch.autograd.grad(root, [given, *weights.values()], gradient)
+            for parameter, part in zip(stages[s].parameters(), own, strict=True):
+                parameter.grad = part
+            optimizers[s].step()
+            versions[s].append(newest(stages[s]))
+    return losses
+
+
+# %% [markdown]
+# Now the package. `Lockstep` runs the ranks of a real pipeline in one process, one after the other,
+# with the package's own stages and weight versions. We train a small network on scanned digits with
+# both, in `float64`, and compare the weights at the end.
+
+# %%
+digits = load_digits()
+images = torch.tensor(digits.data / 16.0 - 0.3)
+labels = torch.tensor(digits.target)
+draws = torch.Generator().manual_seed(0)
+picks = [torch.randint(len(images), (32,), generator=draws) for _ in range(200)]
+batches = [(images[pick], labels[pick]) for pick in picks]
+
+
+def build(num_stages: int, seed: int = 0) -> nn.Sequential:
+    """Builds a network of one layer per stage."""
+    torch.manual_seed(seed)
+    sizes = [64, *[32] * (num_stages - 1)]
+    hidden = [
+        nn.Sequential(nn.Linear(size, 32), nn.LayerNorm(32), nn.Tanh()) for size in sizes[:-1]
+    ]
+    return nn.Sequential(*hidden, nn.Linear(32, 10)).double()
+
+
+def train_in_a_pipeline(
+    model: nn.Sequential, batches: Sequence[Batch], rate: float, weight_versions: str
+) -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
+    """Gives the weights at the end, and the staleness of each update by stage."""
+    weights: dict[str, Tensor] = {}
+
+    def note(_: int, of_stage: dict[str, Tensor]) -> None:
+        weights.update({name: weight.clone() for name, weight in of_stage.items()})
+
+    pipeline = Lockstep(
+        model,
+        PipelineConfig("pipedream", weight_versions=weight_versions),
+        [1] * len(model),
+        lambda layers: [torch.optim.SGD(layers.parameters(), lr=rate)],
+        lambda module, batch: F.cross_entropy(module(batch[0]), batch[1]),
+        lambda update: rate,
+        note,
+    )
+    for batch in batches:
+        pipeline.train_batch(batch)
+    pipeline.drain()
+    return weights, pipeline.staleness
+
+
+results = {}
+for weight_versions, how in (("stash", "stash"), ("none", "no stash")):
+    expected = build(NUM_STAGES)
+    train_in_a_loop(list(expected), batches[:40], 0.1, how)
+    results[how], staleness = train_in_a_pipeline(
+        build(NUM_STAGES), batches[:40], 0.1, weight_versions
+    )
+    apart = max(
+        float((results[how][n] - p.detach()).abs().max()) for n, p in expected.named_parameters()
+    )
+    print(f"{how:9} largest difference from the loop: {apart:.0e}")
+
+with_stash, without = results.values()
+apart = max(float((with_stash[name] - without[name]).abs().max()) for name in with_stash)
+print(f"with and without the stash differ by {apart:.0e}")
+print("staleness, counted by the pipeline while it ran:")
+for stage, ages in enumerate(staleness):
+    print(f"  stage {stage}: {list(ages[:6])} ...")
+
+# %% [markdown]
+# The pipeline computes what the loop says, to the last digits of `float64`. The tests of the
+# package compare real processes with the same loop.
+#
+# ## What goes wrong without
+#
+# How much does it matter? We train the digits in three ways, over a range of learning rates:
+# without a pipeline, with the stash, and without. Eight stages make the effect plain.
+
+# %%
+rates = [0.01, 0.03, 0.1, 0.3]
+hows = {"no pipeline": "#000000", "stash": "#0072B2", "no stash": "#D55E00"}
+SEEDS = (0, 1)
+
+
+def final_loss(how: str, rate: float, seed: int) -> float:
+    """Gives the mean loss of the last 20 batches."""
+    losses = train_in_a_loop(list(build(8, seed).float()), small, rate, how)
+    return sum(losses[-20:]) / 20
+
+
+small = [(inputs.float(), targets) for inputs, targets in batches]
+found = {how: [[final_loss(how, rate, seed) for seed in SEEDS] for rate in rates] for how in hows}
+
+figure, axes = plt.subplots(figsize=(8, 4))
+for (how, colour), marker in zip(hows.items(), "os^", strict=True):
+    means = [sum(of_rate) / len(of_rate) for of_rate in found[how]]
+    axes.plot(rates, means, marker=marker, color=colour, label=how)
+    for rate, of_rate in zip(rates, found[how], strict=True):
+        axes.plot([rate] * len(of_rate), of_rate, marker, color=colour, alpha=0.35)
+    print(
+        f"{how:12}", "  ".join(f"{rate:g}: {m:.2f}" for rate, m in zip(rates, means, strict=True))
+    )
+axes.axhline(torch.tensor(10.0).log(), color="grey", linewidth=0.8)
+axes.text(rates[0], 2.33, "guessing", color="grey")
+axes.set_ylim(0, 2.6)
+axes.set_xscale("log")
+axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+axes.minorticks_off()
+axes.set_xlabel("learning rate")
+axes.set_ylabel("cross-entropy after 200 batches (nats)")
+axes.set_title("Eight stages; faint marks are single seeds", loc="left", fontsize=11)
+axes.grid(alpha=0.3)
+axes.legend(frameon=False, loc="center left", bbox_to_anchor=(0, 0.68))
+plt.show()
+
+# %% [markdown]
+# At the smallest rate the stash makes no difference, for the weights hardly move while a batch is
+# on its way. The larger the rate, the further they move. Then the stash wins over no stash, for
+# its gradients are at least gradients of something. And no pipeline wins over both at any rate:
+# the stash does not cure staleness. (Two seeds are few. Look at how far apart the faint marks are.)
+#
+# What helps against staleness? Fewer stages, for each adds an update of delay. A smaller learning
+# rate, or a warm-up. `schedule="pipedream_2bw"`, which is one update late whatever the number of
+# stages. `staleness_correction="lr"` or `"predict"`. Or a schedule that waits: `1f1b` and the
+# zero-bubble schedules have no staleness at all.
+#
+# ## What does the stash cost?
+#
+# Memory. Stage $s$ keeps one version for each batch on its way, $n - s$ with the newest. We count
+# them in the schedule, beside those of `pipedream_2bw`, which needs two on any stage.
+
+# %%
+print("weight versions kept, by stage")
+for num_stages in (2, 4, 8):
+    plan = build_schedule("pipedream", num_stages=num_stages, num_microbatches=4 * num_stages)
+    print(
+        f"  pipedream, {num_stages} stages: {[plan.in_flight(rank) for rank in range(num_stages)]}"
+    )
+
+# %% [markdown]
+# Weights are often the smaller part: a stage's activations and the optimizer's state take more.
+#
+# ## A real run
+#
+# With `PipelineStrategy` the stash is the default, and `log_staleness=True` logs what is measured:
+#
+# ```python
+# strategy = PipelineStrategy(schedule="pipedream", log_staleness=True)
+# trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy)
+# ```
+#
+# We start the recipe as you would in a terminal, on two processes, and read the metrics that it
+# wrote.
+
+# %%
+with tempfile.TemporaryDirectory() as directory:
+    command = [
+        *(sys.executable, "-m", "recipes.train", "fit"),
+        f"--config={files('recipes') / 'configs' / 'gpt_pipedream.yaml'}",
+        "--trainer.strategy.init_args.log_staleness=true",
+        "--trainer.max_epochs=1",
+        "--trainer.limit_train_batches=12",
+        "--trainer.limit_val_batches=1",
+        "--trainer.log_every_n_steps=1",
+        "--trainer.enable_progress_bar=false",
+    ]
+    run = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
+    if run.returncode != 0:
+        raise RuntimeError(run.stdout + run.stderr)
+    with Path(directory, "runs/gpt_pipedream/version_0/metrics.csv").open() as table:
+        rows = [row for row in csv.DictReader(table) if row["staleness/stage_0"]]
+
+for row in rows[-3:]:
+    ages = [float(row[f"staleness/stage_{stage}"]) for stage in range(2)]
+    kept_bytes = [float(row[f"stash_bytes/stage_{stage}"]) for stage in range(2)]
+    print(
+        f"step {row['step']:>2}: staleness {ages}, stash"
+        f" {[f'{count / 2**20:.2f} MiB' for count in kept_bytes]}"
+    )
+
+# %% [markdown]
+# ## Try it
+#
+# - Give `train_in_a_loop` a `momentum` of 0.9. Which learning rates still work with eight stages?
+# - Replace `nn.LayerNorm` in `build` by nothing. Does no stash still lose against the stash?
+# - In `train_in_a_loop`, set every `age` to 1, on all stages. That is `pipedream_2bw`. Where does
+#   its curve lie?
