@@ -32,6 +32,7 @@ from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.evaluation_lengths import check_evaluation_lengths
+from lightning_dist.strategies.mixed_groups import update_mixed_groups_singly
 from lightning_dist.strategies.pipeline_checks import check_trainer, one_optimizer
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.random_state import first_ranks_numbers
@@ -153,6 +154,7 @@ class ShardedStrategy(DataParallelStrategy):
             self.name_optimizer_groups()
         for optimizer in self.optimizers:
             self.sharded.keep_own_parameters(optimizer)
+            update_mixed_groups_singly(optimizer)
 
     def _tie(self, trainer: pl.Trainer) -> Callable[[], None]:
         tied = self.mesh.groups("pp", "dp_shard", "tp")

@@ -27,8 +27,9 @@ TOLERANCE = 1e-10
 class Measured(GPT):
     """Looks at its logits beside the loss, as users do."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, fused: bool = False, **options: Any) -> None:
         super().__init__(**options)
+        self.fused = fused
         self.accuracy = MulticlassAccuracy(256, average="micro")
         self.seen = SumMetric()
 
@@ -47,7 +48,7 @@ class Measured(GPT):
         return logits
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=self.fused)
 
 
 def data(num_samples: int = NUM_SAMPLES) -> TensorDataset:
@@ -55,9 +56,9 @@ def data(num_samples: int = NUM_SAMPLES) -> TensorDataset:
     return TensorDataset(drawn[0], drawn[1])
 
 
-def make_gpt(dropout: float = 0.0) -> Measured:
+def make_gpt(dropout: float = 0.0, fused: bool = False) -> Measured:
     torch.manual_seed(0)
-    return Measured(width=32, depth=DEPTH, num_heads=4, dropout=dropout).double()
+    return Measured(width=32, depth=DEPTH, num_heads=4, dropout=dropout, fused=fused).double()
 
 
 @dataclass
@@ -80,13 +81,17 @@ class Fitted:
 
 
 def fit(
-    devices: int, strategy: Strategy | str, num_samples: int = NUM_SAMPLES, **options: Any
+    devices: int,
+    strategy: Strategy | str,
+    num_samples: int = NUM_SAMPLES,
+    fused: bool = False,
+    **options: Any,
 ) -> Fitted:
     """Trains for an epoch; all replicas together have the batches of a single device.
 
     The last two batches and what is left over serve for validation and prediction.
     """
-    module, fitted = make_gpt(), Fitted()
+    module, fitted = make_gpt(fused=fused), Fitted()
     trainer = make_trainer(devices=devices, strategy=strategy, gradient_clip_val=0.5, **options)
     share: dict[str, Any] = {"num_replicas": 1, "rank": 0}
     if devices > 1:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_dist import TensorParallelStrategy
+from lightning_dist import FSDPStrategy, TensorParallelStrategy
 from tests.helpers.gpt_parity import DEPTH, Fitted, check_equal, data, fit, make_gpt
 from tests.helpers.models import make_trainer
 from tests.helpers.workers import WorkerPool
@@ -48,6 +49,28 @@ def test_equals_a_single_device(
 
 def fit_spread(devices: int, options: dict[str, Any]) -> Fitted:
     return fit(devices, TensorParallelStrategy(**{"plan": PLAN, **options}))
+
+
+def fit_fused() -> tuple[Fitted, Fitted, list[str]]:
+    """Updates what is spread and what is not in one group, and a model of which all is spread."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mixed = fit(2, TensorParallelStrategy(plan=PLAN), fused=True)
+        sharded = fit(2, FSDPStrategy(), fused=True)
+    return mixed, sharded, [str(w.message) for w in caught if "`fused`" in str(w.message)]
+
+
+def test_fused_updates_equal_those_of_a_single_device(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    single = fit(1, "auto", fused=True)
+    results = workers.run(2, fit_fused)
+    check_equal([mixed for mixed, _, _ in results], single, 1, num_updates=10)
+    check_equal([sharded for _, sharded, _ in results], single, 2, num_updates=10)
+    (told,), nothing = (words for _, _, words in results)
+    assert "one parameter at a time" in told
+    assert not nothing
 
 
 def refusal(options: dict[str, Any]) -> str:
