@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from lightning_dist.pipeline.actions import Action
 from lightning_dist.pipeline.timeline import Span, SpanKind, Timeline
+from lightning_dist.profiling.phase import Phase
+
+_LOOP = "loop"
 
 
-def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+def write_chrome_trace(
+    timeline: Timeline, path: str | os.PathLike[str], phases: Iterable[Phase] = ()
+) -> None:
     """Writes a timeline.
 
     Args:
         timeline: Measured or simulated.
         path: The JSON file.
+        phases: What loops did meanwhile, on the same clock.
     """
     shifted = timeline.shifted_to_zero()
     names = [
@@ -23,6 +30,7 @@ def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None
         for rank in range(timeline.num_ranks)
     ]
     events = [_event(span) for span in shifted.spans]
+    events += [_loop_event(phase, timeline.start_seconds) for phase in phases]
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}, file)
 
@@ -45,8 +53,20 @@ def _event(span: Span) -> dict[str, Any]:
     }
 
 
+def _loop_event(phase: Phase, zero_seconds: float) -> dict[str, Any]:
+    return {
+        "name": phase.kind.value,
+        "cat": _LOOP,
+        "ph": "X",
+        "pid": phase.rank,
+        "tid": _LOOP,
+        "ts": (phase.start_seconds - zero_seconds) * 1e6,
+        "dur": phase.duration_seconds * 1e6,
+    }
+
+
 def read_chrome_trace(path: str | os.PathLike[str]) -> Timeline:
-    """Reads what :func:`write_chrome_trace` wrote.
+    """Reads the timeline that :func:`write_chrome_trace` wrote.
 
     Args:
         path: The JSON file.
@@ -62,6 +82,6 @@ def read_chrome_trace(path: str | os.PathLike[str]) -> Timeline:
             (event["ts"] + event["dur"]) / 1e6,
         )
         for event in events
-        if event["ph"] == "X"
+        if event["ph"] == "X" and event["cat"] != _LOOP
     )
     return Timeline(sum(event["ph"] == "M" for event in events), spans)

@@ -1,8 +1,30 @@
-"""Draw a plain-text table."""
+"""Tables, as text or for whoever draws them otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells with a heading for each column; as text, aligned.
+
+    Attributes:
+        title: Of the whole.
+        headings: Of the columns.
+        rows: Cells, as many in each row.
+        right: The columns that are aligned to the right, which numbers should be.
+    """
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        """Draws it without its title."""
+        return draw_table([self.headings, *self.rows], self.right)
 
 
 def draw_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:

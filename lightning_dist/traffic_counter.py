@@ -44,6 +44,7 @@ _KINDS: Mapping[Any, MessageKind] = MappingProxyType(
         _DIRECT.broadcast_: MessageKind.BROADCAST,
         _FUNCTIONAL.broadcast: MessageKind.BROADCAST,
         _FUNCTIONAL.broadcast_: MessageKind.BROADCAST,
+        _DIRECT.send: MessageKind.SEND,
     }
 )
 

@@ -137,6 +137,22 @@ class Recorder:
             found.setdefault(stretch, []).append(span)
         return {stretch: tuple(spans) for stretch, spans in found.items()}
 
+    def since(self, start: Any) -> tuple[Span, ...]:
+        """Gives the spans that have begun later, in seconds since the epoch, oldest first.
+
+        Args:
+            start: What :meth:`mark` gave.
+        """
+        begin, seconds = self.seconds(start), self._clock.seconds
+        found: list[Span] = []
+        for _, kind, action, first, last in reversed(self._marks):
+            span = Span(self.rank, kind, action, seconds(first), seconds(last))
+            if span.end_seconds < begin:
+                break
+            if span.start_seconds >= begin:
+                found.append(span)
+        return tuple(reversed(found))
+
     def clear(self) -> None:
         """Forgets all spans."""
         self._marks.clear()

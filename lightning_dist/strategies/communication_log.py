@@ -33,24 +33,25 @@ class CommunicationLog(pl.Callback):
         group: A gloo group of all ranks.
 
     Attributes:
+        recorder: Has this rank's spans.
         meter: Counts what is sent.
         timelines: Of all ranks, when training has ended.
     """
 
     def __init__(self, rank: int, device: torch.device, group: dist.ProcessGroup) -> None:
-        self._recorder = Recorder(rank, device)
+        self.recorder = Recorder(rank, device)
         self._group = group
         self._batch_start: Any = None
         self._since: Any = None
         self._updating = False
-        self.meter = CommunicationMeter(self._recorder)
+        self.meter = CommunicationMeter(self.recorder)
         self.timelines = MeasuredTimelines([])
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._batch_start = self._since = self._recorder.mark()
+        self._batch_start = self._since = self.recorder.mark()
         self.meter.update = trainer.global_step
 
     @override
@@ -65,21 +66,21 @@ class CommunicationLog(pl.Callback):
 
     def _compute(self, trainer: pl.Trainer, kind: ActionKind, end: Any = None) -> None:
         action = Action(0, kind, trainer.fit_loop.total_batch_idx)
-        self._recorder.record(SpanKind.COMPUTE, action, self._since, end)
-        self._since = self._recorder.mark()
+        self.recorder.record(SpanKind.COMPUTE, action, self._since, end)
+        self._since = self.recorder.mark()
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._since = self._recorder.mark()
+        self._since = self.recorder.mark()
         self._updating = True
 
     def end_update(self) -> None:
         """Ends an update, after which weights may still be averaged."""
         if self._updating:
             action = Action(0, ActionKind.STEP, self.meter.update)
-            self._recorder.record(SpanKind.UPDATE, action, self._since)
+            self.recorder.record(SpanKind.UPDATE, action, self._since)
         self._updating = False
 
     @override
@@ -92,8 +93,8 @@ class CommunicationLog(pl.Callback):
         batch_idx: int,
     ) -> None:
         self.end_update()
-        seconds = self._recorder.seconds
-        step_seconds = seconds(self._recorder.mark()) - seconds(self._batch_start)
+        seconds = self.recorder.seconds
+        step_seconds = seconds(self.recorder.mark()) - seconds(self._batch_start)
         num_bytes, waited_seconds = self.meter.take()
         # In double precision, which holds the count of bytes of any model.
         values = {BYTES: num_bytes, WAITING_SHARE: waited_seconds / step_seconds}
@@ -102,10 +103,10 @@ class CommunicationLog(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._recorder.interrupt()
+        self.recorder.interrupt()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, self._recorder.stretches(), group=self._group)
+        dist.all_gather_object(everyone, self.recorder.stretches(), group=self._group)
         self.timelines = MeasuredTimelines(everyone)

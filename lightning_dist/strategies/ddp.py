@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
+from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies import lightning_private
@@ -153,6 +154,11 @@ class DDPStrategy(DataParallelStrategy):
         """What the ranks did when, gathered at the end of training; needs ``log_communication``."""
         log = self._communication
         return (log.timelines if log is not None else MeasuredTimelines([])).whole
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Records this rank's steps from ``setup`` on; needs ``log_communication``."""
+        return self._communication.recorder if self._communication is not None else None
 
     # --- setup and teardown ------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -205,6 +206,17 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 def set_callbacks(trainer: pl.Trainer, callbacks: list[pl.Callback]) -> None:
     """Replaces a trainer's callbacks; see :func:`callbacks_of`."""
     setattr(trainer, "callbacks", callbacks)  # noqa: B010
+
+
+def profiler_of(trainer: pl.Trainer) -> Profiler:
+    """Gives what the loop tells what it does; the attribute is not declared."""
+    profiler: Profiler = getattr(trainer, "profiler")  # noqa: B009
+    return profiler
+
+
+def set_profiler(trainer: pl.Trainer, profiler: Profiler) -> None:
+    """Replaces it; see :func:`profiler_of`."""
+    setattr(trainer, "profiler", profiler)  # noqa: B010
 
 
 def set_rank_of_rank_zero_functions(rank: int) -> None:

@@ -169,6 +169,11 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
         return share_among_stages(world_size, self._num_stages, self._config)
 
     @property
+    def config(self) -> PipelineConfig:
+        """What was asked for."""
+        return self._config
+
+    @property
     def asynchronous(self) -> bool:
         """Whether batches overlap, so that weights are stale."""
         return self._config.asynchronous

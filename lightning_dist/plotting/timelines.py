@@ -1,9 +1,7 @@
 """Draw timelines: a row per rank, a box per action.
 
 Measured and simulated timelines are of one type, so one function draws either, and several above
-each other on one scale. Colours are Okabe and Ito's, which the colour-blind can tell apart, and
-forward and backward differ in lightness too. Where a rank has several stages, boxes of all but its
-first are underlined.
+each other on one scale. Where a rank has several stages, boxes of all but its first are underlined.
 """
 
 from __future__ import annotations
@@ -14,14 +12,26 @@ from typing import TYPE_CHECKING
 
 from lightning_dist.pipeline.actions import ActionKind
 from lightning_dist.pipeline.timeline import Span, SpanKind, Timeline
+from lightning_dist.plotting.canvas import clear_frame, new_figure
+from lightning_dist.plotting.colours import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    YELLOW,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-_FORWARD, _BACKWARD, _UPDATE, _WAIT = "#56B4E9", "#0072B2", "#E69F00", "#E8E8E8"
-_WEIGHTS = "#009E73"
-_LAPS = ("#D55E00", "#CC79A7", "#F0E442")
+_FORWARD, _BACKWARD, _UPDATE, _WAIT = SKY, BLUE, ORANGE, PALE
+_WEIGHTS = GREEN
+_LAPS = (VERMILION, PURPLE, YELLOW)
 _UNDERLINE_HEIGHT = 0.14
 _ROW_HEIGHT = 0.82
 _WIDTH_INCHES = 12.0
@@ -65,29 +75,33 @@ def plot_timelines(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Drawing needs matplotlib: pip install 'lightning-dist[plots]'"
-        ) from error
     rows = [timeline.num_ranks for timeline in timelines.values()]
     height = sum(0.5 * count + 0.55 for count in rows) + 0.75
-    figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_WIDTH_INCHES, height)
     axes = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=rows)[:, 0]
     span_ms = max(timeline.makespan_seconds for timeline in timelines.values()) * 1e3
     for panel, (title, timeline) in zip(axes, timelines.items(), strict=True):
-        _draw(panel, timeline.shifted_to_zero(), title, span_ms)
+        draw_timeline(panel, timeline, title, span_ms)
     axes[-1].set_xlabel("time (ms)")
-    _add_legend(figure, timelines.values())
+    handles = legend_of(timelines.values())
+    figure.legend(
+        handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
+    )
     if path is not None:
         figure.savefig(path, dpi=130)
     return figure
 
 
-def _draw(axes: Axes, timeline: Timeline, title: str, span_ms: float) -> None:
+def draw_timeline(axes: Axes, timeline: Timeline, title: str, span_ms: float) -> None:
+    """Draws a timeline into a panel.
+
+    Args:
+        axes: The panel.
+        timeline: Measured or simulated; begins at zero in the picture.
+        title: Of the panel.
+        span_ms: How much of the scale there is.
+    """
+    timeline = timeline.shifted_to_zero()
     for rank in range(timeline.num_ranks):
         spans = [s for s in timeline.spans if s.rank == rank and _colour(s) is not None]
         axes.broken_barh(
@@ -106,8 +120,7 @@ def _draw(axes: Axes, timeline: Timeline, title: str, span_ms: float) -> None:
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
     axes.set_xlim(0, max(span_ms, 1e-9))
     axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    clear_frame(axes, "top", "right", "left")
 
 
 def _underline(axes: Axes, rank: int, spans: list[Span]) -> None:
@@ -155,7 +168,12 @@ def _colour(span: Span) -> str | None:
     return parts.get(span.action.kind, _BACKWARD)
 
 
-def _add_legend(figure: Figure, timelines: Collection[Timeline]) -> None:
+def legend_of(timelines: Collection[Timeline]) -> list[Patch]:
+    """Makes the entries of a legend.
+
+    Args:
+        timelines: That are drawn.
+    """
     from matplotlib.patches import Patch
 
     spans = [span for timeline in timelines for span in timeline.spans]
@@ -170,10 +188,7 @@ def _add_legend(figure: Figure, timelines: Collection[Timeline]) -> None:
         **{f"a rank's stage {lap + 2}": _LAPS[lap % len(_LAPS)] for lap in range(laps)},
         "waiting (numbers: micro-batches)": _WAIT,
     }
-    handles = [Patch(facecolor=c, edgecolor="#999999", label=n) for n, c in entries.items()]
-    figure.legend(
-        handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
-    )
+    return [Patch(facecolor=c, edgecolor="#999999", label=n) for n, c in entries.items()]
 
 
 def _most_stages(spans: Iterable[Span]) -> int:

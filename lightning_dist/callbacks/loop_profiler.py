@@ -1,0 +1,156 @@
+"""What Lightning's loop does around the steps, as it tells its profiler.
+
+Lightning says to ``trainer.profiler`` when it fetches a batch, saves a checkpoint, calls a hook. So
+one that listens needs no hook of the user's, and passes everything on to the user's own profiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any
+
+from lightning.pytorch.profilers import Profiler
+from typing_extensions import override
+
+from lightning_dist.pipeline.actions import Action, ActionKind
+from lightning_dist.pipeline.recorder import Recorder
+from lightning_dist.pipeline.timeline import SpanKind
+from lightning_dist.profiling.account import Use
+from lightning_dist.profiling.collective_trace import part_of_step
+from lightning_dist.profiling.phase import Phase, PhaseKind
+
+_FORWARD = (SpanKind.COMPUTE, ActionKind.FORWARD)
+_BACKWARD = (SpanKind.COMPUTE, ActionKind.BACKWARD)
+_UPDATE = (SpanKind.UPDATE, ActionKind.STEP)
+_Told = PhaseKind | tuple[SpanKind, ActionKind]
+_PARTS: Mapping[_Told, str] = MappingProxyType(
+    {_FORWARD: Use.FORWARD, _BACKWARD: Use.BACKWARD, _UPDATE: Use.UPDATE}
+)
+
+
+class LoopProfiler(Profiler):
+    """Listens while it is told to, and passes on.
+
+    Args:
+        users: The profiler that the Trainer had.
+        recorder: Reads the clock, and gets the spans of steps.
+        records_steps: Whether to record forward, backward and update; nobody else does.
+
+    Attributes:
+        listens: Whether anything is recorded.
+        annotates: Whether parts of the step get their names in a trace of torch's profiler.
+        batch: The number of the batch that spans are of.
+    """
+
+    def __init__(self, users: Profiler, recorder: Recorder, *, records_steps: bool) -> None:
+        super().__init__()
+        self.users = users
+        self.listens = False
+        self.annotates = False
+        self.batch = 0
+        self._recorder = recorder
+        self._records_steps = records_steps
+        self._known: dict[str, _Told | None] = {}
+        self._begun: dict[_Told, Any] = {}
+        self._phases: list[tuple[PhaseKind, Any, Any]] = []
+        self._named: dict[_Told, ExitStack] = {}
+
+    @override
+    def start(self, action_name: str) -> None:
+        self.users.start(action_name)
+        if self.listens or self.annotates:
+            told = self._told(action_name)
+            if told is not None and told != _UPDATE:
+                self._begin(told)
+
+    @override
+    def stop(self, action_name: str) -> None:
+        if self.listens or self.annotates:
+            told = self._told(action_name)
+            if told is not None:
+                self._end(told)
+        self.users.stop(action_name)
+
+    def begin_update(self) -> None:
+        """Notes that the gradients are complete: Lightning's own action holds the whole step."""
+        if self._records_steps:
+            self._begin(_UPDATE)
+
+    def begin(self, kind: PhaseKind) -> None:
+        """Notes what only hooks tell.
+
+        Args:
+            kind: What begins.
+        """
+        self._begin(kind)
+
+    def end(self, kind: PhaseKind) -> None:
+        """Notes its end.
+
+        Args:
+            kind: What ends.
+        """
+        self._end(kind)
+
+    def _begin(self, told: _Told) -> None:
+        if self.annotates and told in _PARTS:
+            self._named[told] = ExitStack()
+            self._named[told].enter_context(part_of_step(_PARTS[told]))
+        if self.listens:
+            self._begun[told] = self._recorder.mark()
+
+    def _end(self, told: _Told) -> None:
+        self._named.pop(told, ExitStack()).close()
+        start = self._begun.pop(told, None)
+        if start is None:
+            return
+        if isinstance(told, PhaseKind):
+            self._phases.append((told, start, self._recorder.mark()))
+            return
+        kind, action = told
+        self._recorder.record(kind, Action(0, action, self.batch), start)
+
+    def take(self) -> tuple[Phase, ...]:
+        """Gives the phases since the last time."""
+        phases, self._phases = self._phases, []
+        rank, seconds = self._recorder.rank, self._recorder.seconds
+        return tuple(Phase(rank, kind, seconds(a), seconds(b)) for kind, a, b in phases)
+
+    def _told(self, name: str) -> _Told | None:
+        if name not in self._known:
+            self._known[name] = self._find(name)
+        return self._known[name]
+
+    def _find(self, name: str) -> _Told | None:
+        if name.endswith("train_dataloader_next") or name.endswith(".batch_to_device"):
+            return PhaseKind.DATA_LOADING
+        if name == "save_checkpoint":
+            return PhaseKind.CHECKPOINT
+        if not self._records_steps:
+            return None
+        if name.startswith("[Strategy]") and name.endswith(".training_step"):
+            return _FORWARD
+        if name.startswith("[Strategy]") and name.endswith(".backward"):
+            return _BACKWARD
+        is_update = name == "optimizer_step" or name.endswith(".optimizer_step")
+        return _UPDATE if is_update else None
+
+    # --- the user's --------------------------------------------------------------------------
+
+    @override
+    def summary(self) -> str:
+        return self.users.summary()
+
+    @override
+    def describe(self) -> None:
+        self.users.describe()
+
+    @override
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        self.users.setup(stage, local_rank, log_dir)
+
+    @override
+    def teardown(self, stage: str | None) -> None:
+        self.users.teardown(stage)

@@ -1,0 +1,183 @@
+"""What a profiler asks a strategy, whichever it is."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+
+from lightning_dist.memory import RankMemory, TrainedPart, pipelined, replicated, sharded
+from lightning_dist.mesh import MeshShape
+from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.recorder import Recorder
+from lightning_dist.pipeline.schedule import UpdateRule
+from lightning_dist.pipeline.schedules import find_schedules
+from lightning_dist.profiling.held_bytes import bytes_of, gradient_bytes, optimizer_bytes
+from lightning_dist.profiling.rank_record import RankPlace, StepCount
+from lightning_dist.strategies.ddp import DDPStrategy
+from lightning_dist.strategies.fsdp import FSDPStrategy
+from lightning_dist.strategies.mesh import MeshStrategy
+from lightning_dist.strategies.pipeline import PipelineStrategy
+from lightning_dist.strategies.process_mesh import ProcessMesh
+from lightning_dist.strategies.staged_module import StagedModule
+from lightning_dist.wrap_summary import WrapSummary
+
+
+class RankProbe:
+    """Knows this rank's strategy, from the begin of training on; each rank must make one.
+
+    Args:
+        trainer: About to train.
+        module: The user's.
+
+    Attributes:
+        mesh: The sizes; foreign strategies have replicas only, as far as anybody here can tell.
+        device: Where this rank computes.
+        pipeline: This rank's stages; None without.
+        group: A gloo group of all ranks that nobody else uses; None where there is one.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        self._trainer, self._module, self._strategy = trainer, module, strategy
+        everyone = MeshShape(dp_replicate=trainer.world_size)
+        self.mesh = strategy.mesh if isinstance(strategy, ProcessMesh) else everyone
+        self.device: torch.device = strategy.root_device
+        self.pipeline = _pipeline_of(strategy)
+        self.group: dist.ProcessGroup | None = None
+        if trainer.world_size > 1:
+            self.group = (
+                strategy.group(*self.mesh.sizes, purpose="profile")
+                if isinstance(strategy, ProcessMesh)
+                else dist.new_group(backend="gloo")
+            )
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who records the steps of this rank already, if anybody does."""
+        if self.pipeline is not None:
+            return self.pipeline.recorder
+        return self._strategy.recorder if isinstance(self._strategy, DDPStrategy) else None
+
+    @property
+    def place(self) -> RankPlace:
+        """Who this rank is."""
+        rank, is_gpu = self._trainer.global_rank, self.device.type == "cuda"
+        return RankPlace(
+            rank,
+            socket.gethostname(),
+            torch.cuda.get_device_name(self.device) if is_gpu else self.device.type,
+            str(self._trainer.precision),
+            self.mesh.coordinates(rank)["pp"],
+            self.mesh.data_index(rank),
+            type(self._strategy).__name__,
+            None if self.pipeline is None else self.pipeline.shape,
+        )
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if self.group is not None:
+            dist.barrier(self.group)
+
+    @property
+    def num_counted(self) -> int:
+        """Batches until the first that is counted has passed all stages."""
+        return 1 if self.pipeline is None else 1 + self.pipeline.lag
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards of this rank in a batch."""
+        if self.pipeline is None:
+            return 1
+        return len(self.pipeline.stages) * max(1, len(self.pipeline.microbatch_sizes))
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def gradient_bytes(self) -> int:
+        """Adds up the gradients that are there, and those that a pipeline holds."""
+        held = self._held()
+        return gradient_bytes(self._module.parameters()) + bytes_of(held)
+
+    def _held(self) -> Iterable[torch.Tensor]:
+        if self.pipeline is None or not self.pipeline.has_gradients:
+            return []
+        update = self.pipeline.due_update
+        stages = self.pipeline.stages.values()
+        return [g for stage in stages for g in stage.gradients.held(update).values()]
+
+    def measured(self, gradients: int, count: StepCount) -> RankMemory:
+        """Adds up what this rank holds.
+
+        Args:
+            gradients: The most bytes of gradients so far.
+            count: Of a step.
+        """
+        return RankMemory(
+            parameters=bytes_of(self._module.parameters()),
+            gradients=gradients,
+            optimizer_state=optimizer_bytes(self._trainer.optimizers),
+            activations=count.activation_bytes,
+            stash=0 if self.pipeline is None else sum(self.pipeline.peak_stash_bytes.values()),
+        )
+
+    def predicted(self, measured: RankMemory, count: StepCount) -> RankMemory | None:
+        """Asks the planner, with this model's sizes.
+
+        Args:
+            measured: What this rank holds.
+            count: Of a step.
+
+        Returns:
+            None where the planner has no formula for the strategy.
+        """
+        states = round(measured.optimizer_state / max(1, measured.parameters))
+        part = TrainedPart(measured.parameters, count.forward_bytes, states)
+        strategy, mesh = self._strategy, self.mesh
+        if self.pipeline is not None:
+            is_plain = mesh.dp_shard == mesh.tp == 1
+            return self._predicted_stage(self.pipeline, part) if is_plain else None
+        if isinstance(strategy, FSDPStrategy):
+            summary = strategy.describe()
+            assert isinstance(summary, WrapSummary)
+            whole = TrainedPart(summary.num_bytes, count.forward_bytes, states)
+            largest = max(row.num_bytes for row in summary.rows)
+            return sharded(whole, mesh.dp_shard, summary.peak_whole_bytes, largest)
+        is_replica = isinstance(strategy, DDPStrategy) or mesh.world_size == 1
+        return replicated(part, mesh.data_size) if is_replica else None
+
+    def _predicted_stage(self, pipeline: Pipeline, part: TrainedPart) -> RankMemory:
+        shape = pipeline.shape
+        schedules = find_schedules(shape.schedule)
+        rule = schedules.update_rule
+        num_batches = 1 if rule is UpdateRule.FLUSHED else 2 * shape.num_stages
+        schedule = schedules.build(shape.rank_of_stage, shape.num_microbatches, num_batches)
+        return pipelined(part, schedule.in_flight(shape.rank), self._num_versions(pipeline, rule))
+
+    def _num_versions(self, pipeline: Pipeline, rule: UpdateRule) -> int:
+        if rule is not UpdateRule.EACH:  # nothing is in flight on the last stage when it updates
+            return 2 if rule is UpdateRule.LATE and not pipeline.has_last_stage else 1
+        assert isinstance(self._strategy, PipelineStrategy)
+        num_stages = pipeline.shape.num_stages
+        return {
+            "stash": num_stages - pipeline.shape.rank,
+            "vertical_sync": num_stages,
+            "none": 1,
+        }[self._strategy.config.weight_versions]
+
+    def allocated_bytes(self) -> int | None:
+        """Gives the most that the device's allocator has had in use; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self.device)
+
+
+def _pipeline_of(strategy: Strategy) -> Pipeline | None:
+    if isinstance(strategy, PipelineStrategy):
+        return strategy.session.pipeline
+    if isinstance(strategy, MeshStrategy) and isinstance(strategy.sharded, StagedModule):
+        return strategy.sharded.session.pipeline
+    return None

@@ -1,0 +1,231 @@
+"""Show where the time of training steps goes, under any strategy.
+
+Now and then some batches in a row are looked at on all ranks: one whose operations are counted
+(once), one whose layers or collectives are examined, and then those that are timed, undisturbed.
+Then the ranks compare their clocks and tell each other what they have measured, so that each
+metric is the same on all of them and rank 0 can draw one picture.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.callbacks.profile_files import publish
+from lightning_dist.callbacks.rank_probe import RankProbe
+from lightning_dist.callbacks.rank_watch import RankWatch
+from lightning_dist.pipeline.timeline import Timeline
+from lightning_dist.profiling.clock_offset import ClockOffset
+from lightning_dist.profiling.phase import PhaseKind
+from lightning_dist.profiling.ping import exchange_pings
+from lightning_dist.profiling.rank_record import RankRecord
+from lightning_dist.profiling.report import ProfileReport
+from lightning_dist.profiling.step_plan import Role, StepPlan
+from lightning_dist.profiling.torch_trace import TorchTrace
+from lightning_dist.strategies.lightning_private import profiler_of
+
+
+class StepProfiler(pl.Callback):
+    """Measures steps, and reports them.
+
+    Each time ``profile/step_seconds``, ``profile/samples_per_second``, ``profile/waiting_share``
+    and so on go to all loggers (:attr:`ProfileReport.metrics
+    <lightning_dist.profiling.report.ProfileReport.metrics>` lists them). At the end of training
+    rank 0 prints tables and writes ``step_profile.html``, ``step_profile.png`` and
+    ``step_profile.json`` (for Perfetto) of the newest report.
+
+    Strategies of this package with stages are timed action by action, and their layers one by one.
+    Any other strategy, Lightning's too, is timed by forward, backward and update; how much of its
+    collectives nothing hides is seen in one traced batch before the timed ones. Counting takes
+    torch's own counters and sees matrix products, convolutions and attention.
+
+    Args:
+        every_n_steps: Training batches from one report to the next.
+        active_steps: Batches that are timed for a report.
+        trace_dir: Where files go; None takes ``trainer.log_dir``.
+        torch_profiler: Whether each rank writes torch's own trace of the timed batches too, as
+            ``torch_rank0_batch7.json.gz``. That slows them down.
+        warmup_steps: Batches before the first that is looked at.
+
+    Raises:
+        ValueError: An argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 500,
+        active_steps: int = 10,
+        trace_dir: str | None = None,
+        torch_profiler: bool = False,
+        warmup_steps: int = 5,
+    ) -> None:
+        self._plan = StepPlan(every_n_steps, active_steps, warmup_steps)
+        self._trace_dir = trace_dir
+        self._torch_profiler = torch_profiler
+        self._directory = Path()
+        self._batch = 0
+        self._watch: RankWatch | None = None
+        self._probe: RankProbe | None = None
+        self._torch: TorchTrace | None = None
+        self._report: ProfileReport | None = None
+
+    @property
+    def report(self) -> ProfileReport | None:
+        """The newest report, the same on all ranks; None before the first."""
+        return self._report
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What the ranks did in the newest report, on one clock; None before the first."""
+        return None if self._report is None else self._report.timeline
+
+    # --- begin and end -----------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._torch_profiler and isinstance(profiler_of(trainer), PyTorchProfiler):
+            raise ValueError(
+                "StepProfiler(torch_profiler=True) and Trainer(profiler='pytorch') would both run"
+                " torch's profiler, and only one can. Leave one of them out."
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        directory = self._trace_dir or trainer.log_dir or "."  # all ranks must ask for `log_dir`
+        self._directory = Path(directory)
+        self._batch = 0
+        self._report = None
+        self._probe = probe = RankProbe(trainer, pl_module)
+        plan = self._plan
+        self._plan = StepPlan(
+            plan.every_n_steps, plan.active_steps, plan.warmup_steps, probe.num_counted
+        )
+        self._watch = RankWatch(trainer, pl_module, probe)
+        self._torch = TorchTrace(probe.device) if self._torch_profiler else None
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._close()
+        if self._report is None:
+            rank_zero_warn(
+                f"StepProfiler has nothing to report: training ended after {self._batch} batches,"
+                f" and the first report needs {self._first_report}. Train longer, or make"
+                " warmup_steps or active_steps smaller."
+            )
+        elif trainer.is_global_zero:
+            publish(self._report, self._directory, trainer.loggers)
+
+    @property
+    def _first_report(self) -> int:
+        plan = self._plan
+        return plan.warmup_steps + plan.num_counted + 1 + plan.active_steps
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._close()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._torch is not None:
+            self._torch.stop()
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = self._probe = self._torch = None
+
+    # --- batches -----------------------------------------------------------------------------
+
+    @property
+    def _role(self) -> Role:
+        return self._plan.role(self._batch)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        role = self._role
+        if role is Role.NOTHING or self._watch is None:
+            return
+        self._watch.loop.batch = self._batch
+        self._watch.begin(role, is_first=self._plan.role(self._batch - 1) is not role)
+
+    @override
+    def on_before_zero_grad(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._note_gradients()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._note_gradients()
+        if self._watch is not None:
+            self._watch.loop.begin_update()
+
+    def _note_gradients(self) -> None:
+        if self._watch is not None and self._role is Role.EXAMINED:
+            self._watch.note_gradients()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        role, plan, number, watch = self._role, self._plan, self._batch, self._watch
+        self._batch += 1
+        if role is Role.NOTHING or watch is None:
+            return
+        if role is Role.TIMED:
+            watch.end_timed(batch)
+        watch.end(role, plan, is_last=self._role is not role)
+        if plan.ends_timing(number):
+            self._finish(pl_module, watch.take(), number)
+        if plan.begins_timing(self._batch):
+            if self._torch is not None:
+                self._torch.start()
+            watch.begin_timing()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._watch is not None:
+            self._watch.loop.begin(PhaseKind.VALIDATION)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._watch is not None:
+            self._watch.loop.end(PhaseKind.VALIDATION)
+
+    def _finish(self, module: pl.LightningModule, record: RankRecord, last_batch: int) -> None:
+        assert self._watch is not None
+        assert self._probe is not None
+        records: list[RankRecord] = [record]
+        offsets: tuple[ClockOffset, ...] = (ClockOffset(),)
+        group = self._probe.group
+        if group is not None:
+            everyone: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(everyone, record, group=group)
+            records, offsets = everyone, exchange_pings(self._watch.now, group)
+        first_batch = last_batch + 1 - self._plan.active_steps
+        self._report = ProfileReport.join(records, offsets, first_batch)
+        module.log_dict(self._report.metrics, batch_size=1)
+        if self._torch is not None:
+            self._torch.stop()
+            self._directory.mkdir(parents=True, exist_ok=True)
+            name = f"torch_rank{record.place.rank}_batch{first_batch}.json.gz"
+            self._torch.write(self._directory / name)

@@ -1,0 +1,214 @@
+"""One HTML page about a profile, with everything in it: it opens without network or server."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_dist.memory import RankMemory
+from lightning_dist.pipeline.actions import ActionKind
+from lightning_dist.pipeline.timeline import Span, SpanKind
+from lightning_dist.plotting.colours import BLUE, GREEN, OF_MEMORY, OF_USES, SKY
+from lightning_dist.profiling.account import Use
+from lightning_dist.profiling.phase import PhaseKind
+from lightning_dist.profiling.report import ProfileReport
+from lightning_dist.profiling.summary import memory_table, summary_table, time_table
+from lightning_dist.quantity import scale_of_bytes
+from lightning_dist.table import Table
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_STYLE = """
+body {font-family: system-ui, sans-serif; max-width: 1100px; margin: 2em auto; color: #222}
+table {border-collapse: collapse; font-size: 14px; margin-bottom: 1em}
+th, td {padding: 3px 12px; border-bottom: 1px solid #ddd; text-align: left}
+.right {text-align: right; font-variant-numeric: tabular-nums}
+"""
+_PHASE_USES = {PhaseKind.DATA_LOADING: Use.DATA_LOADING, PhaseKind.CHECKPOINT: Use.CHECKPOINT}
+
+
+def write_page(report: ProfileReport, path: str | os.PathLike[str]) -> None:
+    """Writes the tables, the timeline, the memory and the layers of a profile.
+
+    Args:
+        report: Of all ranks.
+        path: The HTML file; about 5 MB, most of which is plotly.
+
+    Raises:
+        ImportError: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ImportError("The page needs plotly: pip install 'lightning-dist[plots]'") from error
+    figures = [_timeline(report), _uses(report), _memory(report)]
+    if report.layers:
+        figures.append(_layers(report))
+    tables = [summary_table(report), time_table(report), memory_table(report)]
+    parts = [
+        "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'><title>Step profile</title>",
+        f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>",
+        *map(_html_of, tables),
+        *(figure.to_html(full_html=False, include_plotlyjs=False) for figure in figures),
+        "</body></html>",
+    ]
+    Path(path).write_text("\n".join(parts), encoding="utf-8")
+
+
+def _html_of(table: Table) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        classes = [" class='right'" if i in table.right else "" for i in range(len(cells))]
+        inside = (
+            f"<{tag}{name}>{html.escape(cell)}</{tag}>"
+            for name, cell in zip(classes, cells, strict=True)
+        )
+        return f"<tr>{''.join(inside)}</tr>"
+
+    head = row(table.headings, "th") if any(table.headings) else ""
+    body = "".join(row(cells, "td") for cells in table.rows)
+    return f"<h2>{html.escape(table.title)}</h2><table>{head}{body}</table>"
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def _timeline(report: ProfileReport) -> Figure:
+    zero = report.timeline.start_seconds
+    bars: dict[Use, list[tuple[int, float, float, str]]] = {}
+    for span in report.timeline.spans:
+        start, duration = (span.start_seconds - zero) * 1e3, span.duration_seconds * 1e3
+        bars.setdefault(_use_of(span), []).append((span.rank, start, duration, str(span.action)))
+    for record in report.records:
+        for phase in record.phases:
+            use = _PHASE_USES.get(phase.kind)
+            if use is not None:
+                start = (phase.start_seconds - zero) * 1e3
+                entry = (phase.rank, start, phase.duration_seconds * 1e3, phase.kind.value)
+                bars.setdefault(use, []).append(entry)
+    figure = _figure("What happened when", "time (ms)", len(report.records), barmode="overlay")
+    for use in Use:
+        if use in bars:
+            figure.add_trace(_boxes(use, bars[use]))
+    return figure
+
+
+def _boxes(use: Use, entries: Sequence[tuple[int, float, float, str]]) -> Any:
+    from plotly.graph_objects import Bar
+
+    ranks, starts, durations, texts = zip(*entries, strict=True)
+    return Bar(
+        name=use.value,
+        orientation="h",
+        y=[f"rank {rank}" for rank in ranks],
+        base=[round(start, 4) for start in starts],
+        x=[round(duration, 4) for duration in durations],
+        text=texts,
+        textposition="none",
+        marker={"color": OF_USES[use], "line": {"color": "white", "width": 0.3}},
+        hovertemplate="%{text}: %{x:.3f} ms from %{base:.3f} ms",
+    )
+
+
+def _use_of(span: Span) -> Use:
+    if span.kind is SpanKind.COMPUTE:
+        return Use.FORWARD if span.action.kind is ActionKind.FORWARD else Use.BACKWARD
+    others = {SpanKind.UPDATE: Use.UPDATE, SpanKind.WAIT: Use.WAITING}
+    return others.get(span.kind, Use.COMMUNICATION)
+
+
+def _uses(report: ProfileReport) -> Figure:
+    rows = {
+        f"rank {record.place.rank}": {use.value: s * 1e3 for use, s in account.seconds.items()}
+        for record, account in zip(report.records, report.accounts, strict=True)
+    }
+    colours = {use.value: OF_USES[use] for use in Use}
+    return _stacked("Where the time of a step goes", "ms per step", rows, colours)
+
+
+def _memory(report: ProfileReport) -> Figure:
+    rows: dict[str, dict[str, float]] = {}
+    for record in report.records:
+        rank = f"rank {record.place.rank}"
+        rows[rank] = _bytes_by_kind(record.memory.measured)
+        if record.memory.predicted is not None:
+            rows[f"{rank}, predicted"] = _bytes_by_kind(record.memory.predicted)
+    scale, unit = scale_of_bytes(max(sum(row.values()) for row in rows.values()))
+    scaled = {name: {kind: b / scale for kind, b in row.items()} for name, row in rows.items()}
+    return _stacked("Memory at its peak", unit, scaled, OF_MEMORY)
+
+
+def _bytes_by_kind(memory: RankMemory) -> dict[str, float]:
+    return {field.name: getattr(memory, field.name) for field in fields(memory)}
+
+
+def _layers(report: ProfileReport) -> Figure:
+    from plotly.graph_objects import Bar
+
+    figure = _figure("Layers", "layer", 8, barmode="stack")
+    names = [f"{index}: {layer.name}" for index, layer in enumerate(report.layers)]
+    forward = [layer.forward_seconds * 1e3 for layer in report.layers]
+    backward = [layer.backward_seconds * 1e3 for layer in report.layers]
+    scale, unit = scale_of_bytes(max(layer.activation_bytes for layer in report.layers))
+    kept = [layer.activation_bytes / scale for layer in report.layers]
+    figure.add_trace(Bar(name="forward", x=names, y=forward, marker={"color": SKY}))
+    figure.add_trace(Bar(name="backward", x=names, y=backward, marker={"color": BLUE}))
+    figure.add_trace(
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": f"keeps for its backward ({unit})",
+            "x": names,
+            "y": kept,
+            "yaxis": "y2",
+            "marker": {"color": GREEN, "size": 9, "symbol": "diamond"},
+        }
+    )
+    figure.update_layout(
+        yaxis={"title": {"text": "ms per micro-batch"}, "rangemode": "tozero"},
+        yaxis2={
+            "title": {"text": f"{unit} per micro-batch"},
+            "overlaying": "y",
+            "side": "right",
+            "rangemode": "tozero",
+            "showgrid": False,
+        },
+    )
+    return figure
+
+
+def _stacked(
+    title: str, unit: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]
+) -> Figure:
+    from plotly.graph_objects import Bar
+
+    figure = _figure(title, unit, len(rows), barmode="stack")
+    for kind, colour in colours.items():
+        values = [row[kind] for row in rows.values()]
+        if any(values):
+            name = kind.replace("_", " ")
+            marker = {"color": colour}
+            figure.add_trace(Bar(name=name, orientation="h", y=[*rows], x=values, marker=marker))
+    return figure
+
+
+def _figure(title: str, unit: str, num_rows: int, *, barmode: str) -> Figure:
+    from plotly.graph_objects import Figure
+
+    figure = Figure()
+    figure.update_layout(
+        title={"text": title},
+        barmode=barmode,
+        height=170 + 34 * num_rows,
+        template="plotly_white",
+        xaxis={"title": {"text": unit}},
+        margin={"l": 120, "r": 40, "t": 60, "b": 50},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 1, "xanchor": "right"},
+    )
+    if unit != "layer":
+        figure.update_yaxes(autorange="reversed")
+    return figure

@@ -1,0 +1,135 @@
+"""Draw a profile: what happened when, where the time went, and what the memory holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from lightning_dist.memory import RankMemory
+from lightning_dist.pipeline.timeline import Timeline
+from lightning_dist.plotting.canvas import clear_frame, new_figure
+from lightning_dist.plotting.colours import OF_MEMORY, OF_USES
+from lightning_dist.plotting.timelines import draw_timeline, legend_of
+from lightning_dist.profiling.account import Use
+from lightning_dist.profiling.report import ProfileReport
+from lightning_dist.quantity import scale_of_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH_INCHES = 11.0
+_DRAWN_STEPS = 2
+
+
+def plot_profile(report: ProfileReport, path: str | os.PathLike[str] | None = None) -> Figure:
+    """Draws two measured steps, the predicted timeline, and each rank's time and memory.
+
+    Args:
+        report: Of all ranks.
+        path: Where to write the picture; its ending chooses the format. None writes nothing.
+
+    Returns:
+        The matplotlib figure.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    timelines = drawn_timelines(report)
+    rows = [0.5 * timeline.num_ranks + 0.7 for timeline in timelines.values()]
+    bars = 0.42 * len(report.records) + 1.0
+    heights = [*rows, bars, bars * 1.3]
+    figure = new_figure(_WIDTH_INCHES, sum(heights) + 0.8)
+    panels = figure.subplots(len(heights), 1, height_ratios=heights)
+    span_ms = max(timeline.makespan_seconds for timeline in timelines.values()) * 1e3
+    for panel, (title, timeline) in zip(panels, timelines.items(), strict=False):
+        draw_timeline(panel, timeline, title, span_ms)
+        panel.set_xlabel("time (ms)")
+    handles = legend_of(timelines.values())
+    figure.legend(
+        handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
+    )
+    _draw_uses(panels[-2], report)
+    _draw_memory(panels[-1], report)
+    if path is not None:
+        figure.savefig(path, dpi=110)
+    return figure
+
+
+def drawn_timelines(report: ProfileReport) -> dict[str, Timeline]:
+    """Chooses what is drawn: some steps, and the prediction as long as them at most.
+
+    Args:
+        report: Of all ranks.
+    """
+    count = min(_DRAWN_STEPS, report.num_steps)
+    start = min(record.steps[0][0] for record in report.records)
+    end = max(record.steps[count - 1][1] for record in report.records)
+    shown = report.timeline.between(start, end)
+    drawn = {f"Measured, {count} step{'s' if count > 1 else ''}": shown}
+    predicted = report.predicted_timeline
+    if predicted is not None:
+        clipped = predicted.between(0.0, max(shown.makespan_seconds, 1e-9))
+        drawn["Predicted from the measured costs"] = clipped
+    return drawn
+
+
+def _draw_uses(axes: Axes, report: ProfileReport) -> None:
+    colours = {use.value: OF_USES[use] for use in Use}
+    rows = {
+        f"rank {record.place.rank}": {
+            use.value: seconds * 1e3 for use, seconds in account.seconds.items()
+        }
+        for record, account in zip(report.records, report.accounts, strict=True)
+    }
+    _stack(axes, rows, colours, "A step's time by use", "ms per step")
+
+
+def _draw_memory(axes: Axes, report: ProfileReport) -> None:
+    rows: dict[str, dict[str, float]] = {}
+    for record in report.records:
+        rank = f"rank {record.place.rank}"
+        rows[rank] = _bytes_by_kind(record.memory.measured)
+        if record.memory.predicted is not None:
+            rows[f"{rank}, predicted"] = _bytes_by_kind(record.memory.predicted)
+    scale, unit = scale_of_bytes(max(sum(row.values()) for row in rows.values()))
+    scaled = {name: {kind: b / scale for kind, b in row.items()} for name, row in rows.items()}
+    colours = {kind.replace("_", " "): colour for kind, colour in OF_MEMORY.items()}
+    _stack(axes, scaled, colours, "Memory at its peak", unit)
+
+
+def _bytes_by_kind(memory: RankMemory) -> dict[str, float]:
+    names = [field.name for field in fields(memory)]
+    return {name.replace("_", " "): getattr(memory, name) for name in names}
+
+
+def _stack(
+    axes: Axes,
+    rows: Mapping[str, Mapping[str, float]],
+    colours: Mapping[str, str],
+    title: str,
+    unit: str,
+) -> None:
+    names: Sequence[str] = list(rows)
+    left = [0.0] * len(names)
+    for kind, colour in colours.items():
+        widths = [row[kind] for row in rows.values()]
+        if any(width > 0 for width in widths):
+            axes.barh(names, widths, left=left, color=colour, label=kind, height=0.7)
+        left = [at + width for at, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(unit)
+    axes.legend(
+        frameon=False,
+        fontsize=9,
+        ncols=8,
+        handlelength=1.2,
+        columnspacing=1.2,
+        loc="lower right",
+        bbox_to_anchor=(1.01, 0.98),
+    )
+    axes.tick_params(axis="y", length=0)
+    clear_frame(axes, "top", "right", "left")

@@ -1,0 +1,90 @@
+"""Count one step's operations, messages and activations, whoever asks for them.
+
+Everything passes torch's dispatcher, the parts of autograd too. Looking at each operation is slow,
+so such a step is not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_dist.mesh import MeshShape
+from lightning_dist.profiling.activation_meter import ActivationMeter
+from lightning_dist.profiling.rank_record import StepCount
+from lightning_dist.traffic import Traffic, TrafficLedger
+from lightning_dist.traffic_counter import TrafficCounter
+
+
+class StepCounter:
+    """Counts from :meth:`start` to :meth:`stop`.
+
+    Args:
+        mesh: Tells who a message is for.
+        parameters: What is there before a step.
+    """
+
+    def __init__(self, mesh: MeshShape, parameters: Iterable[Tensor]) -> None:
+        self._ledger = TrafficLedger()
+        self._traffic = _Watching(TrafficCounter(self._ledger, mesh))
+        self._flops = FlopCounterMode(display=False)
+        self._activations = ActivationMeter(parameters)
+        self._stack = ExitStack()
+
+    def start(self) -> None:
+        """Begins to count."""
+        # FlopCounterMode last: it takes an operation apart that it does not know.
+        for part in (self._activations, self._traffic, self._flops):
+            self._stack.enter_context(part)
+
+    def stop(self) -> None:
+        """Ends; also where nothing has begun."""
+        self._stack.close()
+
+    def count(self, num_steps: int, num_forwards: int) -> StepCount:
+        """Says what a step came to.
+
+        Args:
+            num_steps: That were counted.
+            num_forwards: In a step.
+        """
+        meter = self._activations
+        return StepCount(
+            self._flops.get_total_flops() // num_steps,
+            tuple(_per_step(traffic, num_steps) for traffic in self._ledger.traffic),
+            meter.peak_bytes,
+            meter.total_bytes // (num_steps * num_forwards),
+        )
+
+
+def _per_step(traffic: Traffic, num_steps: int) -> Traffic:
+    count, num_bytes = traffic.count // num_steps, traffic.num_bytes // num_steps
+    return Traffic(traffic.kind, traffic.axes, count, num_bytes)
+
+
+class _Watching(TorchDispatchMode):
+    """Shows each operation to somebody."""
+
+    def __init__(self, watch: TrafficCounter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it turns into operations on plain tensors, which come back
+        named = kwargs or {}
+        result = func(*args, **named)
+        self._watch(func, args, named, result)
+        return result

@@ -1,0 +1,78 @@
+"""Which batches are looked at, and how.
+
+Counting operations and tracing collectives slow a step down, so they get steps of their own, before
+the ones that are timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a batch is for."""
+
+    NOTHING = "nothing"
+    COUNTED = "counted"
+    """Operations, messages and what is kept for the backward are counted; once in a run."""
+    EXAMINED = "examined"
+    """Layers are timed, or collectives traced; once before the timed batches."""
+    TIMED = "timed"
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The roles of all batches of a run.
+
+    Attributes:
+        every_n_steps: Batches from one begin to the next.
+        active_steps: Batches that are timed each time.
+        warmup_steps: Batches before the first that has a role.
+        num_counted: Batches that are counted, before the first that is examined.
+
+    Raises:
+        ValueError: The batches do not fit.
+    """
+
+    every_n_steps: int
+    active_steps: int
+    warmup_steps: int
+    num_counted: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        least = self.active_steps + 1
+        if self.active_steps < 1 or self.warmup_steps < 0 or self.every_n_steps < least:
+            raise ValueError(
+                f"active_steps={self.active_steps} must be at least 1, warmup_steps="
+                f"{self.warmup_steps} not negative, and every_n_steps={self.every_n_steps} at least"
+                f" {least}: one batch more than active_steps, which is examined and not timed."
+            )
+
+    def role(self, batch: int) -> Role:
+        """Tells what a batch is for.
+
+        Args:
+            batch: Counted from the first of the run.
+        """
+        place = batch - self.warmup_steps
+        if place < 0:
+            return Role.NOTHING
+        if place < self.num_counted:
+            return Role.COUNTED
+        place = (place - self.num_counted) % self.every_n_steps
+        if place == 0:
+            return Role.EXAMINED
+        return Role.TIMED if place <= self.active_steps else Role.NOTHING
+
+    def begins_timing(self, batch: int) -> bool:
+        """Whether a batch is the first of those that are timed together."""
+        return self.role(batch) is Role.TIMED and self.role(batch - 1) is Role.EXAMINED
+
+    def ends_timing(self, batch: int) -> bool:
+        """Whether a batch is the last of those that are timed together."""
+        return self.role(batch) is Role.TIMED and self._place(batch) == self.active_steps
+
+    def _place(self, batch: int) -> int:
+        return (batch - self.warmup_steps - self.num_counted) % self.every_n_steps

@@ -1,0 +1,232 @@
+"""Steps that sleep show what the profiler makes of them, on each kind of strategy."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy, TensorParallelStrategy
+from lightning_dist.callbacks import StepProfiler
+from lightning_dist.profiling.account import Use
+from lightning_dist.profiling.report import ProfileReport
+from lightning_dist.strategies.lightning_private import profiler_of, set_profiler
+from lightning_dist.traffic import MessageKind
+from tests.helpers.models import Classifier, make_data, make_module, make_trainer
+from tests.helpers.workers import WorkerPool
+
+SLEEP_SECONDS, LOAD_SECONDS, WIDTH, BATCH = 0.004, 0.006, 12, 8
+NUM_LAYERS, ACTIVE = 4, 3
+LAYER_FLOPS = 2 * BATCH * WIDTH * WIDTH
+TRAINED_FLOPS = LAYER_FLOPS * (3 * NUM_LAYERS - 1)  # the first one's input needs no gradient
+PARAMETERS = NUM_LAYERS * (WIDTH * WIDTH + WIDTH)
+
+
+class Sleepy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(SLEEP_SECONDS)
+        return self.linear(x)
+
+
+class Slow(Classifier):
+    def __init__(self) -> None:
+        super().__init__(optimizer="adamw")
+        self.model = nn.Sequential(*(Sleepy() for _ in range(NUM_LAYERS)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.model(batch[0].flatten(1))[:, :3], batch[1])
+
+
+def load(samples: list[Any]) -> Any:
+    time.sleep(LOAD_SECONDS)
+    return tuple(map(_stack, zip(*samples, strict=True)))
+
+
+def _stack(tensors: tuple[Tensor, ...]) -> Tensor:
+    return tensors[0].new_tensor([t.tolist() for t in tensors])
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(make_data(80), batch_size=BATCH, collate_fn=load)
+
+
+class Tracing(PyTorchProfiler):
+    """Stands for Lightning's, which cannot be thrown away before it has run."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        pass
+
+
+def make(name: str) -> Strategy | str:
+    return {
+        "1f1b": lambda: PipelineStrategy(num_microbatches=4, partition="uniform"),
+        "pipedream": lambda: PipelineStrategy(schedule="pipedream", partition="uniform"),
+        "ddp": lambda: DDPStrategy(log_communication=True),
+        "lightning": lambda: "ddp",
+        "fsdp": FSDPStrategy,
+        "tp": lambda: TensorParallelStrategy(plan={"model.*.linear": "colwise_gather"}),
+    }[name]()
+
+
+Profiled = tuple[ProfileReport, dict[str, float], bool]
+
+
+def fit(name: str, directory: str, checkpoint: bool) -> Profiled:
+    profiler = StepProfiler(
+        every_n_steps=50,
+        active_steps=ACTIVE,
+        warmup_steps=1,
+        trace_dir=directory,
+        torch_profiler=name == "tp",
+    )
+    saves = [ModelCheckpoint(directory, every_n_train_steps=1)] if checkpoint else []
+    trainer = make_trainer(
+        devices=2,
+        strategy=make(name),
+        callbacks=[profiler, *saves],
+        limit_val_batches=0,
+        enable_checkpointing=checkpoint,
+        logger=CSVLogger(directory) if checkpoint else False,
+        log_every_n_steps=1,
+        max_steps=8,
+    )
+    before = profiler_of(trainer)
+    trainer.fit(make_module(Slow), loader(), loader())
+    assert profiler.report is not None
+    logged = trainer.logged_metrics.items()
+    metrics = {n: float(v) for n, v in logged if n.startswith("profile/")}
+    return profiler.report, metrics, profiler_of(trainer) is before
+
+
+def run(workers: WorkerPool, name: str, path: Path, *, checkpoint: bool = False) -> Profiled:
+    (report, metrics, is_restored), other = workers.run(2, fit, name, str(path), checkpoint)
+    assert is_restored
+    assert other[0] == report
+    assert other[1] == metrics
+    assert report.num_steps == ACTIVE
+    for record, account in zip(report.records, report.accounts, strict=True):
+        assert sum(account.seconds.values()) == pytest.approx(account.step_seconds, rel=1e-6)
+        assert account.seconds[Use.DATA_LOADING] >= LOAD_SECONDS
+        assert account.seconds[Use.FORWARD] > 0
+        assert account.seconds[Use.UPDATE] > 0
+        assert record.memory.measured.parameters > 0
+        assert record.memory.measured.gradients > 0
+        assert record.memory.measured.optimizer_state > 0
+        assert record.count.activation_bytes > 0
+    assert all(0 < o.uncertainty_seconds < 0.1 for o in report.offsets[1:])
+    assert abs(report.offsets[1].seconds) <= 0.1  # of one machine
+    assert metrics["profile/step_seconds"] == pytest.approx(report.step_seconds, rel=1e-5)
+    return report, metrics, is_restored
+
+
+def test_a_pipeline_is_told_action_by_action(workers: WorkerPool, tmp_path: Path) -> None:
+    report, metrics, _ = run(workers, "1f1b", tmp_path, checkpoint=True)
+    forward = 4 * 2 * SLEEP_SECONDS  # 4 micro-batches through 2 layers
+    assert all(forward <= a.seconds[Use.FORWARD] for a in report.accounts)
+    assert all(a.seconds[Use.CHECKPOINT] > 0 for a in report.accounts)
+    assert report.flops == TRAINED_FLOPS
+    assert report.bubble_fraction is not None
+    assert report.predicted_bubble_fraction is not None
+    # Two stages and 4 micro-batches, nearly all of it forward.
+    assert 0.1 < report.predicted_bubble_fraction < report.bubble_fraction < 0.8
+    assert [layer.name for layer in report.layers] == ["0", "1", "2", "3"]
+    assert all(layer.forward_seconds >= SLEEP_SECONDS for layer in report.layers)
+    first, last = (record.memory for record in report.records)
+    assert first.predicted is not None
+    assert last.predicted is not None
+    # Kept for 2 micro-batches on the first stage, for 1 on the last.
+    assert first.predicted.activations == 2 * report.records[0].count.forward_bytes
+    assert last.measured.activations == last.predicted.activations
+    for use in (first, last):
+        assert use.predicted is not None
+        assert use.measured.parameters == use.predicted.parameters == PARAMETERS // 2 * 8
+        assert use.measured.gradients == use.predicted.gradients
+        assert use.measured.optimizer_state == use.predicted.optimizer_state
+    # Per step: 4 activations one way, 4 gradients back, each of 2 x 12 in float64.
+    sent = report.bytes_by_kind[MessageKind.SEND]
+    assert 2 * 4 * 2 * WIDTH * 8 < sent < 4 * 4 * 2 * WIDTH * 8
+    assert metrics["profile/samples_per_second"] * report.step_seconds == pytest.approx(BATCH)
+    files = {path.name for path in tmp_path.iterdir()}
+    assert {"step_profile.json", "step_profile.png", "step_profile.html"} <= files
+    events = json.loads((tmp_path / "step_profile.json").read_text())["traceEvents"]
+    assert {e["name"] for e in events} > {"0F0", "1B3", "data loading", "checkpoint"}
+    header = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()[0]
+    assert "profile/bubble_fraction" in header
+
+
+def test_an_asynchronous_pipeline(workers: WorkerPool, tmp_path: Path) -> None:
+    report, _, _ = run(workers, "pipedream", tmp_path)
+    assert report.flops == TRAINED_FLOPS
+    assert report.predicted_bubble_fraction is not None
+    assert report.bubble_fraction is not None
+    first, last = (record.memory for record in report.records)
+    assert first.predicted is not None
+    assert first.measured.stash == first.predicted.stash == PARAMETERS // 2 * 8
+    assert last.measured.stash == 0
+
+
+@pytest.mark.parametrize("name", ["ddp", "lightning", "fsdp", "tp"])
+def test_other_strategies_are_told_by_phase(workers: WorkerPool, tmp_path: Path, name: str) -> None:
+    report, _, _ = run(workers, name, tmp_path)
+    assert report.bubble_fraction is None
+    least = NUM_LAYERS * SLEEP_SECONDS
+    for account in report.accounts:  # forwards of FSDP and TP communicate too
+        assert account.seconds[Use.FORWARD] + account.seconds[Use.COMMUNICATION] >= least
+    assert report.exposed_share is not None
+    assert 0 < report.exposed_share <= 1
+    sent = report.bytes_by_kind
+    gradients = 2 * PARAMETERS * 8  # of both ranks
+    if name in ("ddp", "lightning"):
+        assert sent[MessageKind.ALL_REDUCE] == pytest.approx(gradients, rel=0.01)
+        assert report.flops == 2 * TRAINED_FLOPS
+    if name == "ddp":  # its own meter tells
+        assert all(a.seconds[Use.WAITING] > 0 for a in report.accounts)
+    if name == "fsdp":
+        assert report.flops == 2 * TRAINED_FLOPS
+        assert sent[MessageKind.REDUCE_SCATTER] == pytest.approx(gradients, rel=0.01)
+        assert sent[MessageKind.ALL_GATHER] >= gradients
+    if name == "tp":
+        assert report.flops == TRAINED_FLOPS  # each rank has half of each layer
+        assert sent[MessageKind.ALL_GATHER] > 0
+        assert len([*tmp_path.glob("torch_rank[01]_batch3.json.gz")]) == 2
+
+
+def test_alone_and_what_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    profiler = StepProfiler(active_steps=2, warmup_steps=0, trace_dir=str(tmp_path))
+    options = {"devices": 1, "limit_val_batches": 0}
+    trainer = make_trainer(callbacks=[profiler], max_steps=5, **options)
+    trainer.fit(make_module(Slow), loader(), loader())
+    assert profiler.report is not None
+    (account,) = profiler.report.accounts
+    assert account.seconds[Use.FORWARD] >= NUM_LAYERS * SLEEP_SECONDS
+    assert account.seconds[Use.BACKWARD] > 0
+    assert profiler.report.flops == TRAINED_FLOPS
+    printed = capsys.readouterr().out
+    assert "Step profile" in printed
+    assert "Memory at its peak" in printed
+    short = make_trainer(callbacks=[StepProfiler()], max_steps=2, **options)
+    with pytest.warns(UserWarning, match="training ended after 2 batches, and the first report"):
+        short.fit(make_module(Slow), loader(), loader())
+    set_profiler(short, Tracing())
+    with pytest.raises(ValueError, match="only one can"):
+        StepProfiler(torch_profiler=True).setup(short, make_module(Slow), "fit")

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_dist.chrome_trace import read_chrome_trace, write_chrome_trace
+from lightning_dist.pipeline.balance import find_balance
+from lightning_dist.pipeline.layer_costs import LayerCosts, StepCosts
+from lightning_dist.pipeline.shape import PipelineShape
+from lightning_dist.plotting import plot_balance, plot_profile, write_page
+from lightning_dist.quantity import scale_of_bytes
+from tests.unit.profiling.reports import STEP_SECONDS, report_of
+
+
+def test_a_profile_has_a_panel_for_each_question(tmp_path: Path) -> None:
+    path = tmp_path / "profile.png"
+    figure = plot_profile(report_of(), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size < 200_000
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles[0].startswith("Measured, 2 steps")
+    assert titles[1].startswith("Predicted from the measured costs")
+    assert [axes.get_xlabel() for axes in figure.axes] == ["time (ms)"] * 2 + ["ms per step", "MB"]
+    widths = sum(bar.get_width() for bar in figure.axes[2].patches)
+    assert widths == pytest.approx(2 * STEP_SECONDS * 1e3)
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "profile.html"
+    write_page(report_of("zb_h1"), path)
+    page = path.read_text(encoding="utf-8")
+    own = page.split("</head>", 1)[1]
+    assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page)
+    assert own.count('class="plotly-graph-div"') == 4
+    for text in ("What happened when", "ms per step", "Memory at its peak", "0: layer 0", "host1"):
+        assert text in own
+    assert path.stat().st_size < 8_000_000
+
+
+def test_a_trace_tells_the_loop_from_the_steps(tmp_path: Path) -> None:
+    report, path = report_of(), tmp_path / "trace.json"
+    phases = [phase for record in report.records for phase in record.phases]
+    write_chrome_trace(report.timeline, path, phases)
+    events = json.loads(path.read_text())["traceEvents"]
+    loop = [event for event in events if event.get("tid") == "loop"]
+    assert [event["name"] for event in loop] == ["data loading"] * 6
+    # Loading begins before the first span, at which the trace has its zero.
+    assert loop[0]["ts"] == pytest.approx(-7000.0)
+    assert len(read_chrome_trace(path).spans) == len(report.timeline.spans)
+
+
+COSTS = StepCosts(
+    tuple(LayerCosts(f"{i}", size, 2 * size) for i, size in enumerate((0.004, 0.001, 0.001, 0.002)))
+)
+
+
+@pytest.mark.parametrize(("cut", "title"), [((3, 1), "saves 2"), ((1, 3), "no cut is faster")])
+def test_a_balance_shows_both_cuts(tmp_path: Path, cut: tuple[int, int], title: str) -> None:
+    balance = find_balance(COSTS, PipelineShape("1f1b", 8, cut, rank=0))
+    figure = plot_balance(balance, tmp_path / "balance.png")
+    layers, stages = figure.axes
+    assert title in layers.get_title(loc="left")
+    assert (layers.get_xlabel(), layers.get_ylabel()) == ("layer", "ms per micro-batch")
+    heights = sum(bar.get_height() for bar in layers.patches)
+    assert heights == pytest.approx(24.0)
+    lines = {line.get_label(): line.get_xdata()[0] for line in layers.lines}
+    assert lines == {"cut today": cut[0] - 0.5, "better cut": 0.5}
+    assert [bar.get_width() for bar in stages.patches][2:] == pytest.approx([12.0, 12.0])
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "scale"),
+    [(0, (1.0, "B")), (999, (1.0, "B")), (2e6, (1e6, "MB")), (1e18, (1e12, "TB"))],
+)
+def test_units_of_axes(num_bytes: float, scale: tuple[float, str]) -> None:
+    assert scale_of_bytes(num_bytes) == scale
