@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
+from lightning_dist.pipeline.timeline import Timeline
 from lightning_dist.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_MOST_SPANS = 5_000
 
 
 class Media:
@@ -66,6 +69,22 @@ class Media:
         for board in self._boards:
             lines = [headings, ["---"] * len(headings), *table.rows]
             board.experiment.add_text(name, "\n".join(" | ".join(line) for line in lines), step)
+
+    def show_timeline(self, name: str, timeline: Timeline) -> None:
+        """Shows a timeline as a table of numbers, a row per span; W&B can sort and plot it.
+
+        Args:
+            name: Where.
+            timeline: Its newest spans are shown if there are too many.
+        """
+        headings = ["rank", "kind", "action", "start (ms)", "duration (ms)"]
+        spans = sorted(timeline.shifted_to_zero().spans, key=lambda span: span.start_seconds)
+        rows = [
+            [s.rank, s.kind.value, str(s.action), s.start_seconds * 1e3, s.duration_seconds * 1e3]
+            for s in spans[-_MOST_SPANS:]
+        ]
+        for wandb in self._wandb:
+            wandb.log_table(name, columns=headings, data=rows)
 
     def show_page(self, name: str, path: Path) -> None:
         """Shows an HTML page; TensorBoard has no place for one.

@@ -35,6 +35,7 @@ def publish(report: ProfileReport, directory: Path, loggers: Iterable[Logger]) -
     media, step = Media(loggers), report.first_batch + report.num_steps
     for name, table in tables.items():
         media.show_table(f"profile/{name}", table, step)
+    media.show_timeline("profile/spans", report.timeline)
     written = [directory / f"{_NAME}.json"]
     phases = (phase for record in report.records for phase in record.phases)
     write_chrome_trace(report.timeline, written[0], phases)

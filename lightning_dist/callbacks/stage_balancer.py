@@ -13,9 +13,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_dist.callbacks.balance_report import draw_balance, tell_balance
 from lightning_dist.pipeline.balance import Balance, find_balance
 from lightning_dist.pipeline.layer_costs import RankProfile, StepCosts
 from lightning_dist.pipeline.layer_profiler import LayerProfiler
@@ -25,10 +25,12 @@ from lightning_dist.strategies.pipeline import PipelineStrategy
 class StageBalancer(pl.Callback):
     """Reports how well the stages of a :class:`~lightning_dist.PipelineStrategy` are balanced.
 
-    Each report is a table on rank 0, and metrics for all loggers: ``balance/stage_0_seconds`` and
-    so on (forward and backward of one micro-batch), ``balance/step_seconds`` (predicted for a
-    batch), ``balance/better_step_seconds`` (with the best cut), ``balance/gain`` (the share of a
-    step that it would save) and ``balance/measured_step_seconds``.
+    Each report is metrics for all loggers: ``balance/stage_0_seconds`` and so on (forward and
+    backward of one micro-batch), ``balance/step_seconds`` (predicted for a batch),
+    ``balance/better_step_seconds`` (with the best cut), ``balance/gain`` (the share of a step that
+    it would save) and ``balance/measured_step_seconds``. Rank 0 prints it as two tables, which W&B
+    and TensorBoard show too. At the end of training the newest one is drawn, for these two and, if
+    there is any logger, as ``stage_balance.png`` in ``trainer.log_dir``.
 
     Args:
         every_n_steps: Training batches from one report to the next.
@@ -118,7 +120,8 @@ class StageBalancer(pl.Callback):
         shape = strategy.session.pipeline.shape
         balance = self._balance = find_balance(StepCosts.of_ranks(everyone), shape, measured)
         module.log_dict(_metrics_of(balance), batch_size=1)
-        rank_zero_info(f"{balance}\n{self._conclude(balance)}")
+        if trainer.is_global_zero:
+            tell_balance(balance, self._conclude(balance), trainer.loggers, self._num_batches)
 
     def _conclude(self, balance: Balance) -> str:
         measured = f"a step took {balance.measured_step_seconds * 1e3:.2f} ms"
@@ -126,6 +129,12 @@ class StageBalancer(pl.Callback):
             return f"The stages are balanced: {measured}, and no cut saves {self._min_gain:.0%}."
         cut = list(balance.better_cut)
         return f"partition={cut} would save {balance.gain:.0%} of a step; {measured}."
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        directory = trainer.log_dir if trainer.loggers else None  # all ranks must ask for it
+        if trainer.is_global_zero and self._balance is not None:
+            draw_balance(self._balance, directory, trainer.loggers, self._num_batches)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

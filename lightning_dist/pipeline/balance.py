@@ -14,7 +14,7 @@ from lightning_dist.pipeline.schedules import find_schedules
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.simulator import simulate
 from lightning_dist.quantity import format_bytes
-from lightning_dist.table import draw_table
+from lightning_dist.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,13 @@ class Balance:
 
     def __str__(self) -> str:
         """Draws the layers, and the stages as they are and as they should be."""
-        return f"{self._draw_layers()}\n\n{self._draw_stages()}"
+        return f"{self.layer_table}\n\n{self.stage_table}"
 
-    def _draw_layers(self) -> str:
+    @property
+    def layer_table(self) -> Table:
+        """Lists what each layer costs, and where it is and should be."""
         homes = zip(_stage_of_layer(self.cut), _stage_of_layer(self.better_cut), strict=True)
-        rows = [("layer", "stage", "better", "forward", "backward", "sends", "keeps")]
+        rows = []
         for layer, (now, then) in zip(self.costs.layers, homes, strict=True):
             rows.append(
                 (
@@ -71,10 +73,13 @@ class Balance:
                     format_bytes(layer.activation_bytes),
                 )
             )
-        return draw_table(rows, right=range(1, 7))
+        headings = ("layer", "stage", "better", "forward", "backward", "sends", "keeps")
+        return Table("Layers, per micro-batch", headings, tuple(rows), frozenset(range(1, 7)))
 
-    def _draw_stages(self) -> str:
-        rows = [("cut", "layers per stage", "slowest stage", "mean stage", "step")]
+    @property
+    def stage_table(self) -> Table:
+        """Compares the cut with the better one."""
+        rows = []
         for name, cut, step in (
             ("today", self.cut, self.step_seconds),
             ("better", self.better_cut, self.better_step_seconds),
@@ -89,7 +94,8 @@ class Balance:
                     f"{step * 1e3:.2f} ms",
                 )
             )
-        return draw_table(rows, right=range(2, 5))
+        headings = ("cut", "layers per stage", "slowest stage", "mean stage", "step")
+        return Table("Stages", headings, tuple(rows), frozenset(range(2, 5)))
 
 
 def find_balance(
