@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebooks test lint unit integration bench bench-memory bench-network clean
+.PHONY: help install demo notebooks test lint unit integration bench bench-memory bench-profiler bench-network clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,9 @@ bench: install  ## Print the tables of throughput and bubbles
 
 bench-memory: install  ## Print each strategy's peak memory of a rank beside the formula
 	$(BIN)/python -m tests.benchmarks.memory
+
+bench-profiler: install  ## Print what StepProfiler costs a batch
+	$(BIN)/python -m tests.benchmarks.profiler
 
 bench-network: install  ## The same model on two network namespaces with a limited link (root, iproute2)
 	$(BIN)/python -m tests.benchmarks.network

@@ -107,7 +107,8 @@ class RankWatch:
     # --- timing ------------------------------------------------------------------------------
 
     def begin_timing(self) -> None:
-        """Begins the first of the timed batches, before its data are read."""
+        """Begins the first of the timed batches, before its data are read; on all ranks at once."""
+        self._probe.barrier()  # some have looked at a longer trace, and the others would wait
         self._marks = [self._recorder.mark()]
         self._num_samples, self._num_tokens = 0, 0
         self.loop.listens = True

@@ -94,6 +94,8 @@ def _timeline(report: ProfileReport) -> Figure:
     for use in Use:
         if use in bars:
             figure.add_trace(_boxes(use, bars[use]))
+    ranks = [f"rank {record.place.rank}" for record in report.records]
+    figure.update_yaxes(categoryorder="array", categoryarray=ranks)
     return figure
 
 
