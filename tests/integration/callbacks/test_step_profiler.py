@@ -22,7 +22,7 @@ from lightning_dist.profiling.account import Use
 from lightning_dist.profiling.report import ProfileReport
 from lightning_dist.strategies.lightning_private import profiler_of, set_profiler
 from lightning_dist.traffic import MessageKind
-from tests.helpers.models import Classifier, make_data, make_module, make_trainer
+from tests.helpers.models import Classifier, make_data, make_module, make_trainer, state_of
 from tests.helpers.workers import WorkerPool
 
 SLEEP_SECONDS, LOAD_SECONDS, WIDTH, BATCH = 0.004, 0.006, 12, 8
@@ -179,7 +179,29 @@ def test_an_asynchronous_pipeline(workers: WorkerPool, tmp_path: Path) -> None:
     first, last = (record.memory for record in report.records)
     assert first.predicted is not None
     assert first.measured.stash == first.predicted.stash == PARAMETERS // 2 * 8
-    assert last.measured.stash == 0
+    assert last.predicted is not None
+    assert last.measured.stash == last.predicted.stash == 0
+    # Two batches in flight on the first stage, so more than one had to be counted.
+    assert first.measured.activations == first.predicted.activations
+    assert first.predicted.activations == 2 * report.records[0].count.forward_bytes
+
+
+def weights(name: str, directory: str, profiled: bool) -> dict[str, Tensor]:
+    profilers = [StepProfiler(5, 2, directory, warmup_steps=0)] if profiled else []
+    trainer = make_trainer(
+        devices=2, strategy=make(name), callbacks=profilers, limit_val_batches=0, max_steps=8
+    )
+    module = make_module(Slow)
+    trainer.fit(module, loader(), loader())
+    return state_of(module)
+
+
+@pytest.mark.parametrize("name", ["pipedream", "fsdp"])
+def test_looking_changes_nothing(workers: WorkerPool, tmp_path: Path, name: str) -> None:
+    plain, profiled = (workers.run(2, weights, name, str(tmp_path), p) for p in (False, True))
+    for own, expected in zip(profiled, plain, strict=True):
+        assert own.keys() == expected.keys()
+        assert all(bool((own[n] == expected[n]).all()) for n in expected)
 
 
 @pytest.mark.parametrize("name", ["ddp", "lightning", "fsdp", "tp"])

@@ -59,6 +59,7 @@ def test_what_is_told_becomes_phases_and_spans() -> None:
     start = recorder.mark()
     assert recorder.since(start) == () == loop.take()
     heard = list(users.heard)
+    assert heard[-2:] == ["+save_checkpoint", "-save_checkpoint"]
     loop.listens, loop.batch = True, 7
     run_batch(loop)
     assert users.heard == heard * 2  # the user's profiler hears it all, in the same order
