@@ -47,7 +47,9 @@ def plot_profile(report: ProfileReport, path: str | os.PathLike[str] | None = No
     for panel, (title, timeline) in zip(panels, timelines.items(), strict=False):
         draw_timeline(panel, timeline, title, span_ms)
         panel.set_xlabel("time (ms)")
-    handles = legend_of(timelines.values())
+    is_pipeline = report.predicted_timeline is not None
+    idle = "waiting (numbers: micro-batches)" if is_pipeline else "in between (numbers: batches)"
+    handles = legend_of(timelines.values(), idle)
     figure.legend(
         handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
     )
@@ -68,12 +70,17 @@ def drawn_timelines(report: ProfileReport) -> dict[str, Timeline]:
     start = min(record.steps[0][0] for record in report.records)
     end = max(record.steps[count - 1][1] for record in report.records)
     shown = report.timeline.between(start, end)
-    drawn = {f"Measured, {count} step{'s' if count > 1 else ''}": shown}
+    title = f"Measured, {count} step{'s' if count > 1 else ''}"
     predicted = report.predicted_timeline
-    if predicted is not None:
-        clipped = predicted.between(0.0, max(shown.makespan_seconds, 1e-9))
-        drawn["Predicted from the measured costs"] = clipped
-    return drawn
+    if predicted is None:
+        return {title: shown}
+    # The report's bubbles: what lies between steps is in the picture, and in neither number.
+    clipped = predicted.between(0.0, max(shown.makespan_seconds, 1e-9))
+    prediction = "Predicted from the measured costs"
+    return {
+        f"{title} (bubble {report.bubble_fraction:.1%})": shown,
+        f"{prediction} (bubble {report.predicted_bubble_fraction:.1%})": clipped,
+    }
 
 
 def _draw_uses(axes: Axes, report: ProfileReport) -> None:

@@ -81,7 +81,8 @@ def plot_timelines(
     axes = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=rows)[:, 0]
     span_ms = max(timeline.makespan_seconds for timeline in timelines.values()) * 1e3
     for panel, (title, timeline) in zip(axes, timelines.items(), strict=True):
-        draw_timeline(panel, timeline, title, span_ms)
+        named = f"{title} (bubble {timeline.bubble_fraction:.1%})"
+        draw_timeline(panel, timeline, named, span_ms)
     axes[-1].set_xlabel("time (ms)")
     handles = legend_of(timelines.values())
     figure.legend(
@@ -115,7 +116,7 @@ def draw_timeline(axes: Axes, timeline: Timeline, title: str, span_ms: float) ->
         for span in spans:
             _label(axes, span, span_ms)
     axes.axvspan(0, timeline.makespan_seconds * 1e3, color=_WAIT, linewidth=0, zorder=0)
-    axes.set_title(f"{title} (bubble {timeline.bubble_fraction:.1%})", loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=11)
     axes.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)])
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
     axes.set_xlim(0, max(span_ms, 1e-9))
@@ -168,11 +169,14 @@ def _colour(span: Span) -> str | None:
     return parts.get(span.action.kind, _BACKWARD)
 
 
-def legend_of(timelines: Collection[Timeline]) -> list[Patch]:
+def legend_of(
+    timelines: Collection[Timeline], idle: str = "waiting (numbers: micro-batches)"
+) -> list[Patch]:
     """Makes the entries of a legend.
 
     Args:
         timelines: That are drawn.
+        idle: What grey is.
     """
     from matplotlib.patches import Patch
 
@@ -186,7 +190,7 @@ def legend_of(timelines: Collection[Timeline]) -> list[Patch]:
         **({"weights' part": _WEIGHTS} if parted else {}),
         **({"update": _UPDATE} if any(s.kind is SpanKind.UPDATE for s in spans) else {}),
         **{f"a rank's stage {lap + 2}": _LAPS[lap % len(_LAPS)] for lap in range(laps)},
-        "waiting (numbers: micro-batches)": _WAIT,
+        idle: _WAIT,
     }
     return [Patch(facecolor=c, edgecolor="#999999", label=n) for n, c in entries.items()]
 

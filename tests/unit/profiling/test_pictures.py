@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,21 +12,33 @@ from lightning_dist.pipeline.balance import find_balance
 from lightning_dist.pipeline.layer_costs import LayerCosts, StepCosts
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.plotting import plot_balance, plot_profile, write_page
+from lightning_dist.profiling.report import ProfileReport
 from lightning_dist.quantity import scale_of_bytes
 from tests.unit.profiling.reports import STEP_SECONDS, report_of
 
 
 def test_a_profile_has_a_panel_for_each_question(tmp_path: Path) -> None:
     path = tmp_path / "profile.png"
-    figure = plot_profile(report_of(), path)
+    report = report_of()
+    figure = plot_profile(report, path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size < 200_000
     titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles[0].startswith("Measured, 2 steps")
-    assert titles[1].startswith("Predicted from the measured costs")
+    bubble = f"(bubble {report.bubble_fraction:.1%})"  # what lies between steps is none
+    assert titles[0] == f"Measured, 2 steps {bubble}"
+    assert titles[1] == f"Predicted from the measured costs {bubble}"
     assert [axes.get_xlabel() for axes in figure.axes] == ["time (ms)"] * 2 + ["ms per step", "MB"]
     widths = sum(bar.get_width() for bar in figure.axes[2].patches)
     assert widths == pytest.approx(2 * STEP_SECONDS * 1e3)
+
+
+def test_without_a_pipeline_there_is_no_bubble() -> None:
+    records = tuple(replace(r, place=replace(r.place, shape=None)) for r in report_of().records)
+    figure = plot_profile(ProfileReport(records, ()))
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles == ["Measured, 2 steps", "A step's time by use", "Memory at its peak"]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend[-1] == "in between (numbers: batches)"
 
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
