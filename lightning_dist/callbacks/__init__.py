@@ -1,7 +1,8 @@
 """Callbacks that know what a rank holds, and what it does."""
 
+from lightning_dist.callbacks.mixed_precision import MixedPrecision
 from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging
 from lightning_dist.callbacks.stage_balancer import StageBalancer
 from lightning_dist.callbacks.step_profiler import StepProfiler
 
-__all__ = ["ShardedWeightAveraging", "StageBalancer", "StepProfiler"]
+__all__ = ["MixedPrecision", "ShardedWeightAveraging", "StageBalancer", "StepProfiler"]

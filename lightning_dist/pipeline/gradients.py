@@ -80,9 +80,14 @@ class Gradients(Protocol):
 
 
 class Returned:
-    """Gradients as values."""
+    """Gradients as values.
 
-    def __init__(self) -> None:
+    Args:
+        dtype: What they become before they are added up; None leaves their own.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
         self._held: dict[int, dict[str, Tensor]] = {}
 
     def begin_round(self, num_backwards: int) -> None:
@@ -139,12 +144,13 @@ class Returned:
         for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
             if gradient is None:
                 continue
+            dtype = self._dtype or gradient.dtype
             if name in held:
                 held[name].add_(gradient)
             elif users[_memory_of(gradient)] > 1 or gradient.stride() != parameter.stride():
-                held[name] = torch.empty_like(parameter).copy_(gradient).detach()
+                held[name] = torch.empty_like(parameter, dtype=dtype).copy_(gradient).detach()
             else:
-                held[name] = gradient
+                held[name] = gradient.to(dtype)
 
 
 class Accumulated:

@@ -6,7 +6,7 @@ weighed as the losses ask, whichever stages the rank has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class HeldUpdate:
         self._recorder = recorder
         self._loss_weights = loss_weights
         self._comes_late = comes_late
+        self._loss_scales: dict[int, float] = {}
         self._action: Action | None = None
         self._start: Any = None
 
@@ -60,6 +61,15 @@ class HeldUpdate:
         assert self._action is not None, "no gradients are held"
         return self._action
 
+    def note_loss_scale(self, update: int, scale: float) -> None:
+        """Remembers what the gradients of an update are to be divided by.
+
+        Args:
+            update: Which, counted since the last drain.
+            scale: What its losses are multiplied by.
+        """
+        self._loss_scales[update] = scale
+
     def hold(self, action: Action | None) -> None:
         """Takes an update on.
 
@@ -76,6 +86,7 @@ class HeldUpdate:
         """
         stages = self._stages.values()
         held = {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
+        self._unscale(update, held.values())
         self._loss_weights.collect(update)
         self._loss_weights.divide(held.values())
         return held
@@ -90,6 +101,8 @@ class HeldUpdate:
         update = self.index if self.is_due else 0
         for stage in self._stages.values():
             taken = stage.gradients.take(update)
+            if not self._comes_late:
+                self._unscale(update, taken.values())
             for name, parameter in stage.named_parameters().items():
                 gradient = taken.get(name)
                 if gradient is not None and parameter.grad is not None:
@@ -106,6 +119,12 @@ class HeldUpdate:
             with self._recorder.span(SpanKind.COMMUNICATION, action):
                 reduce()
 
+    def _unscale(self, update: int, gradients: Iterable[Tensor]) -> None:
+        scale = self._loss_scales.get(update, 1.0)
+        if scale != 1.0:
+            for gradient in gradients:
+                gradient.div_(scale)
+
     def begin(self) -> None:
         """Stashes the weights; the optimizer's writes must come next."""
         self._start = self._recorder.mark()
@@ -115,9 +134,11 @@ class HeldUpdate:
     def end(self) -> None:
         """Notes that the optimizer has written."""
         self._recorder.record(SpanKind.UPDATE, self._due, self._start)
+        self._loss_scales.pop(self.index, None)
         self._action = None
 
     def clear(self) -> None:
         """Forgets the update, after a failure."""
         self._loss_weights.clear()
+        self._loss_scales.clear()
         self._action = None

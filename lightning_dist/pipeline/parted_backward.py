@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lightning_dist.pipeline.alias import no_view
@@ -32,12 +32,13 @@ class PartedBackward:
         outputs: Sequence[Tensor],
         gradients: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
     ) -> None:
         self._outputs = list(outputs)
         self._gradients = list(gradients)
         self._inputs = list(inputs)
-        self._parameters = list(parameters.values())
+        # Leaves all the same where they stand for parameters.
+        self._parameters: list[Any] = list(parameters.values())
         self._groups: list[dict[str, Any]] = []
 
     def run_inputs(self) -> list[Tensor | None]:

@@ -37,6 +37,7 @@ from lightning_dist.pipeline.actions import ActionKind
 from lightning_dist.pipeline.cut import cut, layers_of, stage_of_layers
 from lightning_dist.pipeline.fingerprint import fingerprint
 from lightning_dist.pipeline.gradients import Gradients, Returned
+from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.pipeline.held_update import HeldUpdate
 from lightning_dist.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.pipeline.layers import Layers, layers_in
@@ -92,6 +93,7 @@ class Pipeline:
             values.
         measure_discrepancy: Whether :attr:`reports` say how far weights have moved from a batch's
             forward to its update.
+        half: How layers compute in half precision; None leaves them the parameters' own.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Pipeline:
         predict: Predict | None = None,
         mark_batches: bool = True,
         measure_discrepancy: bool = False,
+        half: HalfWeights | None = None,
     ) -> None:
         cut(sequence, shape.layers_per_stage, shape.stages)
         device = device or torch.device("cpu")
@@ -126,7 +129,7 @@ class Pipeline:
         def stage(number: int) -> Stage:
             own = layers_of(sequence, shape.layers_per_stage, number)
             policy = choose_policy(
-                own, number, self.update_rule, weight_versions, predict, measure_discrepancy
+                own, number, self.update_rule, weight_versions, predict, measure_discrepancy, half
             )
             return Stage(
                 self._seam,
@@ -247,7 +250,13 @@ class Pipeline:
         return self._num_batches - self._batches_since_drain + index
 
     def train_batch(
-        self, batch: Any, step: Step, *, gradient_scale: float = 1.0, seed: int | None = None
+        self,
+        batch: Any,
+        step: Step,
+        *,
+        gradient_scale: float = 1.0,
+        loss_scale: float = 1.0,
+        seed: int | None = None,
     ) -> list[Any]:
         """Runs one batch's round of the schedule.
 
@@ -257,6 +266,8 @@ class Pipeline:
                 loss, a mean over the micro-batch's samples; or a dict with it under ``"loss"``, and
                 under ``"weight"`` how much of anything else it is a mean over.
             gradient_scale: Multiplies the gradients, unless the step says what its loss weighs.
+            loss_scale: Multiplies the loss for the backward, and is taken out of the gradients when
+                they are installed; the same on all stages.
             seed: Names the batch for the random numbers; None counts the batches.
 
         Returns:
@@ -273,8 +284,15 @@ class Pipeline:
         # The pipeline has to fill then, so that nobody waits because of a look at a device.
         mark = self._mark(batch, read_devices=self._batches_since_drain == 0)
         actions = self._rounds.training(self._batches_since_drain, len(microbatches))
+        if not self.asynchronous:
+            for stage in self.stages.values():
+                stage.policy.restart()
+        self._held.note_loss_scale(
+            self._batches_since_drain if self.asynchronous else 0, loss_scale
+        )
         with python_state_kept():
-            results = self._run(actions, Work(numbered, step, gradient_scale, name, mark))
+            work = Work(numbered, step, gradient_scale, name, mark, loss_scale)
+            results = self._run(actions, work)
         self._batches_since_drain += 1
         self._num_batches += 1
         self._num_evaluated = 0

@@ -84,6 +84,7 @@ class Work:
         gradient_scale: Multiplies all gradients of the batch, beside each micro-batch's weight.
         seed: Integers that name the batch for the random numbers.
         fingerprint: Of the batch; the same on all stages.
+        loss_scale: Multiplies the loss, so that small gradients survive in half precision.
     """
 
     microbatches: Mapping[int, Microbatch]
@@ -91,6 +92,7 @@ class Work:
     gradient_scale: float
     seed: tuple[int, ...]
     fingerprint: int
+    loss_scale: float = 1.0
 
 
 class Runtime:
@@ -203,7 +205,8 @@ class Runtime:
         if torch.is_grad_enabled() and stage.is_last:
             loss = Loss.of(self._results[place])
             share = microbatch.weight * work.gradient_scale
-            roots = stage.set_loss(index, loss.value, share if loss.weight is None else loss.weight)
+            weight = share if loss.weight is None else loss.weight
+            roots = stage.set_loss(index, loss.value, weight * work.loss_scale)
             self._take_gradients(place, WeighedGradients.of_loss(roots, loss.weight))
 
     def _send_activation(self, place: Place, work: Work | None) -> None:

@@ -198,11 +198,11 @@ class Stage:
             One gradient for each received tensor that requires grad.
         """
         flight = self._in_flight[index]
-        assert not flight.weights.aliases, "only synchronous schedules part backwards"
+        assert flight.weights.index == self.policy.num_steps, "only synchronous schedules do that"
         outputs, gradients = self._roots(flight, gradients)
-        parted = PartedBackward(outputs, gradients, flight.inputs, self.named_parameters())
-        self._parted[index] = parted
-        return parted.run_inputs()
+        trainable = self._trainable(flight.weights)
+        parted = self._parted[index] = PartedBackward(outputs, gradients, flight.inputs, trainable)
+        return self._reweighted.run(flight.weights, parted.run_inputs)
 
     def backward_weight(self, index: int, update: int = 0) -> None:
         """Runs what :meth:`backward_input` has left, and holds the parameters' gradients.
@@ -212,8 +212,8 @@ class Stage:
             update: What the gradients are for.
         """
         flight = self._in_flight.pop(index)
-        found = self._parted.pop(index).run_weights()
-        self.gradients.add(self.named_parameters(), found, update)
+        found = self._reweighted.run(flight.weights, self._parted.pop(index).run_weights)
+        self.gradients.add(self._trainable(flight.weights), found, update)
         self.meter.end_backward(flight.weights, update)
 
     def begin_update(self, update: int) -> None:
@@ -243,8 +243,8 @@ class Stage:
         self, call: _LayerCall, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
         call.layer_input = self._layer_input(self.is_first, call.received, arguments, keywords)
-        if torch.is_grad_enabled():
-            call.weights = self.policy.acquire()
+        differentiates = torch.is_grad_enabled()
+        call.weights = self.policy.acquire() if differentiates else self.policy.look()
         given = call.layer_input
         if self._recomputes:  # the layers may write into what they get
             given = map_tensors(_copy_of, given)

@@ -11,6 +11,9 @@ policy              forward of b                       backward of b
                     make of it until its update
 ==================  =================================  ============================
 
+In half precision with masters all that have versions are :class:`Stashed`, and so are synchronous
+ones, for parameters themselves are what nobody computes with.
+
 A stage asks its policy; the schedule decides which policy is needed.
 """
 
@@ -23,6 +26,7 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_dist.pipeline.half_weights import HalfWeights, HalfWeightStore
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.weights import WeightStore, WeightVersion
 
@@ -38,6 +42,9 @@ class WeightPolicy(Protocol):
 
     def acquire(self) -> WeightVersion:
         """Gives the weights for a forward; no aliases stand for the parameters themselves."""
+
+    def look(self) -> WeightVersion:
+        """Gives the weights for a forward that has no backward."""
 
     def release(self, version: WeightVersion) -> None:
         """Takes them back after the backward."""
@@ -72,6 +79,10 @@ class Current:
         self.num_steps = 0
 
     def acquire(self) -> WeightVersion:
+        """Gives the parameters themselves."""
+        return WeightVersion(self.num_steps)
+
+    def look(self) -> WeightVersion:
         """Gives the parameters themselves."""
         return WeightVersion(self.num_steps)
 
@@ -124,6 +135,10 @@ class Stashed:
     def acquire(self) -> WeightVersion:
         """Gives the newest version."""
         return self.store.acquire()
+
+    def look(self) -> WeightVersion:
+        """Gives the newest weights."""
+        return self.store.look()
 
     def release(self, version: WeightVersion) -> None:
         """Takes a version back."""
@@ -187,6 +202,10 @@ class Predicted:
         self._peak_stash_bytes = max(self._peak_stash_bytes, self.stash_bytes)
         return version
 
+    def look(self) -> WeightVersion:
+        """Gives the parameters themselves."""
+        return WeightVersion(self.num_steps)
+
     def release(self, version: WeightVersion) -> None:
         """Takes a version back."""
         del self._copied_bytes[version]
@@ -216,6 +235,7 @@ def choose_policy(
     versions: WeightVersions,
     predict: Predict | None,
     remembers: bool,
+    half: HalfWeights | None = None,
 ) -> WeightPolicy:
     """Gives the policy that a schedule and a user ask for.
 
@@ -226,7 +246,17 @@ def choose_policy(
         versions: Which weights an asynchronous backward sees.
         predict: Gives copies of the trainable parameters as they will be some updates later.
         remembers: Whether what forwards have seen can be compared later.
+        half: How layers compute in half precision; None where they do not. It goes with stashed
+            versions only.
     """
+    # What stage s has is s updates newer than what the first one has for the same minibatch,
+    # unless updates come in the same round everywhere.
+    is_apart = update_rule is UpdateRule.EACH
+    age = stage if is_apart and versions == "vertical_sync" else 0
+    if half is not None:
+        assert predict is None, "refused before"
+        assert versions != "none", "refused before"
+        return Stashed(HalfWeightStore(layers.named_parameters(), half, age))
     if update_rule is UpdateRule.FLUSHED:
         return Current()
     trainable = {n: p for n, p in layers.named_parameters() if p.requires_grad}
@@ -234,8 +264,4 @@ def choose_policy(
         return Predicted(layers.named_parameters(), partial(predict, trainable))
     if versions == "none":
         return Unstashed(trainable if remembers else {})
-    # What stage s has is s updates newer than what the first one has for the same minibatch,
-    # unless updates come in the same round everywhere.
-    is_apart = update_rule is UpdateRule.EACH
-    age = stage if is_apart and versions == "vertical_sync" else 0
     return Stashed(WeightStore(layers.named_parameters(), age))

@@ -101,6 +101,10 @@ class WeightStore:
         version.num_users += 1
         return version
 
+    def look(self) -> WeightVersion:
+        """Gives the weights for a forward that has no backward; nobody takes them back."""
+        return WeightVersion(self._num_steps)
+
     def release(self, version: WeightVersion) -> None:
         """Takes a version back after the backward that needed it.
 
@@ -124,10 +128,7 @@ class WeightStore:
             self._drop_if_unused(self._aging.popleft())
         if self._current is not None and (self._current.num_users > 0 or self._max_age > 0):
             self._stashed.append(self._current)
-            for parameter in self._parameters.values():
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.clone()
-            self._num_copies += 1
+            self._part_from_current()
             self._peak_stash_bytes = max(self._peak_stash_bytes, self.stash_bytes)
         self._current = None
         self._num_steps += 1
@@ -139,11 +140,21 @@ class WeightStore:
 
     def _newest(self) -> WeightVersion:
         if self._current is None:
-            aliases = {
-                name: p.data.requires_grad_(p.requires_grad) for name, p in self._parameters.items()
-            }
-            self._current = WeightVersion(self._num_steps, aliases)
+            self._current = WeightVersion(self._num_steps, self._aliases())
         return self._current
+
+    def _aliases(self) -> Mapping[str, Tensor]:
+        """Gives what the layers compute with."""
+        return {
+            name: p.data.requires_grad_(p.requires_grad) for name, p in self._parameters.items()
+        }
+
+    def _part_from_current(self) -> None:
+        """Leaves the memory of the newest version to those who use it."""
+        for parameter in self._parameters.values():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.clone()
+        self._num_copies += 1
 
     def _drop_if_unused(self, version: WeightVersion) -> None:
         is_needed = version.num_users > 0 or version in self._aging

@@ -22,7 +22,9 @@ from typing_extensions import override
 from lightning_dist.pipeline.pipeline import OnComplete
 from lightning_dist.rng import seed_all
 from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.last_resort import never_destroy
+from lightning_dist.strategies.overflow import Agreed, Overflow
 from lightning_dist.strategies.process_mesh import ProcessMesh
 from lightning_dist.strategies.random_state import share_random_state
 from lightning_dist.strategies.run_guard import RunGuard
@@ -100,6 +102,17 @@ class DistributedStrategy(ProcessMesh):
             data_index = self.mesh.data_index(self.global_rank)
             name = (self._seed, data_index, batch_index, int(reading) + int(early))
             seed_all(*name, device=self.root_device)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        half = half_precision_of(self.precision_plugin)
+        if half is not None and half.loss_scale is not None:
+            half.agree_by(self.overflow())
+
+    def overflow(self) -> Overflow:
+        """Makes what all ranks decide by which steps are left out; each rank must ask alike."""
+        return Agreed(self.group(*self.mesh.sizes))
 
     def run_context(
         self,

@@ -40,8 +40,10 @@ from lightning_dist.strategies import lightning_private, pipeline_checks, whole_
 from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.clipping import NormsAhead, clip_by_global_norm
 from lightning_dist.strategies.drain_hook import drain_before_validation
+from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.measured import MeasuredStages, gather_measurements
+from lightning_dist.strategies.overflow import Ahead, Apart, Overflow
 from lightning_dist.strategies.pipeline_config import (
     PipelineConfig,
     ScheduleName,
@@ -158,6 +160,7 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
         )
         self._undo: tuple[Callable[[], None], ...] = ()
         self._session: Session | None = None
+        self._ahead: Ahead | None = None
         self._accumulating = False
         self._log_staleness = log_staleness
         self._log_discrepancy = log_discrepancy
@@ -193,6 +196,8 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             pipeline_checks.check_trainer(trainer, module, self._config)
+        if half_precision_of(self.precision_plugin) is not None:
+            pipeline_checks.check_half_precision(self._config)
         place = self.mesh.coordinates(self.global_rank)["pp"]
         self.model = self.precision_plugin.convert_module(module)  # a trace builds dtypes in
         find = find_traced_split if self._config.is_traced else find_split
@@ -208,6 +213,17 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
         self.setup_precision_plugin()
         self._session = self._open_session(trainer)
         self.guard.connect_signals(trainer)
+
+    @override
+    def overflow(self) -> Overflow:
+        rule = self._config.schedules.update_rule
+        if rule is UpdateRule.FLUSHED:
+            return super().overflow()
+        group = self.group(*self.mesh.sizes, purpose="overflow")
+        if rule is UpdateRule.EACH:
+            return Apart(group, lambda: self.session.pipeline)
+        self._ahead = Ahead(group, lambda: self.session.pipeline.due_update)
+        return self._ahead
 
     def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
         """Lets the user group the whole model's parameters, as on a single device."""
@@ -250,6 +266,7 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
             lambda: self.session,
             self.data_group if self.mesh.data_size > 1 else None,
             NormsAhead(self.group("pp", purpose="norms")) if finds_ahead else None,
+            self._ahead,
         )
 
     def _logged_staleness(self) -> LoggedStaleness | None:
@@ -280,7 +297,7 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
 
     @override
     def close_session(self) -> None:
-        session, self._session = self._session, None
+        session, self._session, self._ahead = self._session, None, None
         for undo in self._undo:
             undo()
         self._undo = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +21,7 @@ from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.pipeline.tied_sums import TiedSums
 from lightning_dist.pipeline.ties import find_ties
+from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.replica_weights import ReplicaWeights
 from lightning_dist.strategies.stage_metrics import StageMetrics
@@ -102,7 +104,7 @@ def open_session(
     run: RunContext,
     *,
     layers: Callable[[int], nn.Module] | None = None,
-    gradients: Callable[[], Gradients] = Returned,
+    gradients: Callable[[], Gradients] | None = None,
     optimizer: Optimizer | None = None,
     logged: LoggedStaleness | None = None,
     change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
@@ -116,7 +118,7 @@ def open_session(
         config: What the user asks for.
         run: What the pipeline runs in.
         layers: Gives what runs a stage's layers, if something has been made of them.
-        gradients: Makes what holds a stage's until an update.
+        gradients: Makes what holds a stage's until an update; by default they are asked for.
         optimizer: Of this rank's parameters; None where nothing is trained.
         logged: What to log of how stale the weights are; None for nothing.
         change_step: What is made of each of the user's steps.
@@ -128,6 +130,12 @@ def open_session(
     channels = connect(run.mesh.groups("pp"), run.device, run.timeout_seconds, homes, holders)
     tied = TiedSums(ties, homes, shape.rank, channels.ties)
     tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
+    half = half_precision_of(run.precision_plugin)
+    own = {p for part in found.parts() for p in part.module.parameters()}
+    weights = None
+    if half is not None:
+        weights = half.leave_to_stages(own, is_in_graph=gradients is not None)
+    masters_dtype = None if weights is None else torch.float32
     pipeline = Pipeline(
         found,
         shape,
@@ -137,11 +145,12 @@ def open_session(
         device=run.device,
         rank=run.rank,
         layers=layers,
-        gradients=gradients,
+        gradients=gradients or partial(Returned, masters_dtype),
         on_complete=run.complete_early,
         average_weight=ReplicaWeights(run.replicas).average,
         predict=config.prediction(optimizer),
         measure_discrepancy=logged is not None and logged.discrepancy,
+        half=weights,
     )
     log = None if logged is None else StalenessLog(module, pipeline, logged)
     last_rank = dist.get_process_group_ranks(run.stages)[homes[-1]]
@@ -158,6 +167,7 @@ def open_session(
             metrics,
             config.evaluation_microbatches(run.mesh.pp),
             change_step,
+            _one if half is None else half.scale_of_next_batch,
         ),
         Updates(
             module,
@@ -171,6 +181,10 @@ def open_session(
         tied,
         log,
     )
+
+
+def _one() -> float:
+    return 1.0
 
 
 def _ignore() -> None:

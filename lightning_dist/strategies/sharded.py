@@ -32,6 +32,7 @@ from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.evaluation_lengths import check_evaluation_lengths
+from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.mixed_groups import update_mixed_groups_singly
 from lightning_dist.strategies.pipeline_checks import check_trainer, one_optimizer
 from lightning_dist.strategies.pipeline_config import PipelineConfig
@@ -142,6 +143,9 @@ class ShardedStrategy(DataParallelStrategy):
             self._undo += (clip_by_global_norm(self.precision_plugin, norm_over(stages)),)
             self._setup_optimizers_of_whole_model(trainer)
         self.setup_precision_plugin()
+        half = half_precision_of(self.precision_plugin)
+        if half is not None and self.sharded.is_sharded:
+            half.leave_to_shards()
         if self.mesh.pp > 1:
             self.sharded.open(self.run_context(self._complete_gradients))
 

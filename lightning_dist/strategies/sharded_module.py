@@ -63,6 +63,11 @@ class ShardedModule:
             )
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are gathered for a forward."""
+        return self._shards is not None
+
+    @property
     def plan(self) -> str:
         """Which layers are spread, in a few lines."""
         return "" if self._spread is None else describe_plan(self.module, self._spread.styles)

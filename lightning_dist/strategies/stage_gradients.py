@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist.strategies.clipping import FindNorm, NormsAhead, leaving_out, norm_over
+from lightning_dist.strategies.overflow import Ahead
 from lightning_dist.strategies.replicas import average, average_gradients
 from lightning_dist.strategies.session import Session
 
@@ -24,6 +25,8 @@ class StageGradients:
         session: Gives what is at work.
         replicas: The ranks that hold these stages and read other data; None if there are none.
         norms: Where norms are found ahead of their update; None where they are found in it.
+        overflow: Where it is found ahead whether an update is left out; None where nothing is, or
+            in the update.
     """
 
     def __init__(
@@ -31,10 +34,12 @@ class StageGradients:
         session: Callable[[], Session],
         replicas: dist.ProcessGroup | None,
         norms: NormsAhead | None,
+        overflow: Ahead | None = None,
     ) -> None:
         self._session = session
         self._replicas = replicas
         self._norms = norms
+        self._overflow = overflow
 
     def complete(self) -> None:
         """Averages the gradients that are in place over the replicas."""
@@ -54,6 +59,8 @@ class StageGradients:
         counted = self._session().tied.post(update, gradients)
         if self._norms is not None:
             self._norms.post(update, counted.values())
+        if self._overflow is not None:
+            self._overflow.post(update, gradients.values())
 
     def find_norm(self, stages: dist.ProcessGroup) -> FindNorm:
         """Gives what finds the norm of the whole model's gradient.

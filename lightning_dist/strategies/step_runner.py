@@ -33,6 +33,7 @@ class StepRunner:
         metrics: The module's torchmetrics objects.
         evaluation_microbatches: Into at most how many a batch is cut that runs forward only.
         change_step: What is made of each of the user's steps.
+        loss_scale: Gives what multiplies the loss of the batch that comes.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class StepRunner:
         metrics: StageMetrics,
         evaluation_microbatches: int,
         change_step: Callable[[Callable[..., Any]], Callable[..., Any]],
+        loss_scale: Callable[[], float],
     ) -> None:
         self._module = module
         self._pipeline = pipeline
         self._metrics = metrics
         self._evaluation_microbatches = evaluation_microbatches
         self._change_step = change_step
+        self._loss_scale = loss_scale
         self._log = StepLog(module)
         self._outcomes = Outcomes(channels)
         self._last_result: Any = torch.tensor(float("nan"), device=module.device)
@@ -72,7 +75,9 @@ class StepRunner:
         seed = trainer.fit_loop.epoch_loop.total_batch_idx
         # Only the last stage runs the whole step; what it asks for must reach all at one batch.
         stopped_before, trainer.should_stop = trainer.should_stop, False
-        results = self._pipeline.train_batch(batch, step, gradient_scale=scale, seed=seed)
+        results = self._pipeline.train_batch(
+            batch, step, gradient_scale=scale, loss_scale=self._loss_scale(), seed=seed
+        )
         asks_to_stop, trainer.should_stop = trainer.should_stop, stopped_before
         scalars = [_without_dims(_scalars_of(r)) for r in results]
         self._publish(scalars, batch, asks_to_stop)

@@ -13,8 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Copy = Callable[[nn.Module], dict[str, Tensor]]
+"""Gives what a version of a module computes with: leaves that its parameters' gradients are of."""
+
 Foresee = Callable[[nn.Module, torch.optim.Optimizer], Callable[[int], dict[str, Tensor]]]
 """Looks at a stage and its optimizer; gives weights as they will be some updates later."""
+
+
+def copy_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copies the parameters as they are."""
+    return {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
 
 
 def train_sequentially(
@@ -26,10 +34,15 @@ def train_sequentially(
     weight_versions: str,
     before_step: Callable[[int], Any] = lambda b: None,
     foresee: Foresee | None = None,
+    copy: Copy = copy_of,
+    step: Callable[[int, int], Any] | None = None,
 ) -> list[float]:
-    """Trains the stages in place; drains come before the minibatches named."""
+    """Trains the stages in place; drains come before the minibatches named.
+
+    A step other than the optimizer's is given the stage and the minibatch.
+    """
     sights = [[foresee(*pair)] for pair in zip(stages, optimizers, strict=True)] if foresee else []
-    versions = [[_copy(stage)] for stage in stages]
+    versions = [[copy(stage)] for stage in stages]
     last = len(stages) - 1
     staleness = [last if weight_versions == "vertical_sync" else last - s for s in range(last + 1)]
     drained, losses = 0, []
@@ -53,10 +66,10 @@ def train_sequentially(
             results = list(torch.autograd.grad(root, sources, gradient))
             gradient = results.pop(0) if h.requires_grad else None
             for parameter, g in zip(stages[s].parameters(), results, strict=True):
-                parameter.grad = g
+                parameter.grad = g.to(parameter.dtype)
             before_step(b)
-            optimizers[s].step()
-            versions[s].append(_copy(stages[s]))
+            optimizers[s].step() if step is None else step(s, b)
+            versions[s].append(copy(stages[s]))
             if foresee is not None:
                 sights[s].append(foresee(stages[s], optimizers[s]))
     return losses
@@ -70,13 +83,15 @@ def train_late(
     drains: Collection[int],
     before_step: Callable[[int], Any] = lambda b: None,
     staleness: Callable[[str], int] = lambda name: 1,
+    copy: Copy = copy_of,
+    step: Callable[[int], Any] | None = None,
 ) -> list[float]:
     """Trains a model in place; drains come before the batches named.
 
     The whole model's gradient is taken at weights of which each has its own age. With one update
     for all that is 2BW, with more of them for earlier stages PipeDream with stashed weights.
     """
-    versions = [_copy(model)]
+    versions = [copy(model)]
     drained, losses = 0, []
     for b, (x, y) in enumerate(batches):
         drained = b if b in drains else drained
@@ -87,12 +102,8 @@ def train_late(
         trained = [name for name in weights if own[name].requires_grad]
         gradients = torch.autograd.grad(result, [weights[name] for name in trained])
         for name, gradient in zip(trained, gradients, strict=True):
-            own[name].grad = gradient
+            own[name].grad = gradient.to(own[name].dtype)
         before_step(b)
-        optimizer.step()
-        versions.append(_copy(model))
+        optimizer.step() if step is None else step(b)
+        versions.append(copy(model))
     return losses
-
-
-def _copy(stage: nn.Module) -> dict[str, Tensor]:
-    return {n: p.detach().clone().requires_grad_() for n, p in stage.named_parameters()}

@@ -1,0 +1,169 @@
+"""Half precision under every strategy, as one callback.
+
+A callback, for a precision depends on no strategy: it gives the strategy a precision plugin before
+anything is set up, and takes it back at the end. What the plugin does is in
+:mod:`lightning_dist.strategies.half_precision_plugin`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from typing_extensions import override
+
+from lightning_dist.half_precision import HalfPrecision
+from lightning_dist.loss_scale import LossScale
+from lightning_dist.strategies.distributed import DistributedStrategy
+from lightning_dist.strategies.half_precision_plugin import HalfPrecisionPlugin
+
+Compute = Literal["bf16", "fp16"]
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class MixedPrecision(pl.Callback):
+    """Computes forward and backward in 16 bits and updates fp32 masters.
+
+    Forward and backward run on copies of the parameters in half precision, gradients become fp32,
+    the optimizer updates the parameters, which stay fp32 and are what checkpoints hold. Under
+    ``pipedream`` the stashed versions of a stage's weights are such copies.
+
+    Args:
+        compute: ``"bf16"``, or ``"fp16"``, whose loss is scaled.
+        master_weights: False makes the parameters half themselves, and the optimizer's state.
+        keep_fp32: What computes in fp32: parts of the names of module classes or of the dotted
+            names of parameters. ``"loss"`` also casts what leaves the model to fp32.
+        loss_scale: ``"dynamic"``, a number, or None for no scale; ``"auto"`` is ``"dynamic"`` for
+            fp16 and None for bf16. Steps whose gradients are not finite are left out where there is
+            a scale.
+        initial_scale: Where a dynamic scale begins.
+        growth_interval: Good steps in a row after which a dynamic scale doubles.
+
+    Raises:
+        ValueError: An argument is unknown or out of its range.
+    """
+
+    def __init__(
+        self,
+        compute: Compute = "bf16",
+        master_weights: bool = True,
+        keep_fp32: Sequence[str] = ("norm", "loss"),
+        loss_scale: Literal["auto", "dynamic"] | float | None = "auto",
+        initial_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+    ) -> None:
+        if compute not in get_args(Compute):
+            raise ValueError(f"compute={compute!r} is unknown; use one of {get_args(Compute)}.")
+        if isinstance(keep_fp32, str) or not all(keep_fp32):
+            raise ValueError(
+                f"keep_fp32={keep_fp32!r} must be a list of parts of names, none of them empty,"
+                " like ['norm', 'loss']."
+            )
+        self._half = HalfPrecision(_DTYPES[compute], tuple(keep_fp32), master_weights)
+        self._scale = _make_scale(compute, loss_scale, initial_scale, growth_interval)
+        self._plugin = HalfPrecisionPlugin(self._half, self._scale)
+        self._replaced: Precision | None = None
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale and the counts of steps; None where nothing is scaled."""
+        return self._scale
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        present = trainer.strategy.precision_plugin
+        if present is self._plugin:  # a run that has failed has not given it back
+            return
+        _check(trainer, pl_module)
+        self._replaced = present
+        trainer.strategy.precision_plugin = self._plugin
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._scale is not None:
+            self._plugin.settle()
+            metrics = {
+                "mixed_precision/loss_scale": self._scale.value,
+                "mixed_precision/skipped_steps": float(self._scale.num_skipped),
+            }
+            pl_module.log_dict(metrics, batch_size=1)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._plugin.settle()  # the pipeline has been drained
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._replaced is not None:
+            trainer.strategy.precision_plugin = self._replaced
+            self._replaced = None
+
+
+def _make_scale(
+    compute: Compute,
+    asked: Literal["auto", "dynamic"] | float | None,
+    initial_scale: float,
+    growth_interval: int,
+) -> LossScale | None:
+    if initial_scale <= 0 or growth_interval < 1:
+        raise ValueError(
+            f"initial_scale={initial_scale} must be positive and growth_interval={growth_interval}"
+            " at least 1."
+        )
+    if isinstance(asked, str) and asked not in ("auto", "dynamic"):
+        raise ValueError(
+            f"loss_scale={asked!r} is unknown; use 'auto', 'dynamic', a number or None."
+        )
+    if compute == "bf16":
+        if asked not in ("auto", None):
+            raise ValueError(
+                f"loss_scale={asked!r} does not go with compute='bf16', which has the range of fp32"
+                " and loses no small gradients. Leave it out, or use compute='fp16'."
+            )
+        return None
+    if asked is None:
+        return None
+    if isinstance(asked, str):
+        return LossScale(initial_scale, growth_interval=growth_interval)
+    if not asked > 0:
+        raise ValueError(f"loss_scale={asked} must be positive.")
+    return LossScale(float(asked), is_dynamic=False)
+
+
+def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Checks that nobody else decides on the precision, and that steps are Lightning's.
+
+    Raises:
+        ValueError: Not so.
+    """
+    strategy = trainer.strategy
+    present = strategy.precision_plugin
+    if type(present) is not Precision:
+        raise ValueError(
+            f"Both MixedPrecision and precision={present.precision!r} ({type(present).__name__})"
+            " say what to compute in. Leave out Trainer(precision=...), or the callback."
+        )
+    known = DistributedStrategy | SingleDeviceStrategy | DDPStrategy
+    if not isinstance(strategy, known):
+        raise ValueError(
+            f"MixedPrecision does not know how {type(strategy).__name__} holds parameters. Use a"
+            " strategy of this package, a single device or Lightning's DDPStrategy; or leave the"
+            " callback out."
+        )
+    if not module.automatic_optimization:
+        raise ValueError(
+            "MixedPrecision casts the weights once for each step, and with manual optimization they"
+            " change in the middle of one. Use automatic optimization, or"
+            " Trainer(precision='bf16-mixed')."
+        )

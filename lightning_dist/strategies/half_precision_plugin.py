@@ -1,0 +1,205 @@
+"""Half precision with masters, where Lightning does what depends on a precision.
+
+A precision plugin runs the context of each step, the backward, clipping and the optimizer's step,
+under Lightning's strategies and this package's alike. So the scheme has one place, and a strategy
+only says what it takes over: FSDP2 casts what it gathers, a pipeline makes versions of its stage's
+weights, and how ranks agree on a step that is left out depends on when they update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.half_casts import HalfCasts
+from lightning_dist.half_copies import Copies, half_copies, lent
+from lightning_dist.half_precision import HalfPrecision
+from lightning_dist.loss_scale import LossScale
+from lightning_dist.pipeline.half_weights import HalfWeights
+from lightning_dist.strategies.overflow import Alone, Overflow
+
+
+class HalfPrecisionPlugin(Precision):
+    """Runs steps in half precision and updates masters.
+
+    Args:
+        half: What computes in half precision.
+        loss_scale: Of fp16; None scales nothing and leaves no step out.
+    """
+
+    def __init__(self, half: HalfPrecision, loss_scale: LossScale | None = None) -> None:
+        self.half = half
+        self.loss_scale = loss_scale
+        self._overflow: Overflow = Alone()
+        self._casts_elsewhere: Collection[nn.Parameter] = ()
+        self._divides = True
+        self._module: nn.Module | None = None
+        self._casts: HalfCasts | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._copies: Copies = {}
+
+    # --- what a strategy says ----------------------------------------------------------------
+
+    def leave_to_shards(self) -> None:
+        """Leaves the cast to whoever gathers parameters."""
+        self._casts_elsewhere = set(self._parameters.values())
+
+    def leave_to_stages(
+        self, parameters: Collection[nn.Parameter], *, is_in_graph: bool
+    ) -> HalfWeights | None:
+        """Leaves the cast, and the division by the loss scale, to a pipeline.
+
+        Args:
+            parameters: Of its stages on this rank.
+            is_in_graph: As for :class:`HalfWeights`.
+
+        Returns:
+            What the pipeline shall do; None where parameters are half, or gathered so.
+        """
+        self._divides = False
+        half = {id(p) for p in self._parameters.values() if p not in self._casts_elsewhere}
+        if not self.half.master_weights or not any(id(p) in half for p in parameters):
+            return None
+        self._casts_elsewhere = {*self._casts_elsewhere, *parameters}
+        dtype = self.half.dtype
+        return HalfWeights(lambda p: dtype if id(p) in half else p.dtype, is_in_graph)
+
+    def agree_by(self, overflow: Overflow) -> None:
+        """Says how ranks agree on steps that are left out.
+
+        Args:
+            overflow: For the coming run.
+        """
+        self._overflow = overflow
+
+    def scale_of_next_batch(self) -> float:
+        """Gives what multiplies the loss of the batch that comes; the same on all ranks."""
+        self.settle()
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def settle(self) -> None:
+        """Takes in what is known of the steps so far."""
+        if self.loss_scale is not None:
+            for overflowed in self._overflow.outcomes():
+                self.loss_scale.end_step(overflowed=overflowed)
+
+    # --- the model ---------------------------------------------------------------------------
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self._module = module
+        self.half.convert(module)
+        return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        assert self._module is not None, "strategies convert the module first"
+        self._detach()
+        self._parameters = self.half.half_parameters(self._module)
+        self._casts = HalfCasts(self._module, self.half)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def teardown(self) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._casts is not None:
+            self._casts.remove()
+        self._casts, self._parameters, self._copies = None, {}, {}
+        self._casts_elsewhere, self._divides, self._overflow = (), True, Alone()
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        assert self._module is not None
+        masters = self._parameters.values() if self.half.master_weights else ()
+        own = [p for p in masters if p not in self._casts_elsewhere]
+        self._copies = half_copies(own, self.half.dtype)
+        with lent(self._module, self._copies):
+            yield
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        if self.loss_scale is not None:
+            tensor = tensor * self.scale_of_next_batch()
+        return super().pre_backward(tensor, module)
+
+    @override
+    def backward(  # type: ignore[override]
+        self,
+        tensor: Tensor,
+        model: pl.LightningModule,
+        optimizer: Steppable | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        with lent(model, self._copies):  # activations may be computed anew
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+        self._copies = {}
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: pl.LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        if self.loss_scale is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = closure()
+        if result is None:
+            return None  # `training_step` has asked to leave the batch out
+        gradients = self._divided_gradients(optimizer)
+        is_left_out = self._overflow.decide(gradients)
+        super()._after_closure(model, optimizer)
+        if not is_left_out:
+            optimizer.step(**kwargs)
+        return result
+
+    @torch.no_grad()
+    def _divided_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        assert self.loss_scale is not None
+        groups = optimizer.param_groups
+        found = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        if self._divides:
+            for gradient in found:
+                gradient.div_(self.loss_scale.value)
+        return found
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self.loss_scale is None:
+            return {}
+        self.settle()
+        return self.loss_scale.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state_dict)
+
+
+def half_precision_of(precision: Precision) -> HalfPrecisionPlugin | None:
+    """Gives a strategy's plugin if it is this package's.
+
+    Args:
+        precision: The strategy's.
+    """
+    return precision if isinstance(precision, HalfPrecisionPlugin) else None

@@ -1,0 +1,91 @@
+"""Mixed precision as a plain loop: no hooks, no versions, nothing of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+Batch = tuple[Tensor, Tensor]
+
+
+class NormInSingle(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The order of a sum depends on the threads, and with it the last digit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def keep_norms(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.__class__ = NormInSingle
+
+
+def half_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Leaves in half precision, but for norms."""
+    return {
+        name: (p if "norm" in name else p.to(dtype)).detach().clone().requires_grad_()
+        for name, p in model.named_parameters()
+    }
+
+
+@dataclass
+class Reference:
+    """Trains a model in place, step by step; micro-batches are slices of each rank's batch."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    dtype: torch.dtype = torch.bfloat16
+    num_microbatches: int = 1
+    scale: float = 1.0
+    clip: float | None = None
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        keep_norms(self.model)
+
+    def gradients(self, batch: Batch, share: float = 1.0) -> dict[str, Tensor]:
+        x, y = batch
+        weights = half_weights(self.model, self.dtype)
+        total: dict[str, Tensor] = {}
+        pieces = zip(x.chunk(self.num_microbatches), y.chunk(self.num_microbatches), strict=True)
+        for inputs, targets in pieces:
+            logits = functional_call(self.model, weights, inputs.to(self.dtype)).float()
+            loss = F.cross_entropy(logits, targets)
+            weight = share * len(targets) / len(y) * self.scale
+            found = torch.autograd.grad(loss, list(weights.values()), torch.tensor(weight))
+            for name, gradient in zip(weights, found, strict=True):
+                total[name] = total[name] + gradient if name in total else gradient.float()
+            self.losses.append(float(loss.detach()))
+        return {name: gradient / self.scale for name, gradient in total.items()}
+
+    def step(self, batches: Sequence[Batch]) -> bool:
+        """Updates for the batches of the data ranks; tells whether it did."""
+        shares = [self.gradients(batch) for batch in batches]
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = sum((s[name] for s in shares[1:]), shares[0][name]) / len(shares)
+        return self.update()
+
+    def update(self) -> bool:
+        gradients = [p.grad for p in self.model.parameters()]
+        if not all(bool(g.isfinite().all()) for g in gradients):
+            return False
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        return True
