@@ -22,6 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.activation_checkpointing import checkpoint_activations
 from lightning_dist.device_mesh import axis
+from lightning_dist.half_precision import HalfPrecision
+from lightning_dist.module_tree import shardable_modules
 from lightning_dist.pipeline.cut import layers_of
 from lightning_dist.sharding import ShardingOptions
 from lightning_dist.sharding import shard as fully_shard
@@ -34,7 +36,7 @@ from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.plan import resolve_plan
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
-from lightning_dist.wrap import ByClass, Unit
+from lightning_dist.wrap import AnyOf, ByClass, Unit, WrapPolicy
 from lightning_dist.wrap_summary import WrapSummary, describe
 
 _NO_SUM_OF_PIECES = (
@@ -53,12 +55,14 @@ class Parallelism:
         tensor: How layers are spread.
         shard: How parameters are sharded.
         sharding: What follows from that and from the precision.
+        half: What computes in half precision, as ``MixedPrecision`` says.
     """
 
     pipeline: PipelineConfig
     tensor: TensorConfig
     shard: ShardConfig
     sharding: ShardingOptions
+    half: HalfPrecision | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) ->
     """
     split = _find_split(module, axis(mesh, "pp"), asked.pipeline)
     keeps = _keep_all if split is None else split.keeps
-    units = _choose_units(module, asked.shard, split)
+    units = _choose_units(module, asked, split)
     recomputed = _choose_recomputed(module, units, asked.shard)
     spread = _spread(module, axis(mesh, "tp"), asked.tensor, keeps)
 
@@ -136,6 +140,36 @@ def _cut(split: PipelineSplit) -> nn.Module:
     return layers_of(split.layers, split.layers_per_stage, stage)
 
 
+@dataclass(frozen=True)
+class Kept(WrapPolicy):
+    """Modules that compute in fp32 and so are gathered by themselves.
+
+    Attributes:
+        names: Of modules that can be units.
+    """
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def by(
+        cls, half: HalfPrecision | None, module: nn.Module, is_possible: Callable[[str], bool]
+    ) -> Kept:
+        """Finds those among a model's modules.
+
+        Args:
+            half: None keeps nothing.
+            module: The model.
+            is_possible: Whether a module of a name may be a unit.
+        """
+        shardable = shardable_modules(module)
+        kept = [] if half is None else half.kept(module)
+        return cls(tuple(name for name in kept if name in shardable and is_possible(name)))
+
+    def choose(self, module: nn.Module) -> list[Unit]:
+        """Chooses them."""
+        return [Unit(name, keep_fp32=True) for name in self.names]
+
+
 def _keep_all(_: str) -> bool:
     return True
 
@@ -150,12 +184,13 @@ def _kept_whole(sharding: ShardingOptions) -> ShardingOptions:
     return replace(sharding, reshard_after_forward=False)
 
 
-def _choose_units(module: nn.Module, shard: ShardConfig, split: PipelineSplit | None) -> list[Unit]:
-    policy = shard.policy
+def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | None) -> list[Unit]:
+    policy = asked.shard.policy
     if policy.is_manual:
         parts = module.named_modules()
         return [Unit(name) for name, part in parts if name and isinstance(part, FSDPModule)]
-    units = policy.select(module)
+    kept = Kept.by(asked.half, module, _keep_all if split is None else split.is_in_a_layer)
+    units = AnyOf([kept, policy]).select(module)
     astray = [u.name for u in units if split is not None and not split.is_in_a_layer(u.name)]
     if split is not None and astray:
         raise ValueError(

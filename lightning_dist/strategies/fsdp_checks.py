@@ -85,3 +85,27 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
             f"The parameters {empty} have no elements, and FSDP cannot reduce their gradients."
             " Leave them out, or freeze them with `requires_grad_(False)`."
         )
+
+
+def check_half_precision(module: pl.LightningModule, is_manual: bool) -> None:
+    """Checks that shards can be gathered in half precision where others compute so.
+
+    Args:
+        module: The user's module.
+        is_manual: Whether it has sharded itself.
+
+    Raises:
+        ValueError: It has, or a parameter belongs to no module that is called.
+    """
+    if is_manual:
+        raise ValueError(
+            "MixedPrecision says what shards are gathered as, and wrap='manual' leaves that to"
+            " `configure_model`. Use wrap='auto', or a `mp_policy` there and no callback."
+        )
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise ValueError(
+            f"The parameters {own} of the LightningModule itself would be gathered in half"
+            " precision, and its steps use them beside a loss in fp32. Put them into a module"
+            " of their own."
+        )

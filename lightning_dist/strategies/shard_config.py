@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from lightning_dist.sharding import ShardingOptions
+from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.wrap import WrapPolicy, parse_policy
 
 Offload = Literal["none", "cpu"]
@@ -69,8 +70,11 @@ class ShardConfig:
         Args:
             precision: The Trainer's.
         """
-        half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-        param_dtype = half[precision.precision] if isinstance(precision, MixedPrecision) else None
+        known = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+        param_dtype = known[precision.precision] if isinstance(precision, MixedPrecision) else None
+        half = half_precision_of(precision)
+        if half is not None and half.half.master_weights:
+            param_dtype = half.half.dtype
         return ShardingOptions(
             None if self.reshard_after_forward == "auto" else self.reshard_after_forward,
             param_dtype,

@@ -127,6 +127,8 @@ class ShardedStrategy(DataParallelStrategy):
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         check_precision(str(self.precision_plugin.precision), self.mesh.tp)
+        if half_precision_of(self.precision_plugin) is not None:
+            checks.check_half_precision(self.module, self._policy.is_manual)
         if is_fitting:
             check_callbacks(trainer)
         if is_fitting and self.mesh.pp > 1:
@@ -196,11 +198,13 @@ class ShardedStrategy(DataParallelStrategy):
     @property
     def parallelism(self) -> Parallelism:
         """What the arguments and the precision ask for."""
+        plugin = half_precision_of(self.precision_plugin)
         return Parallelism(
             self._pipeline_config,
             self._tensor_config,
             self._shard_config,
             self._shard_config.under(self.precision_plugin),
+            None if plugin is None else plugin.half,
         )
 
     def _composed(self) -> ShardedModule:

@@ -45,6 +45,24 @@ def half_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @dataclass
+class Scale:
+    """Halved by each overflow, doubled after some good steps in a row."""
+
+    value: float = 1.0
+    interval: int = 10**9
+    num_good: int = 0
+    num_skipped: int = 0
+
+    def note(self, overflowed: bool) -> None:
+        self.num_skipped += overflowed
+        self.num_good = 0 if overflowed else self.num_good + 1
+        if overflowed:
+            self.value /= 2
+        elif self.num_good == self.interval:
+            self.value, self.num_good = self.value * 2, 0
+
+
+@dataclass
 class Reference:
     """Trains a model in place, step by step; micro-batches are slices of each rank's batch."""
 
@@ -52,7 +70,7 @@ class Reference:
     optimizer: torch.optim.Optimizer
     dtype: torch.dtype = torch.bfloat16
     num_microbatches: int = 1
-    scale: float = 1.0
+    scale: Scale = field(default_factory=Scale)
     clip: float | None = None
     losses: list[float] = field(default_factory=list)
 
@@ -67,25 +85,28 @@ class Reference:
         for inputs, targets in pieces:
             logits = functional_call(self.model, weights, inputs.to(self.dtype)).float()
             loss = F.cross_entropy(logits, targets)
-            weight = share * len(targets) / len(y) * self.scale
+            weight = share * len(targets) / len(y) * self.scale.value
             found = torch.autograd.grad(loss, list(weights.values()), torch.tensor(weight))
             for name, gradient in zip(weights, found, strict=True):
                 total[name] = total[name] + gradient if name in total else gradient.float()
             self.losses.append(float(loss.detach()))
-        return {name: gradient / self.scale for name, gradient in total.items()}
+        return {name: gradient / self.scale.value for name, gradient in total.items()}
 
-    def step(self, batches: Sequence[Batch]) -> bool:
-        """Updates for the batches of the data ranks; tells whether it did."""
+    def step(self, batches: Sequence[Batch]) -> None:
+        """Updates for the batches of the data ranks."""
         shares = [self.gradients(batch) for batch in batches]
         for name, parameter in self.model.named_parameters():
             parameter.grad = sum((s[name] for s in shares[1:]), shares[0][name]) / len(shares)
-        return self.update()
+        self.update()
 
-    def update(self) -> bool:
-        gradients = [p.grad for p in self.model.parameters()]
-        if not all(bool(g.isfinite().all()) for g in gradients):
-            return False
+    def update(self) -> None:
+        is_finite = finite(self.model)
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
-        return True
+        if is_finite:
+            self.optimizer.step()
+        self.scale.note(not is_finite)
+
+
+def finite(model: nn.Module) -> bool:
+    return all(bool(p.grad.isfinite().all()) for p in model.parameters())

@@ -72,9 +72,9 @@ def test_parameters_themselves_become_half() -> None:
 
 
 def test_masters_are_fp32() -> None:
+    root = Root()
+    root.heads["a"].bias.data = root.heads["a"].bias.data.double()
     with pytest.raises(ValueError, match=r"'heads.a.bias' is torch.float64.*`.float\(\)`"):
-        root = Root()
-        root.heads["a"].bias.data = root.heads["a"].bias.data.double()
         HalfPrecision(BF16).half_parameters(root)
     root = Root()
     HalfPrecision(BF16, master_weights=False).convert(root)
