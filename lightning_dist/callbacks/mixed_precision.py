@@ -12,10 +12,13 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.gradient_range import Ranges, merge
 from lightning_dist.half_precision import HalfPrecision
 from lightning_dist.loss_scale import LossScale
 from lightning_dist.strategies.distributed import DistributedStrategy
@@ -42,6 +45,7 @@ class MixedPrecision(pl.Callback):
             a scale.
         initial_scale: Where a dynamic scale begins.
         growth_interval: Good steps in a row after which a dynamic scale doubles.
+        log_layers_every_n_steps: Optimizer steps between two reports on each layer; None for none.
 
     Raises:
         ValueError: An argument is unknown or out of its range.
@@ -55,6 +59,7 @@ class MixedPrecision(pl.Callback):
         loss_scale: Literal["auto", "dynamic"] | float | None = "auto",
         initial_scale: float = 2.0**16,
         growth_interval: int = 2000,
+        log_layers_every_n_steps: int | None = None,
     ) -> None:
         if compute not in get_args(Compute):
             raise ValueError(f"compute={compute!r} is unknown; use one of {get_args(Compute)}.")
@@ -67,11 +72,24 @@ class MixedPrecision(pl.Callback):
         self._scale = _make_scale(compute, loss_scale, initial_scale, growth_interval)
         self._plugin = HalfPrecisionPlugin(self._half, self._scale)
         self._replaced: Precision | None = None
+        if log_layers_every_n_steps is not None and log_layers_every_n_steps < 1:
+            raise ValueError(
+                f"log_layers_every_n_steps={log_layers_every_n_steps} must be at least 1, or None."
+            )
+        self._every_n_steps = log_layers_every_n_steps
+        self._num_steps = 0
+        self._own_ranges: Ranges = {}
+        self._ranges: Ranges = {}
 
     @property
     def loss_scale(self) -> LossScale | None:
         """The scale and the counts of steps; None where nothing is scaled."""
         return self._scale
+
+    @property
+    def layers(self) -> Ranges:
+        """The newest report by layer, the same on all ranks; empty before the first."""
+        return self._ranges
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -81,6 +99,20 @@ class MixedPrecision(pl.Callback):
         _check(trainer, pl_module)
         self._replaced = present
         trainer.strategy.precision_plugin = self._plugin
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._num_steps = trainer.global_step
+
+    def _is_due(self, step: int) -> bool:
+        return self._every_n_steps is not None and step % self._every_n_steps == 0
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._is_due(trainer.global_step):
+            self._own_ranges = self._plugin.measure_gradients()
 
     @override
     def on_train_batch_end(
@@ -98,6 +130,25 @@ class MixedPrecision(pl.Callback):
                 "mixed_precision/skipped_steps": float(self._scale.num_skipped),
             }
             pl_module.log_dict(metrics, batch_size=1)
+        before, self._num_steps = self._num_steps, trainer.global_step
+        if before != self._num_steps and self._is_due(before):
+            self._report(trainer, pl_module)
+
+    def _report(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Logs what all ranks have measured; under asynchronous schedules of several batches."""
+        own, self._own_ranges = self._own_ranges, {}
+        everyone: list[Any] = [own]
+        strategy = trainer.strategy
+        if isinstance(strategy, DistributedStrategy):
+            everyone *= strategy.mesh.world_size
+            dist.all_gather_object(everyone, own, group=strategy.group(*strategy.mesh.sizes))
+        self._ranges = merge(everyone)
+        for layer, found in self._ranges.items():
+            metrics = {
+                f"mixed_precision/overflow_share/{layer}": found.overflow_share,
+                f"mixed_precision/underflow_share/{layer}": found.underflow_share,
+            }
+            module.log_dict(metrics, batch_size=1)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.gradient_range import Ranges, measure
 from lightning_dist.half_casts import HalfCasts
 from lightning_dist.half_copies import Copies, half_copies, lent
 from lightning_dist.half_precision import HalfPrecision
 from lightning_dist.loss_scale import LossScale
 from lightning_dist.pipeline.half_weights import HalfWeights
+from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.overflow import Alone, Overflow
 
 
@@ -85,6 +87,12 @@ class HalfPrecisionPlugin(Precision):
         """Gives what multiplies the loss of the batch that comes; the same on all ranks."""
         self.settle()
         return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def measure_gradients(self) -> Ranges:
+        """Counts what the range of half precision cuts off this rank's gradients, by layer."""
+        found = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        return measure(found, self.half.dtype, scale)
 
     def settle(self) -> None:
         """Takes in what is known of the steps so far."""
@@ -166,7 +174,7 @@ class HalfPrecisionPlugin(Precision):
             return None  # `training_step` has asked to leave the batch out
         gradients = self._divided_gradients(optimizer)
         is_left_out = self._overflow.decide(gradients)
-        super()._after_closure(model, optimizer)
+        lightning_private.between_backward_and_step(self, model, optimizer)
         if not is_left_out:
             optimizer.step(**kwargs)
         return result

@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
@@ -26,6 +27,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
+
+
+def between_backward_and_step(
+    precision: Precision, module: pl.LightningModule, optimizer: Optimizer
+) -> None:
+    """Calls the hooks before an optimizer's step, and clips.
+
+    The base class of precision plugins has ``_after_closure`` for that, which only its own
+    ``optimizer_step`` calls, and that one never leaves a step out.
+
+    Args:
+        precision: Whose.
+        module: The user's.
+        optimizer: About to step, or not.
+    """
+    precision._after_closure(module, optimizer)
 
 
 def set_device(module: pl.LightningModule, device: torch.device) -> None:
