@@ -96,17 +96,16 @@ class HalfPrecision:
         return half
 
     def _check(self, floating: dict[str, nn.Parameter], half: dict[str, nn.Parameter]) -> None:
-        odd = {
-            str(p.dtype): name
+        odd = [
+            f"{name!r} is {p.dtype}"
             for name, p in floating.items()
             if p.dtype != torch.float32
             and (self.master_weights or name not in half or p.dtype != self.dtype)
-        }
+        ]
         if odd:
             raise ValueError(
-                f"Mixed precision makes its copies from parameters in torch.float32, and there are"
-                f" others: {shorten([f'{name!r} is {dtype}' for dtype, name in odd.items()])}. Call"
-                " `.float()` on the module first."
+                "MixedPrecision makes its copies from parameters in torch.float32, and there are"
+                f" others: {shorten(odd)}. Call `.float()` on the module first."
             )
 
     def convert(self, root: nn.Module) -> None:

@@ -72,12 +72,13 @@ class Reference:
     num_microbatches: int = 1
     scale: Scale = field(default_factory=Scale)
     clip: float | None = None
-    losses: list[float] = field(default_factory=list)
+    accumulate: int = 1
+    num_batches: int = 0
 
     def __post_init__(self) -> None:
         keep_norms(self.model)
 
-    def gradients(self, batch: Batch, share: float = 1.0) -> dict[str, Tensor]:
+    def gradients(self, batch: Batch) -> dict[str, Tensor]:
         x, y = batch
         weights = half_weights(self.model, self.dtype)
         total: dict[str, Tensor] = {}
@@ -85,19 +86,22 @@ class Reference:
         for inputs, targets in pieces:
             logits = functional_call(self.model, weights, inputs.to(self.dtype)).float()
             loss = F.cross_entropy(logits, targets)
-            weight = share * len(targets) / len(y) * self.scale.value
+            weight = len(targets) / len(y) / self.accumulate * self.scale.value
             found = torch.autograd.grad(loss, list(weights.values()), torch.tensor(weight))
             for name, gradient in zip(weights, found, strict=True):
                 total[name] = total[name] + gradient if name in total else gradient.float()
-            self.losses.append(float(loss.detach()))
         return {name: gradient / self.scale.value for name, gradient in total.items()}
 
     def step(self, batches: Sequence[Batch]) -> None:
-        """Updates for the batches of the data ranks."""
+        """Takes in the batches of the data ranks, and updates if they were the last to wait for."""
+        self.num_batches += 1
         shares = [self.gradients(batch) for batch in batches]
+        is_first = self.num_batches % self.accumulate == 1 % self.accumulate
         for name, parameter in self.model.named_parameters():
-            parameter.grad = sum((s[name] for s in shares[1:]), shares[0][name]) / len(shares)
-        self.update()
+            gradient = sum((s[name] for s in shares[1:]), shares[0][name]) / len(shares)
+            parameter.grad = gradient if is_first else parameter.grad + gradient
+        if self.num_batches % self.accumulate == 0:
+            self.update()
 
     def update(self) -> None:
         is_finite = finite(self.model)

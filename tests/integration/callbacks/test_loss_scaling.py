@@ -2,222 +2,192 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_dist import DDPStrategy, PipelineStrategy
-from lightning_dist.callbacks import MixedPrecision
-from tests.helpers.half_reference import (
-    Reference,
-    Scale,
-    finite,
-    half_weights,
-    keep_norms,
-    one_thread,
-)
-from tests.helpers.models import (
-    make_loader,
-    make_module,
-    make_optimizer,
-    make_trainer,
-    share_of,
-    state_of,
-)
+from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
+from lightning_dist.checkpoint import load_full
+from tests.helpers.half_reference import Scale, finite, half_weights, keep_norms, one_thread
+from tests.helpers.models import make_module, make_optimizer
 from tests.helpers.oracle import train_late, train_sequentially
 from tests.helpers.workers import WorkerPool
-from tests.integration.callbacks.test_mixed_precision import Recorded, assert_equal, joined
+from tests.integration.callbacks.half_common import (
+    Asked,
+    Halved,
+    History,
+    Run,
+    assert_equal,
+    batches_of,
+    expected,
+    fit,
+    joined,
+    largest_difference,
+)
 
 FP16 = torch.float16
-NUM_SAMPLES, EPOCHS = 48, 3
+EPOCHS, BATCHES_PER_EPOCH = 3, 6
 SCALE, INTERVAL = 2.0**19, 3
 """Too large at the beginning, and again and again."""
 
-Found = tuple[dict[str, Tensor], list[tuple[float, float]]]
-"""A rank's parameters, and after each batch the scale and the number of steps left out."""
+PRECISION = {"compute": "fp16", "initial_scale": SCALE, "growth_interval": INTERVAL}
+TRAINER = {"max_epochs": EPOCHS}
+MAKE: dict[str, Callable[[], Strategy]] = {
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "1f1b": PipelineStrategy,
+    "pipedream": lambda: PipelineStrategy(schedule="pipedream", partition="uniform"),
+    "2bw": lambda: PipelineStrategy(schedule="pipedream_2bw", num_microbatches=1),
+}
 
 
-class Logged(Recorded):
-    def on_train_batch_end(self, *_: Any) -> None:
-        metrics = self.trainer.callback_metrics
-        names = ("mixed_precision/loss_scale", "mixed_precision/skipped_steps")
-        self.history.append(tuple(float(metrics[name]) for name in names))
+def run(name: str, *asked: Asked) -> list[Run]:
+    return [fit(MAKE[name](), 2, each) for each in asked]
 
 
-def fit(strategy: Any, devices: int, loader: Any, **options: Any) -> Found:
-    module = make_module(Logged).float()
-    module.history = []
-    callback = MixedPrecision("fp16", initial_scale=SCALE, growth_interval=INTERVAL)
-    trainer = make_trainer(
-        devices=devices, strategy=strategy, callbacks=[callback], max_epochs=EPOCHS, **options
-    )
-    trainer.fit(module, loader, make_loader(8))
-    scale = callback.loss_scale
-    assert scale is not None
-    return state_of(module), [*module.history, (scale.value, float(scale.num_skipped))]
+def reference(**options: Any) -> Run:
+    found = expected(epochs=EPOCHS, dtype=FP16, scale=Scale(SCALE, INTERVAL), **options)
+    skipped = found.history[-1][1]
+    assert 2 <= skipped < len(found.history) / 2
+    return found
 
 
-def reference(num_microbatches: int = 1, *, shares: int = 1) -> Found:
-    module = make_module(Recorded).float()
-    history = []
-    with one_thread():
-        scale = Scale(SCALE, INTERVAL)
-        optimizer = make_optimizer("sgd", module.parameters())
-        loop = Reference(module.model, optimizer, FP16, num_microbatches, scale)
-        whole = [make_loader(NUM_SAMPLES)]
-        parts = whole if shares == 1 else [share_of(rank, NUM_SAMPLES) for rank in range(shares)]
-        for batches in EPOCHS * list(zip(*parts, strict=True)):
-            loop.step(batches)
-            history.append((scale.value, float(scale.num_skipped)))
-    assert 2 <= scale.num_skipped < len(history) - 5
-    return state_of(module), [*history, history[-1]]
+def check(ranks: list[Run], found: Run) -> None:
+    for rank in ranks:
+        assert rank.history == found.history
+    assert_equal(joined(ranks), found.state)
 
 
-def check(ranks: list[Found], expected: Found) -> None:
-    for _, history in ranks:
-        assert history == expected[1]
-    assert_equal(joined([state for state, _ in ranks]), expected[0])
-
-
-def test_single(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    check([fit("auto", 1, make_loader(NUM_SAMPLES))], reference())
+    path = str(tmp_path / "end.ckpt")
+    found = reference()
+    check([fit("auto", 1, Asked(PRECISION, TRAINER, save=path))], found)
+    fit("auto", 1, Asked(PRECISION, {"max_epochs": 2}, save=path))
+    resumed = fit("auto", 1, Asked(PRECISION, TRAINER, resume=path))
+    check([resumed], Run(found.state, found.history[2 * BATCHES_PER_EPOCH :], {}))
+    trainer = {**TRAINER, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    check([fit("auto", 1, Asked(PRECISION, trainer))], reference(accumulate=2, clip=0.1))
 
 
-def on_ddp() -> Found:
-    return fit(DDPStrategy(), 2, share_of(int(os.environ["RANK"]), NUM_SAMPLES))
+def test_a_fixed_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    one = fit("auto", 1, Asked({"compute": "fp16", "loss_scale": 2.0**7}))
+    check([one], expected(dtype=FP16, scale=Scale(2.0**7)))
+    one = fit("auto", 1, Asked({"compute": "fp16", "loss_scale": 2.0**40}))
+    assert one.history[-1] == (2.0**40, 6.0)
 
 
-def test_ddp(workers: WorkerPool) -> None:
-    ranks = workers.run(2, on_ddp)
-    expected = reference(shares=2)
-    check(ranks[:1], expected)
-    check(ranks[1:], expected)
-
-
-def on_stages(schedule: str) -> Found:
-    strategy = PipelineStrategy(schedule=schedule, partition="uniform")
-    return fit(strategy, 2, make_loader(NUM_SAMPLES))
-
-
-def test_synchronous_stages(workers: WorkerPool) -> None:
-    check(workers.run(2, on_stages, "1f1b"), reference(8))
+@pytest.mark.parametrize(
+    ("name", "shares", "num_microbatches"), [("ddp", 2, 1), ("fsdp", 2, 1), ("1f1b", 1, 8)]
+)
+def test_two_ranks(workers: WorkerPool, name: str, shares: int, num_microbatches: int) -> None:
+    trainer = {**TRAINER, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    asked = Asked(PRECISION, TRAINER, shares), Asked(PRECISION, trainer, shares)
+    plain, clipped = zip(*workers.run(2, run, name, *asked), strict=True)
+    options = {"shares": shares, "num_microbatches": num_microbatches}
+    check(plain, reference(**options))
+    found = reference(**options, accumulate=2, clip=0.1)
+    assert clipped[0].history == clipped[1].history == found.history
+    assert largest_difference(joined(clipped), found.state) < 1e-6
 
 
 class Late:
-    """The scale of a batch, where what happened is known some batches later, or after a drain."""
+    """The scale of a batch, where what became of the batches before is not all known.
+
+    Args:
+        num_unknown: Of the latest batches, unless the pipeline was drained since.
+    """
 
     def __init__(self, num_unknown: int) -> None:
-        self.num_unknown = num_unknown
+        self._num_unknown = num_unknown
         self.overflowed: dict[int, bool] = {}
 
-    def scale_at(self, b: int) -> Scale:
-        per_epoch = NUM_SAMPLES // 8
+    def scale(self, b: int, drained: int) -> Scale:
         scale = Scale(SCALE, INTERVAL)
-        for update in range(b):
-            if update < max(b - self.num_unknown, b // per_epoch * per_epoch):
-                scale.note(self.overflowed[update])
+        for update in range(max(b - self._num_unknown, drained)):
+            scale.note(self.overflowed[update])
         return scale
 
-    def history(self) -> list[tuple[float, float]]:
-        """The callback looks behind each batch, which is before the next; the last is drained."""
-        num_batches = len(self.overflowed)
-        self_at = [self.scale_before_drain(b + 1) for b in range(num_batches)]
-        return [(s.value, float(s.num_skipped)) for s in [*self_at, self.scale_at(num_batches)]]
+    def of_batch(self, b: int) -> float:
+        return self.scale(b, b - b % BATCHES_PER_EPOCH).value
 
-    def scale_before_drain(self, b: int) -> Scale:
-        per_epoch = NUM_SAMPLES // 8
-        scale = Scale(SCALE, INTERVAL)
-        for update in range(b):
-            if update < max(b - self.num_unknown, (b - 1) // per_epoch * per_epoch):
-                scale.note(self.overflowed[update])
-        return scale
+    def history(self) -> History:
+        """What a callback sees behind each batch, and behind the last drain."""
+        count = len(self.overflowed)
+        scales = [self.scale(b + 1, b - b % BATCHES_PER_EPOCH) for b in range(count)]
+        return [(s.value, float(s.num_skipped)) for s in [*scales, self.scale(count, count)]]
+
+    def loss(self, logits: Tensor, target: tuple[int, Tensor]) -> Tensor:
+        b, y = target
+        return F.cross_entropy(logits.float(), y) * self.of_batch(b)
+
+    def step(self, part: nn.Module, optimizer: torch.optim.Optimizer, b: int) -> None:
+        for parameter in part.parameters():
+            parameter.grad /= self.of_batch(b)
+        is_finite = finite(part)
+        self.overflowed[b] = self.overflowed.get(b, False) or not is_finite
+        if is_finite:
+            optimizer.step()
 
 
 def batches() -> list[tuple[Tensor, tuple[int, Tensor]]]:
-    pairs = EPOCHS * list(make_loader(NUM_SAMPLES))
+    pairs = [pair for (pair,) in batches_of(1, EPOCHS)]
     return [(x.to(FP16), (b, y)) for b, (x, y) in enumerate(pairs)]
 
 
-def pipedream_oracle() -> Found:
-    model = make_module(Recorded).float().model
-    keep_norms(model)
-    stages = [model[:4], model[4:]]
-    optimizers = [make_optimizer("sgd", stage.parameters()) for stage in stages]
-    late = Late(num_unknown=2)
+def copy(module: nn.Module) -> dict[str, Tensor]:
+    return half_weights(module, FP16)
 
-    def loss(logits: Tensor, target: tuple[int, Tensor]) -> Tensor:
-        b, y = target
-        return F.cross_entropy(logits.float(), y) * late.scale_at(b).value
+
+def oracle(name: str) -> Run:
+    """Stages decide by themselves under pipedream, and know of each other two batches later."""
+    model = make_module(Halved).float().model
+    keep_norms(model)
+    drains = range(0, EPOCHS * BATCHES_PER_EPOCH, BATCHES_PER_EPOCH)
+    late = Late(num_unknown=2 if name == "pipedream" else 1)
+    parts = [model[:4], model[4:]] if name == "pipedream" else [model]
+    optimizers = [make_optimizer("sgd", part.parameters()) for part in parts]
 
     def step(s: int, b: int) -> None:
-        for parameter in stages[s].parameters():
-            parameter.grad /= late.scale_at(b).value
-        is_finite = finite(stages[s])
-        late.overflowed[b] = late.overflowed.get(b, False) or not is_finite
-        if is_finite:
-            optimizers[s].step()
+        late.step(parts[s], optimizers[s], b)
 
     with one_thread():
-        train_sequentially(
-            stages,
-            optimizers,
-            batches(),
-            loss,
-            range(0, EPOCHS * 6, 6),
-            "stash",
-            copy=lambda m: half_weights(m, FP16),
-            step=step,
-        )
-    return _named(model), late.history()
+        if name == "pipedream":
+            train_sequentially(
+                parts, optimizers, batches(), late.loss, drains, "stash", copy=copy, step=step
+            )
+        else:
+            train_late(
+                model,
+                optimizers[0],
+                batches(),
+                late.loss,
+                drains,
+                copy=copy,
+                step=lambda b: step(0, b),
+            )
+    state = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    assert 2 <= sum(late.overflowed.values()) < len(late.overflowed) / 2
+    return Run(state, late.history(), {})
 
 
-def late_oracle() -> Found:
-    model = make_module(Recorded).float().model
-    keep_norms(model)
-    optimizer = make_optimizer("sgd", model.parameters())
-    late = Late(num_unknown=1)
-
-    def loss(logits: Tensor, target: tuple[int, Tensor]) -> Tensor:
-        b, y = target
-        return F.cross_entropy(logits.float(), y) * late.scale_at(b).value
-
-    def step(b: int) -> None:
-        for parameter in model.parameters():
-            parameter.grad /= late.scale_at(b).value
-        late.overflowed[b] = not finite(model)
-        if not late.overflowed[b]:
-            optimizer.step()
-
-    with one_thread():
-        train_late(
-            model,
-            optimizer,
-            batches(),
-            loss,
-            range(0, EPOCHS * 6, 6),
-            copy=lambda m: half_weights(m, FP16),
-            step=step,
-        )
-    return _named(model), late.history()
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    return {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-
-
-def test_stages_that_update_apart(workers: WorkerPool) -> None:
-    check(workers.run(2, on_stages, "pipedream"), pipedream_oracle())
-
-
-def on_late_stages() -> Found:
-    strategy = PipelineStrategy(schedule="pipedream_2bw", partition="uniform", num_microbatches=1)
-    return fit(strategy, 2, make_loader(NUM_SAMPLES))
-
-
-def test_stages_that_update_late(workers: WorkerPool) -> None:
-    check(workers.run(2, on_late_stages), late_oracle())
+@pytest.mark.parametrize("name", ["pipedream", "2bw"])
+def test_asynchronous_stages(workers: WorkerPool, name: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "middle.ckpt")
+    middle = Asked(PRECISION, {"max_epochs": 2}, save=path)
+    resumed = Asked(PRECISION, TRAINER, resume=path)
+    ranks = workers.run(2, run, name, middle, resumed)
+    found = oracle(name)
+    check([rank[1] for rank in ranks], Run(found.state, found.history[2 * BATCHES_PER_EPOCH :], {}))
+    for first, second in ranks:
+        assert first.history[:-1] == found.history[: 2 * BATCHES_PER_EPOCH]
+        assert [len(run.history) for run in (first, second)] == [13, 7]
+    saved = load_full(path)
+    assert {value.dtype for value in saved["state_dict"].values()} == {torch.float32}

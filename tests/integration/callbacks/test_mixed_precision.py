@@ -2,139 +2,228 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import MixedPrecision as AutomaticMixedPrecision
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_dist import DDPStrategy, PipelineStrategy
-from lightning_dist.callbacks import MixedPrecision
-from tests.helpers.half_reference import Reference, half_weights, keep_norms, one_thread
-from tests.helpers.models import (
-    Classifier,
-    make_loader,
-    make_module,
-    make_optimizer,
-    make_trainer,
-    share_of,
-    state_of,
+from lightning_dist import (
+    DDPStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
 )
+from lightning_dist.callbacks import MixedPrecision
+from lightning_dist.checkpoint import load_full
+from tests.helpers.half_reference import half_weights, keep_norms, one_thread
+from tests.helpers.models import make_loader, make_module, make_optimizer, make_trainer, state_of
 from tests.helpers.oracle import train_sequentially
 from tests.helpers.workers import WorkerPool
+from tests.integration.callbacks.half_common import (
+    Asked,
+    Halved,
+    Run,
+    assert_equal,
+    batches_of,
+    expected,
+    fit,
+    joined,
+    largest_difference,
+)
+from tests.integration.conformance.strategies import PLAN
 
 BF16 = torch.bfloat16
-NUM_SAMPLES = 40
+MAKE: dict[str, Callable[[], Strategy]] = {
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "gpipe": lambda: PipelineStrategy(schedule="gpipe"),
+    "1f1b": PipelineStrategy,
+    "pipedream": lambda: PipelineStrategy(schedule="pipedream", partition="uniform"),
+    "mesh": lambda: MeshStrategy(pp=2),
+    "tp": lambda: TensorParallelStrategy(plan=PLAN),
+}
 
 
-class Recorded(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        logits = self.model(x)
-        assert logits.dtype == torch.float32
-        return F.cross_entropy(logits, y)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.training_step(batch, batch_idx))
-
-
-def fit(strategy: Any, devices: int, loader: Any, **options: Any) -> dict[str, Tensor]:
-    module = make_module(Recorded).float()
-    trainer = make_trainer(
-        devices=devices, strategy=strategy, callbacks=[MixedPrecision()], **options
-    )
-    trainer.fit(module, loader, make_loader(8))
-    return state_of(module)
-
-
-def reference(num_microbatches: int = 1) -> dict[str, Tensor]:
-    module = make_module(Recorded).float()
-    with one_thread():
-        loop = Reference(
-            module.model,
-            make_optimizer("sgd", module.parameters()),
-            num_microbatches=num_microbatches,
-        )
-        for batch in make_loader(NUM_SAMPLES):
-            loop.step([batch])
-    return state_of(module)
-
-
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), (name, (actual[name] - value).abs().max())
-
-
-def test_single(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a Trainer of this process be a single device's."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert_equal(fit("auto", 1, make_loader(NUM_SAMPLES)), reference())
 
 
-def on_pipeline(schedule: str, **options: Any) -> dict[str, Tensor]:
-    strategy = PipelineStrategy(schedule=schedule, partition="uniform", **options)
-    return fit(strategy, 2, make_loader(NUM_SAMPLES))
+def run(name: str, *asked: Asked) -> list[Run]:
+    return [fit(MAKE[name](), 2, each) for each in asked]
 
 
-def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: value for part in parts for name, value in part.items()}
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_single_device(optimizer: str) -> None:
+    trainer = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    one = fit("auto", 1, Asked(optimizer=optimizer))
+    assert_equal(one.state, expected(optimizer=optimizer).state)
+    one = fit("auto", 1, Asked(optimizer=optimizer, trainer=trainer))
+    assert_equal(one.state, expected(optimizer=optimizer, accumulate=2, clip=0.1).state)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-def test_sync(workers: WorkerPool, schedule: str) -> None:
-    assert_equal(joined(workers.run(2, on_pipeline, schedule)), reference(8))
+# With accumulation and clipping too: the norm of several ranks is a sum in another order.
+@pytest.mark.parametrize(
+    ("name", "shares", "num_microbatches"),
+    [("ddp", 2, 1), ("fsdp", 2, 1), ("gpipe", 1, 8), ("1f1b", 1, 8), ("mesh", 1, 8)],
+)
+def test_two_ranks(workers: WorkerPool, name: str, shares: int, num_microbatches: int) -> None:
+    trainer = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    ranks = workers.run(2, run, name, Asked(shares=shares), Asked({}, trainer, shares))
+    plain, clipped = zip(*ranks, strict=True)
+    options = {"shares": shares, "num_microbatches": num_microbatches}
+    assert_equal(joined(plain), expected(**options).state)
+    difference = largest_difference(
+        joined(clipped), expected(**options, accumulate=2, clip=0.1).state
+    )
+    assert difference < 1e-6
 
 
-def on_pipedream(versions: str) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    strategy = PipelineStrategy(schedule="pipedream", partition="uniform", weight_versions=versions)
-    state = fit(strategy, 2, make_loader(NUM_SAMPLES), max_epochs=2)
-    return state, strategy.peak_stash_bytes
+def test_spread_layers_follow_closely(workers: WorkerPool) -> None:
+    # Where pieces of a sum are rounded by themselves nothing is bit for bit.
+    (first,), (second,) = workers.run(2, run, "tp", Asked())
+    assert_equal(first.state, second.state)
+    assert 0 < largest_difference(first.state, expected().state) < 2e-3
 
 
-def oracle(versions: str) -> dict[str, Tensor]:
-    model = make_module(Recorded).float().model
+def oracle() -> dict[str, Tensor]:
+    model = make_module(Halved).float().model
     stages = [model[:4], model[4:]]
     keep_norms(model)
     optimizers = [make_optimizer("sgd", stage.parameters()) for stage in stages]
-    batches = [(x.to(BF16), y) for x, y in make_loader(NUM_SAMPLES)] * 2
+    batches = [(x.to(BF16), y) for ((x, y),) in batches_of(1, epochs=2)]
 
     def loss(logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), y)
 
+    def copy(stage: Any) -> dict[str, Tensor]:
+        return half_weights(stage, BF16)
+
     with one_thread():
-        train_sequentially(
-            stages,
-            optimizers,
-            batches,
-            loss,
-            (0, 5),
-            versions,
-            copy=lambda m: half_weights(m, BF16),
-        )
+        train_sequentially(stages, optimizers, batches, loss, (0, 6), "stash", copy=copy)
     return {f"model.{n}": p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("versions", ["stash", "vertical_sync"])
-def test_pipedream(workers: WorkerPool, versions: str) -> None:
-    parts = workers.run(2, on_pipedream, versions)
-    assert_equal(joined([state for state, _ in parts]), oracle(versions))
-    first, second = (
-        sum(p.numel() * (4 if "norm" in n else 2) for n, p in state.items()) for state, _ in parts
-    )
-    assert [stash for _, stash in parts] == 2 * [(first, second * (versions == "vertical_sync"))]
+def fit_pipedream() -> tuple[Run, tuple[int, ...]]:
+    strategy = PipelineStrategy(schedule="pipedream", partition="uniform")
+    return fit(strategy, 2, Asked(trainer={"max_epochs": 2})), strategy.peak_stash_bytes
 
 
-def on_ddp() -> dict[str, Tensor]:
-    return fit(DDPStrategy(), 2, share_of(int(os.environ["RANK"]), NUM_SAMPLES))
+def test_stashed_versions_are_the_copies(workers: WorkerPool) -> None:
+    ranks = workers.run(2, fit_pipedream)
+    assert_equal(joined([run for run, _ in ranks]), oracle())
+    held = ranks[0][0].state.items()
+    num_bytes = sum(value.numel() * (4 if "norm" in name else 2) for name, value in held)
+    assert [stash for _, stash in ranks] == 2 * [(num_bytes, 0)]
 
 
-def test_ddp(workers: WorkerPool) -> None:
-    module = make_module(Recorded).float()
+@pytest.mark.usefixtures("alone")
+def test_parameters_may_be_half_themselves() -> None:
+    module = make_module(Halved).float()
+    module.history = []
+    keep_norms(module.model)
+    for name, parameter in module.named_parameters():
+        parameter.data = parameter.data if "norm" in name else parameter.data.to(BF16)
+    optimizer = make_optimizer("sgd", module.parameters())
     with one_thread():
-        loop = Reference(module.model, make_optimizer("sgd", module.parameters()))
-        for batches in zip(*(share_of(rank, NUM_SAMPLES) for rank in range(2)), strict=True):
-            loop.step(batches)
-    for found in workers.run(2, on_ddp):
-        assert_equal(found, state_of(module))
+        for ((x, y),) in batches_of(1):
+            optimizer.zero_grad()
+            F.cross_entropy(module.model(x.to(BF16)).float(), y).backward()
+            optimizer.step()
+    one = fit("auto", 1, Asked({"master_weights": False}))
+    assert_equal(one.state, state_of(module))
+    assert {value.dtype for value in one.state.values()} == {BF16, torch.float32}
+
+
+def run_with_half_parameters(names: list[str]) -> list[Run]:
+    return [fit(MAKE[name](), 2, Asked({"master_weights": False})) for name in names]
+
+
+def test_half_parameters_on_two_ranks(workers: WorkerPool) -> None:
+    names = ["1f1b", "pipedream", "ddp", "fsdp"]
+    for name, *runs in zip(names, *workers.run(2, run_with_half_parameters, names), strict=True):
+        state = joined(runs)
+        assert {value.dtype for value in state.values()} == {BF16, torch.float32}, name
+        assert all(value.isfinite().all() for value in state.values()), name
+        if name in ("1f1b", "pipedream"):
+            assert runs[0].state.keys() != runs[1].state.keys()
+        else:
+            assert_equal(*(run.state for run in runs))
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_report_names_layers() -> None:
+    asked = {"compute": "fp16", "loss_scale": 1.0, "log_layers_every_n_steps": 4}
+    metrics = fit("auto", 1, Asked(asked)).metrics
+    layers = [f"model.{i}.{name}" for i in range(6) for name in ("conv", "linear")] + ["model.7"]
+    for kind in ("overflow", "underflow"):
+        prefix = f"mixed_precision/{kind}_share/"
+        shares = {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
+        assert shares.keys() == set(layers)
+    assert all(0.0 <= share < 0.5 for share in shares.values())
+    assert any(shares.values())  # a scale of 1 loses some
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "half.ckpt")
+    fit("auto", 1, Asked(save=path))
+    saved = load_full(path)
+    assert {value.dtype for value in saved["state_dict"].values()} == {torch.float32}
+    trainer = make_trainer(devices=1, max_epochs=2)
+    module = make_module(Halved).float()
+    module.history = []
+    module.model.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    loader = make_loader(48)
+    trainer.fit(module, loader, loader, ckpt_path=path, weights_only=True)
+    assert trainer.global_step == 12
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "bf16-mixed"}, "Both MixedPrecision and precision='bf16-mixed'"),
+        ({"precision": "bf16-true"}, "Both MixedPrecision and precision='bf16-true'"),
+        ({"precision": "64-true"}, "Both MixedPrecision and precision='64-true'"),
+        (
+            {"plugins": [AutomaticMixedPrecision("bf16-mixed", "cpu")]},
+            "Both MixedPrecision and precision='bf16-mixed'",
+        ),
+        ({}, "'model.0.conv.weight' is torch.float64"),
+    ],
+)
+def test_what_is_asked_for_twice(options: dict[str, Any], message: str) -> None:
+    trainer = make_trainer(devices=1, callbacks=[MixedPrecision()], **options)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(make_module(Halved), make_loader(8), make_loader(8))
+
+
+def refusals() -> list[str]:
+    found = []
+    asked: list[dict[str, Any]] = [
+        {"layers": "trace"},
+        {"schedule": "pipedream", "weight_versions": "none"},
+        {"schedule": "pipedream", "staleness_correction": "predict"},
+    ]
+    for options in asked:
+        with pytest.raises(ValueError, match="MixedPrecision") as caught:
+            fit(PipelineStrategy(**options), 2, Asked())
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_does_not_go_together(workers: WorkerPool) -> None:
+    for traced, unstashed, predicted in workers.run(2, refusals):
+        assert "layers='trace' runs" in traced
+        assert "weight_versions='none'" in unstashed
+        assert "staleness_correction='predict'" in predicted

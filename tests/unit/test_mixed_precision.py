@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_dist.callbacks import MixedPrecision
+from lightning_dist.loss_scale import LossScale
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"compute": "fp8"}, "compute='fp8' is unknown"),
+        ({"keep_fp32": "norm"}, "keep_fp32='norm' must be a list"),
+        ({"keep_fp32": [""]}, "none of them empty"),
+        ({"loss_scale": "dynamic"}, "does not go with compute='bf16'"),
+        ({"loss_scale": 8.0}, "does not go with compute='bf16'"),
+        ({"compute": "fp16", "loss_scale": "static"}, "loss_scale='static' is unknown"),
+        ({"compute": "fp16", "loss_scale": 0.0}, "loss_scale=0.0 must be positive"),
+        ({"initial_scale": 0.0}, "initial_scale=0.0 must be positive"),
+        ({"growth_interval": 0}, "growth_interval=0"),
+        ({"log_layers_every_n_steps": 0}, "log_layers_every_n_steps=0"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MixedPrecision(**arguments)
+
+
+def test_scales() -> None:
+    assert MixedPrecision().loss_scale is None
+    assert MixedPrecision("fp16", loss_scale=None).loss_scale is None
+    assert MixedPrecision("fp16").loss_scale == LossScale(2.0**16, growth_interval=2000)
+    assert MixedPrecision("fp16", loss_scale=8.0).loss_scale == LossScale(8.0, is_dynamic=False)
