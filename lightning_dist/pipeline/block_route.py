@@ -33,7 +33,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.cut import ForeignLayer, skeleton_of, structure_of
+from lightning_dist.pipeline.cut import ForeignLayer, structure_of
 from lightning_dist.tree import flatten, map_tensors
 
 
@@ -110,9 +110,7 @@ class BlockRoute:
         for name in (*self._before, *self._after):
             module = self._model.get_submodule(name)
             if isinstance(module, ForeignLayer):
-                # Of a shared parameter the skeleton has this rank's copy, with values.
-                empty = skeleton_of(module.skeleton)
-                stand_in = partial(self._stand_in, name, module, empty)
+                stand_in = partial(self._stand_in, name, module, module.imitation())
                 module.forward = stand_in  # type: ignore[method-assign]
 
     def detach(self) -> None:

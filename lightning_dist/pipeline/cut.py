@@ -11,7 +11,7 @@ rank stays that parameter there, so what was tied is tied in the whole model too
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -21,6 +21,11 @@ from torch import Tensor, nn
 from lightning_dist.pipeline.layers import Layers, layers_in
 
 Module = TypeVar("Module", bound=nn.Module)
+DtypeOf = Callable[[nn.Parameter], torch.dtype]
+
+
+def _own_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return parameter.dtype
 
 
 class ForeignLayer(nn.Module):
@@ -41,6 +46,24 @@ class ForeignLayer(nn.Module):
         self.stage_index = stage_index
         # In a tuple, where nn.Module does not look for submodules.
         self._skeleton = (skeleton_of(layer, stand_ins),)
+        self._dtype_of: DtypeOf = _own_dtype
+
+    def compute_in(self, dtype_of: DtypeOf) -> None:
+        """Says what the layer's parameters compute in where it lives.
+
+        Args:
+            dtype_of: Takes a parameter of the skeleton.
+        """
+        self._dtype_of = dtype_of
+
+    def imitation(self) -> nn.Module:
+        """Makes what returns tensors like the layer's, on the meta device."""
+        # Of a shared parameter the skeleton has this rank's copy, with values.
+        stand_ins: dict[int, Tensor] = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta", dtype=self._dtype_of(p)), False)
+            for p in self.skeleton.parameters()
+        }
+        return skeleton_of(self.skeleton, stand_ins)
 
     @property
     def skeleton(self) -> nn.Module:
@@ -195,7 +218,7 @@ def whole(module: nn.Module, device: torch.device | None = None) -> Iterator[Non
     Yields:
         Nothing.
     """
-    foreign = _foreign_layers(module)
+    foreign = foreign_layers(module)
     stand_ins: dict[int, Tensor] = {id(p): p for p in module.parameters()}  # this rank's
     for holder, name, layer in foreign:
         skeleton = layer.skeleton
@@ -208,8 +231,12 @@ def whole(module: nn.Module, device: torch.device | None = None) -> Iterator[Non
             setattr(holder, name, layer)
 
 
-def _foreign_layers(module: nn.Module) -> list[tuple[nn.Module, str, ForeignLayer]]:
-    """Lists the foreign layers in a module with what holds each under which name."""
+def foreign_layers(module: nn.Module) -> list[tuple[nn.Module, str, ForeignLayer]]:
+    """Lists the foreign layers in a module with what holds each under which name.
+
+    Args:
+        module: The pipelined module, or what holds it.
+    """
     return [
         (holder, name, layer)
         for holder in module.modules()

@@ -25,6 +25,7 @@ from lightning_dist.half_casts import HalfCasts
 from lightning_dist.half_copies import Copies, half_copies, lent
 from lightning_dist.half_precision import HalfPrecision
 from lightning_dist.loss_scale import LossScale
+from lightning_dist.pipeline.cut import foreign_layers, whole
 from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.overflow import Alone, Overflow
@@ -114,13 +115,24 @@ class HalfPrecisionPlugin(Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         assert self._module is not None, "strategies convert the module first"
         self._detach()
-        self._parameters = self.half.half_parameters(self._module)
-        self._casts = HalfCasts(self._module, self.half)
+        self._attach(self._module)
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
     def teardown(self) -> None:
         self._detach()
+
+    def _attach(self, module: nn.Module) -> None:
+        with whole(
+            module
+        ):  # other stages' layers too, of which a model's forward may see the dtype
+            everywhere = self.half.half_parameters(module)
+            self._casts = HalfCasts(module, self.half)
+        ids = {id(parameter) for parameter in everywhere.values()}
+        for _, _, layer in foreign_layers(module):
+            layer.compute_in(lambda p: self.half.dtype if id(p) in ids else p.dtype)
+        own = {id(parameter) for parameter in module.parameters()}
+        self._parameters = {name: p for name, p in everywhere.items() if id(p) in own}
 
     def _detach(self) -> None:
         if self._casts is not None:

@@ -70,8 +70,8 @@ class Asked:
     resume: str | None = None
 
 
-def fit(strategy: Any, devices: int, asked: Asked) -> Run:
-    module = make_module(Halved, optimizer=asked.optimizer).float()
+def fit(strategy: Any, devices: int, asked: Asked, class_: type[Halved] = Halved) -> Run:
+    module = make_module(class_, optimizer=asked.optimizer).float()
     module.history = []
     callback = MixedPrecision(**asked.precision)
     trainer = make_trainer(
@@ -80,7 +80,7 @@ def fit(strategy: Any, devices: int, asked: Asked) -> Run:
     if asked.save is not None:
         module.on_train_epoch_end = lambda: trainer.save_checkpoint(asked.save)
     rank = int(os.environ.get("RANK", "0"))
-    (loader,) = (loaders(asked.shares)[rank % asked.shares],)
+    loader = loaders(asked.shares)[rank % asked.shares]
     trainer.fit(module, loader, make_loader(8), ckpt_path=asked.resume, weights_only=True)
     scale = callback.loss_scale
     if scale is not None:

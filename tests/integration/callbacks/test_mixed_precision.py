@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision as AutomaticMixedPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dist import (
     DDPStrategy,
@@ -23,7 +24,14 @@ from lightning_dist import (
 from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.checkpoint import load_full
 from tests.helpers.half_reference import half_weights, keep_norms, one_thread
-from tests.helpers.models import make_loader, make_module, make_optimizer, make_trainer, state_of
+from tests.helpers.models import (
+    ConvLayer,
+    make_loader,
+    make_module,
+    make_optimizer,
+    make_trainer,
+    state_of,
+)
 from tests.helpers.oracle import train_sequentially
 from tests.helpers.workers import WorkerPool
 from tests.integration.callbacks.half_common import (
@@ -69,6 +77,23 @@ def test_a_single_device(optimizer: str) -> None:
     assert_equal(one.state, expected(optimizer=optimizer).state)
     one = fit("auto", 1, Asked(optimizer=optimizer, trainer=trainer))
     assert_equal(one.state, expected(optimizer=optimizer, accumulate=2, clip=0.1).state)
+
+
+class Recomputed(ConvLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Forgetful(Halved):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for layer in self.model[:6]:
+            layer.__class__ = Recomputed
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_computed_again_is_half_again() -> None:
+    assert_equal(fit("auto", 1, Asked(), Forgetful).state, expected().state)
 
 
 # With accumulation and clipping too: the norm of several ranks is a sum in another order.

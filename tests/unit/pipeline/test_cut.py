@@ -99,3 +99,15 @@ def test_an_optimizer_of_strange_parameters_is_refused() -> None:
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
     with pytest.raises(ValueError, match=r"shape \(3,\)"):
         name_groups(stranger, sequence())
+
+
+def test_a_foreign_layer_imitates_what_it_computes_in() -> None:
+    sequence = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
+    cut(sequence, (1, 1), [1])
+    foreign = sequence[0]
+    assert isinstance(foreign, ForeignLayer)
+    tokens = torch.zeros(3, dtype=torch.int64, device="meta")
+    assert foreign.imitation()(tokens).dtype == torch.float32
+    foreign.compute_in(lambda p: torch.bfloat16)
+    assert foreign.imitation()(tokens).dtype == torch.bfloat16
+    assert foreign.skeleton.weight.dtype == torch.float32
