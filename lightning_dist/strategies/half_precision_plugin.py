@@ -187,7 +187,9 @@ class HalfPrecisionPlugin(Precision):
         gradients = self._divided_gradients(optimizer)
         is_left_out = self._overflow.decide(gradients)
         lightning_private.between_backward_and_step(self, model, optimizer)
-        if not is_left_out:
+        if is_left_out:
+            lightning_private.mark_optimizer_called(optimizer)  # or its LR scheduler would complain
+        else:
             optimizer.step(**kwargs)
         return result
 

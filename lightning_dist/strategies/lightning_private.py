@@ -244,8 +244,9 @@ def set_rank_of_rank_zero_functions(rank: int) -> None:
 def mark_optimizer_called(optimizer: Optimizer) -> None:
     """Tells LR schedulers that the optimizer's first step is only late.
 
-    The first steps of an asynchronous pipeline fill it, and torch would warn that the scheduler was
-    stepped before the optimizer; ``_opt_called`` is the flag that it looks at.
+    The first steps of an asynchronous pipeline fill it, and the first steps in fp16 may be left
+    out. Torch would warn that the scheduler was stepped before the optimizer; ``_opt_called`` is
+    the flag that it looks at.
     """
     setattr(optimizer, "_opt_called", True)  # noqa: B010
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from lightning_dist.callbacks import MixedPrecision
-from tests.helpers.half_reference import Batch, Reference, one_thread
+from tests.helpers.half_reference import Batch, Reference, half_weights, one_thread
 from tests.helpers.models import (
     Classifier,
     make_loader,
@@ -109,7 +110,18 @@ def expected(*, shares: int = 1, epochs: int = 1, optimizer: str = "sgd", **opti
         for batches in batches_of(shares, epochs):
             loop.step(batches)
             history.append((loop.scale.value, float(loop.scale.num_skipped)))
-    return Run(state_of(module), [*history, *history[-1:]], {})
+        ((x, y),) = make_loader(8)
+        weights = half_weights(module.model, loop.dtype)
+        logits = functional_call(module.model, weights, x.to(loop.dtype)).float()
+        val_loss = float(F.cross_entropy(logits, y).detach())
+    return Run(state_of(module), [*history, *history[-1:]], {"val_loss": val_loss})
+
+
+def assert_follows(ranks: list[Run], found: Run) -> None:
+    """Checks that nothing differs, but for the order in which a validation's losses are summed."""
+    assert_equal(joined(ranks), found.state)
+    for rank in ranks:
+        assert abs(rank.metrics["val_loss"] - found.metrics["val_loss"]) < 1e-6
 
 
 def joined(runs: list[Run]) -> dict[str, Tensor]:

@@ -76,11 +76,18 @@ def test_a_single_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     check([fit("auto", 1, Asked(PRECISION, trainer))], reference(accumulate=2, clip=0.1))
 
 
+class Scheduled(Halved):
+    """Has a scheduler that would warn of a first step that was left out."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(schedule_lr=True, **kwargs)
+
+
 def test_a_fixed_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     one = fit("auto", 1, Asked({"compute": "fp16", "loss_scale": 2.0**7}))
     check([one], expected(dtype=FP16, scale=Scale(2.0**7)))
-    one = fit("auto", 1, Asked({"compute": "fp16", "loss_scale": 2.0**40}))
+    one = fit("auto", 1, Asked({"compute": "fp16", "loss_scale": 2.0**40}), Scheduled)
     assert one.history[-1] == (2.0**40, 6.0)
 
 

@@ -153,6 +153,26 @@ def test_the_sigterm_protocol_is_replaced_where_lightning_looks() -> None:
     assert trainer.received_sigterm
 
 
+def test_hooks_and_clipping_come_between_backward_and_step() -> None:
+    class Hooked(L.LightningModule):
+        norms: tuple[float, ...] = ()
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.norms += (float(self.weight.grad.norm()),)
+
+    trainer, module = quiet_trainer(), Hooked()
+    trainer.gradient_clip_val = 1.0
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    module.weight = nn.Parameter(torch.zeros(4))
+    module.weight.grad = torch.ones(4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    lightning_private.between_backward_and_step(trainer.precision_plugin, module, optimizer)
+    assert module.norms == (2.0,)
+    assert float(module.weight.grad.norm()) == pytest.approx(1.0, abs=1e-5)
+    assert not module.weight.any()
+
+
 def test_a_late_first_step_is_no_reason_for_a_warning() -> None:
     def step_scheduler(prepare: bool) -> None:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
