@@ -100,3 +100,46 @@ def test_a_shared_copy_gets_one_gradient_in_half_precision() -> None:
         x = torch.tensor([[1.0, 2.0**-8]], dtype=BF16)
         (module(x) + module(x.flip(1))).sum().backward()
     assert torch.equal(module.weight.grad, torch.ones(2, 2))  # 1 + 2**-8 is 1 in bf16
+
+
+class MSELoss(nn.MSELoss):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.seen = (x.dtype, y.dtype)
+        return super().forward(x, y)
+
+
+class Normalised(nn.Module):
+    """Kept modules without weights, and a loss inside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4, affine=False)
+        self.after = nn.Identity()
+        self.loss = MSELoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(self.linear(x))
+        self.seen = normed.dtype
+        loss = self.loss(normed, normed.detach() * 0.5)
+        self.loss_dtype = loss.dtype
+        return loss
+
+
+def test_what_has_no_weights_is_kept_too() -> None:
+    root, half = nn.Module(), HalfPrecision(BF16)
+    root.model = Normalised()
+    casts = HalfCasts(root, half)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    given: list[torch.dtype] = []
+    hook = root.model.norm.register_forward_pre_hook(lambda _, args: given.append(args[0].dtype))
+    with lent(root, half_copies(half.half_parameters(root).values(), BF16)):
+        root.model(x)
+    assert given == [FP32]
+    assert root.model.seen == BF16
+    assert root.model.loss.seen == (FP32, FP32)
+    assert root.model.loss_dtype == FP32
+    assert root.model.norm.running_mean.dtype == FP32
+    casts.remove()
+    hook.remove()
+    assert not root.model.norm._forward_pre_hooks

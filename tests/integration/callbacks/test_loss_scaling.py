@@ -91,16 +91,18 @@ def test_a_fixed_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.history[-1] == (2.0**40, 6.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "shares", "num_microbatches"), [("ddp", 2, 1), ("fsdp", 2, 1), ("1f1b", 1, 8)]
-)
-def test_two_ranks(workers: WorkerPool, name: str, shares: int, num_microbatches: int) -> None:
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_replicas_and_shards(workers: WorkerPool, name: str) -> None:
+    ranks = workers.run(2, run, name, Asked(PRECISION, TRAINER, shares=2))
+    check([run for (run,) in ranks], reference(shares=2))
+
+
+def test_synchronous_stages(workers: WorkerPool) -> None:
     trainer = {**TRAINER, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-    asked = Asked(PRECISION, TRAINER, shares), Asked(PRECISION, trainer, shares)
-    plain, clipped = zip(*workers.run(2, run, name, *asked), strict=True)
-    options = {"shares": shares, "num_microbatches": num_microbatches}
-    check(plain, reference(**options))
-    found = reference(**options, accumulate=2, clip=0.1)
+    asked = Asked(PRECISION, TRAINER), Asked(PRECISION, trainer)
+    plain, clipped = zip(*workers.run(2, run, "1f1b", *asked), strict=True)
+    check(plain, reference(num_microbatches=8))
+    found = reference(num_microbatches=8, accumulate=2, clip=0.1)
     assert clipped[0].history == clipped[1].history == found.history
     assert largest_difference(joined(clipped), found.state) < 1e-6
 
