@@ -44,7 +44,8 @@ class FSDPStrategy(ShardedStrategy):
         offload: ``"cpu"`` keeps shards, gradients and optimizer state in host memory.
         activation_checkpointing: Compute the units' activations again in the backward: ``"full"``,
             ``"selective"`` (all but matrix products and attention), or of these classes.
-        reduce_dtype: Of gradients on their way, with ``precision="bf16-mixed"`` or ``"16-mixed"``.
+        reduce_dtype: Of gradients on their way, with ``precision="bf16-mixed"`` or ``"16-mixed"``,
+            or with the callback ``MixedPrecision``.
         sync_every_microstep: With ``accumulate_grad_batches``, reduce gradients in each backward,
             for memory: between micro-steps a rank holds a shard of them, not all.
         meta_init: Build in ``configure_model`` without memory, and give values shard by shard.
