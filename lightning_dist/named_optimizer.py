@@ -61,6 +61,22 @@ def keep_own_parameters(optimizer: Optimizer, module: nn.Module) -> None:
         group["params"] = [p for p in group["params"] if id(p) in own]
 
 
+def regroup(
+    optimizer: Optimizer, module: nn.Module, names: GroupNames, firsts: FirstNames = _NO_TIES
+) -> None:
+    """Gives an optimizer the parameters that this rank has now; its groups stay what they are.
+
+    Args:
+        optimizer: This rank's; those who hold it, such as schedulers, hold the same one after.
+        module: What this rank holds of the model.
+        names: All parameters' names by group.
+        firsts: As for :func:`name_groups`.
+    """
+    own = {firsts.get(name, name): p for name, p in module.named_parameters()}
+    for group, all_names in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = [own[name] for name in all_names if name in own]
+
+
 def state_by_name(
     optimizer: Optimizer, module: nn.Module, names: GroupNames, firsts: FirstNames = _NO_TIES
 ) -> dict[str, Any]:

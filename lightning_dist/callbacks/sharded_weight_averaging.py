@@ -85,14 +85,28 @@ class ShardedWeightAveraging(pl.Callback):
     @torch.no_grad()
     def _update(self, module: pl.LightningModule) -> None:
         share_of_new = 1.0 - self._decay if self._num_updates else 1.0
-        for name, parameter in module.named_parameters():
+        parameters = dict(module.named_parameters())
+        if parameters.keys() != self._averages.keys():
+            self._follow_moved_layers(module)
+        for name, parameter in parameters.items():
             average = local_part(self._averages[name])
             average.lerp_(local_part(parameter.detach()), share_of_new)
         self._num_updates += 1
 
+    def _follow_moved_layers(self, module: pl.LightningModule) -> None:
+        if self._num_updates:
+            raise ValueError(
+                "This rank has other layers than before, and the averages of those that moved are"
+                " where they were. Cut the pipeline anew before `start_at_step`, or leave"
+                " ShardedWeightAveraging out."
+            )
+        self._take(module)
+
     @torch.no_grad()
     def _swap(self, module: pl.LightningModule) -> None:
         parameters = dict(module.named_parameters())
+        if self.averages and parameters.keys() != self._averages.keys():
+            self._follow_moved_layers(module)
         for name, tensor in self.averages.items():
             latest, average = local_part(parameters[name].detach()), local_part(tensor)
             kept = latest.clone()

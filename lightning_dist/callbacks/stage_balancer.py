@@ -3,32 +3,45 @@
 The classic mistake of pipelining is to cut by the number of parameters: an embedding is large and
 quick, attention is small and slow. So layers are timed while they train, for a few batches now and
 then, and all ranks learn of all of them. What a better cut would bring is the simulator's answer,
-for with few micro-batches filling and draining hide much of a stage's idleness.
+for with few micro-batches filling and draining hide much of a stage's idleness. All ranks have the
+same numbers, so they decide alike, and where that is asked for they move the layers at once.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.callbacks.balance_report import draw_balance, tell_balance
-from lightning_dist.pipeline.balance import Balance, find_balance
-from lightning_dist.pipeline.layer_costs import RankProfile, StepCosts
+from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging
+from lightning_dist.pipeline.balance import Balance, find_balance, step_seconds
+from lightning_dist.pipeline.layer_costs import StepCosts
 from lightning_dist.pipeline.layer_profiler import LayerProfiler
+from lightning_dist.pipeline.stage_memory import memory_limit
+from lightning_dist.strategies.lightning_private import callbacks_of
+from lightning_dist.strategies.measured import gather_profiles
 from lightning_dist.strategies.pipeline import PipelineStrategy
+
+_MOVED_LAYERS = "balance/moved_layers"
+_MOVE_SECONDS = "balance/move_seconds"
 
 
 class StageBalancer(pl.Callback):
     """Reports how well the stages of a :class:`~lightning_dist.PipelineStrategy` are balanced.
 
+    With ``action="rebalance"`` it also moves layers while training runs, where that saves
+    ``min_gain``; see :meth:`~lightning_dist.PipelineStrategy.repartition`.
+
     Each report is metrics for all loggers: ``balance/stage_0_seconds`` and so on (forward and
     backward of one micro-batch), ``balance/step_seconds`` (predicted for a batch),
     ``balance/better_step_seconds`` (with the best cut), ``balance/gain`` (the share of a step that
-    it would save) and ``balance/measured_step_seconds``. Rank 0 prints it as two tables, which W&B
+    it would save) and ``balance/measured_step_seconds``; where layers move,
+    ``balance/moved_layers`` and ``balance/move_seconds``. Rank 0 prints it as two tables, which W&B
     and TensorBoard show too. At the end of training the newest one is drawn, for these two and, if
     there is any logger, as ``stage_balance.png`` in ``trainer.log_dir``.
 
@@ -37,6 +50,9 @@ class StageBalancer(pl.Callback):
         warmup_steps: Batches before the first one is timed, for caches and allocators to fill.
         measured_steps: Batches that are timed for a report.
         min_gain: Share of a step below which another cut is not worth the trouble.
+        action: Whether to move the layers.
+        memory_cap_bytes: What a rank may hold under another cut: parameters, gradients, optimizer
+            state, stashed weights and activations. None leaves that to the user.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -48,6 +64,8 @@ class StageBalancer(pl.Callback):
         warmup_steps: int = 5,
         measured_steps: int = 10,
         min_gain: float = 0.05,
+        action: Literal["report", "rebalance"] = "report",
+        memory_cap_bytes: float | None = None,
     ) -> None:
         if not 1 <= measured_steps <= every_n_steps or warmup_steps < 0 or not 0 <= min_gain < 1:
             raise ValueError(
@@ -55,12 +73,19 @@ class StageBalancer(pl.Callback):
                 f"{every_n_steps}, warmup_steps={warmup_steps} not negative and min_gain={min_gain}"
                 " in [0, 1)."
             )
+        if action not in ("report", "rebalance"):
+            raise ValueError(f"action={action!r} is unknown; use 'report' or 'rebalance'.")
+        if memory_cap_bytes is not None and not memory_cap_bytes > 0:
+            raise ValueError(f"memory_cap_bytes={memory_cap_bytes} must be above zero, or None.")
         self._every_n_steps = every_n_steps
         self._warmup_steps = warmup_steps
         self._measured_steps = measured_steps
         self._min_gain = min_gain
+        self._moves_layers = action == "rebalance"
+        self._memory_cap_bytes = memory_cap_bytes
         self._num_batches = 0
         self._profiler: LayerProfiler | None = None
+        self._profiled_cut: tuple[int, ...] = ()
         self._balance: Balance | None = None
 
     @property
@@ -75,17 +100,28 @@ class StageBalancer(pl.Callback):
                 "StageBalancer looks at the stages of a PipelineStrategy, but the strategy is a"
                 f" {type(trainer.strategy).__name__}. Leave the callback out, or use that one."
             )
+        averages = any(isinstance(c, ShardedWeightAveraging) for c in callbacks_of(trainer))
+        if self._moves_layers and averages:
+            raise ValueError(
+                "StageBalancer(action='rebalance') moves layers, but ShardedWeightAveraging's"
+                " averages of them would stay. Use action='report', and restart with the better"
+                " `partition=`; or leave the averaging out."
+            )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._num_batches = 0
-        self._profiler = _strategy_of(trainer).session.pipeline.layer_profiler()
+        if self._moves_layers:
+            _strategy_of(trainer).check_layers_can_move()
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._place_in_window == 0 and self._profiler is not None:
+        if self._place_in_window == 0:
+            pipeline = _strategy_of(trainer).session.pipeline
+            self._profiled_cut = pipeline.shape.layers_per_stage
+            self._profiler = pipeline.layer_profiler()
             self._profiler.start()
 
     @override
@@ -100,8 +136,10 @@ class StageBalancer(pl.Callback):
         is_last_one = self._place_in_window == self._measured_steps - 1
         self._num_batches += 1
         if is_last_one and self._profiler is not None:
-            self._profiler.stop()
-            self._report(trainer, pl_module, self._profiler.profile())
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+            if _strategy_of(trainer).session.pipeline.shape.layers_per_stage == self._profiled_cut:
+                self._report(trainer, pl_module, profiler)
 
     @property
     def _place_in_window(self) -> int:
@@ -110,18 +148,38 @@ class StageBalancer(pl.Callback):
         return since_warmup if since_warmup < 0 else since_warmup % self._every_n_steps
 
     def _report(
-        self, trainer: pl.Trainer, module: pl.LightningModule, profile: RankProfile
+        self, trainer: pl.Trainer, module: pl.LightningModule, profiler: LayerProfiler
     ) -> None:
         strategy = _strategy_of(trainer)
-        everyone: list[Any] = [None] * strategy.mesh.world_size
-        dist.all_gather_object(everyone, profile, group=strategy.group(*strategy.mesh.sizes))
-        steps = [p.step_seconds for p in everyone if p.step_seconds == p.step_seconds]
+        states = strategy.optimizers[0].state if strategy.optimizers else {}
+        profiles = gather_profiles(profiler.profile(states), strategy.group(*strategy.mesh.sizes))
+        steps = [p.step_seconds for p in profiles if p.step_seconds == p.step_seconds]
         measured = median(steps) if steps else float("nan")
-        shape = strategy.session.pipeline.shape
-        balance = self._balance = find_balance(StepCosts.of_ranks(everyone), shape, measured)
+        balance = self._balance = self._compare(strategy, StepCosts.of_ranks(profiles), measured)
         module.log_dict(_metrics_of(balance), batch_size=1)
         if trainer.is_global_zero:
             tell_balance(balance, self._conclude(balance), trainer.loggers, self._num_batches)
+        if self._moves_layers and balance.gain >= self._min_gain:
+            done = strategy.repartition(balance.better_cut)
+            seconds = strategy.broadcast(done.seconds)
+            metrics = {_MOVED_LAYERS: float(len(done.moves)), _MOVE_SECONDS: seconds}
+            module.log_dict(metrics, batch_size=1)
+
+    def _compare(self, strategy: PipelineStrategy, costs: StepCosts, measured: float) -> Balance:
+        shape, cap_bytes = strategy.session.pipeline.shape, self._memory_cap_bytes
+        if cap_bytes is None:
+            return find_balance(costs, shape, measured)
+        versions = strategy.config.weight_versions
+        memory = memory_limit(costs.layers, shape, versions, cap_bytes)
+        try:
+            return find_balance(costs, shape, measured, memory)
+        except ValueError as error:  # it trains as it is, so this is no reason to end it
+            rank_zero_info(f"memory_cap_bytes={cap_bytes:,.0f}: {error}")
+            return replace(
+                find_balance(costs, shape, measured),
+                better_cut=shape.layers_per_stage,
+                better_step_seconds=step_seconds(costs, shape, shape.layers_per_stage),
+            )
 
     def _conclude(self, balance: Balance) -> str:
         measured = f"a step took {balance.measured_step_seconds * 1e3:.2f} ms"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_dist.pipeline.layer_costs import StepCosts
+from lightning_dist.pipeline.partition import MemoryLimit
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.schedules import find_schedules
 from lightning_dist.pipeline.shape import PipelineShape
@@ -99,7 +100,10 @@ class Balance:
 
 
 def find_balance(
-    costs: StepCosts, shape: PipelineShape, measured_step_seconds: float = float("nan")
+    costs: StepCosts,
+    shape: PipelineShape,
+    measured_step_seconds: float = float("nan"),
+    memory: MemoryLimit | None = None,
 ) -> Balance:
     """Compares a pipeline's cut with the best one.
 
@@ -107,9 +111,11 @@ def find_balance(
         costs: What was measured.
         shape: The pipeline as it is.
         measured_step_seconds: What a training batch took.
+        memory: What no stage of the better cut may exceed.
 
     Raises:
-        ValueError: The costs are of another number of layers than the pipeline's.
+        ValueError: The costs are of another number of layers than the pipeline's, or no cut fits
+            into the memory.
     """
     cut = shape.layers_per_stage
     if len(costs.layers) != sum(cut):
@@ -117,7 +123,7 @@ def find_balance(
             f"The costs are those of {len(costs.layers)} layers, but the cut {list(cut)} is one of"
             f" {sum(cut)}."
         )
-    best = costs.best_cut(len(cut))
+    best = costs.best_cut(len(cut), memory)
     today, then = (step_seconds(costs, shape, c) for c in (cut, best))
     if then >= today:
         best, then = cut, today

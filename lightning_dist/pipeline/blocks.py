@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dist.pipeline.block_route import BlockRoute, Span
@@ -58,6 +58,10 @@ class Blocks(Layers):
     ) -> Any:
         given = keywords_of_a_stage(self.module, keywords)
         return (None if is_first else received, arguments, given)
+
+    @override
+    def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
+        """Does nothing: the model holds what its parts hold."""
 
     @override
     def attach(self) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from lightning_dist.pipeline.channel import Receiver, Sender
 from lightning_dist.pipeline.memory_channel import MemoryChannel
+from lightning_dist.pipeline.relocation import MoveLinks, Relocation
 from lightning_dist.pipeline.runtime import Links
 from lightning_dist.pipeline.tied_sums import TieLinks
 from lightning_dist.pipeline.transport import DistributedReceiver, DistributedSender
@@ -114,6 +115,38 @@ def connect(
         None if rank == last else receiver(results, last),
         tuple(own),
         _tie_links(ranks, pairs, of_ties, receiver),
+    )
+
+
+def connect_moves(
+    relocation: Relocation,
+    ranks: Sequence[int],
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    device: torch.device,
+    timeout_seconds: float,
+) -> MoveLinks:
+    """Opens this rank's channels for layers that move; each rank of the pipeline must call it.
+
+    Args:
+        relocation: Says who sends to whom.
+        ranks: Global ranks of the pipeline, in order.
+        groups: One communicator for what goes to later ranks, and one for what goes to earlier.
+        device: Where received tensors shall be.
+        timeout_seconds: How long a receive waits.
+    """
+    own = ranks.index(dist.get_rank())
+    later, earlier = groups
+    return MoveLinks(
+        {
+            peer: DistributedSender(later if peer > own else earlier, ranks[peer])
+            for peer in relocation.targets
+        },
+        {
+            peer: DistributedReceiver(
+                later if peer < own else earlier, ranks[peer], device, timeout_seconds
+            )
+            for peer in relocation.sources
+        },
     )
 
 

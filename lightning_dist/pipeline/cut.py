@@ -32,20 +32,17 @@ class ForeignLayer(nn.Module):
     """Stands for a layer that lives on another rank.
 
     Args:
-        layer: The layer that it replaces.
-        name: Its name in the pipelined module.
+        skeleton: The structure of the layer that it replaces, its tensors on the meta device.
+        name: The layer's name in the pipelined module.
         stage_index: The stage that has it.
-        stand_ins: As for :func:`skeleton_of`.
     """
 
-    def __init__(
-        self, layer: nn.Module, name: str, stage_index: int, stand_ins: dict[int, Tensor]
-    ) -> None:
+    def __init__(self, skeleton: nn.Module, name: str, stage_index: int) -> None:
         super().__init__()
         self.name = name
         self.stage_index = stage_index
         # In a tuple, where nn.Module does not look for submodules.
-        self._skeleton = (skeleton_of(layer, stand_ins),)
+        self._skeleton = (skeleton,)
         self._dtype_of: DtypeOf = _own_dtype
 
     def compute_in(self, dtype_of: DtypeOf) -> None:
@@ -115,8 +112,14 @@ def _copy_with(module: Module, stand_ins: dict[int, Tensor], device: torch.devic
     for buffer in module.buffers():
         if id(buffer) not in stand_ins:
             stand_ins[id(buffer)] = torch.empty_like(buffer, device=device)
-    # What deepcopy finds in its memo it takes for a copy.
-    return copy.deepcopy(module, dict[int, object](stand_ins))
+    # What deepcopy finds in its memo it takes for a copy. A hook may be the method of anything.
+    hooks = {id(hook): hook for part in module.modules() for hook in _hooks_of(part)}
+    return copy.deepcopy(module, {**stand_ins, **hooks})
+
+
+def _hooks_of(part: nn.Module) -> list[object]:
+    attributes = vars(part).items()
+    return [h for name, held in attributes if name.endswith("_hooks") for h in held.values()]
 
 
 def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:
@@ -160,9 +163,37 @@ def cut(
     for part in layers.parts():
         stage = stages[part.layer_index]
         if stage not in own_stages:
-            holder, _, name = part.name.rpartition(".")
-            foreign = ForeignLayer(part.module, part.name, stage, stand_ins)
-            setattr(layers.module.get_submodule(holder), name, foreign)
+            skeleton = skeleton_of(part.module, stand_ins)
+            _place(layers.module, part.name, ForeignLayer(skeleton, part.name, stage))
+
+
+def recut(
+    module: nn.Sequential | Layers, layers_per_stage: Sequence[int], own_layers: Collection[int]
+) -> None:
+    """Cuts a module anew that was cut before; no tensor is made or copied.
+
+    Args:
+        module: The pipelined module, or its layers; changed in place. What leaves this rank has no
+            values by now, and what comes has got them; see
+            :mod:`lightning_dist.pipeline.layer_values`.
+        layers_per_stage: The new partition.
+        own_layers: The layers that are on this rank.
+    """
+    layers = layers_in(module)
+    stages = stage_of_layers(layers_per_stage)
+    for part in layers.parts():
+        stage, present = stages[part.layer_index], part.module
+        if isinstance(present, ForeignLayer):
+            present.stage_index = stage
+            if part.layer_index in own_layers:
+                _place(layers.module, part.name, present.skeleton)
+        elif part.layer_index not in own_layers:
+            _place(layers.module, part.name, ForeignLayer(present, part.name, stage))
+
+
+def _place(module: nn.Module, name: str, part: nn.Module) -> None:
+    holder, _, own_name = name.rpartition(".")
+    setattr(module.get_submodule(holder), own_name, part)
 
 
 def is_cut(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import fmean, median
 
-from lightning_dist.pipeline.partition import partition_layers
+from lightning_dist.pipeline.partition import MemoryLimit, partition_layers
 from lightning_dist.pipeline.simulator import StageCosts
 
 
@@ -27,6 +27,8 @@ class LayerCosts:
         boundary_bytes: Of what it hands to the next layer.
         parameter_bytes: Of its trainable parameters.
         activation_bytes: What its forward keeps for its backward, its parameters left out.
+        resident_bytes: What it holds at all times: parameters, gradients of two updates, buffers
+            and optimizer state.
     """
 
     name: str
@@ -35,6 +37,7 @@ class LayerCosts:
     boundary_bytes: int = 0
     parameter_bytes: int = 0
     activation_bytes: int = 0
+    resident_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -55,6 +58,7 @@ class LayerCosts:
             parts[-1].boundary_bytes,
             sum(part.parameter_bytes for part in parts),
             sum(part.activation_bytes for part in parts),
+            sum(part.resident_bytes for part in parts),
         )
 
 
@@ -131,18 +135,19 @@ class StepCosts:
         backward[-1] += self.loss_backward_seconds
         return StageCosts(tuple(forward), tuple(backward), update_seconds=self.update_seconds)
 
-    def best_cut(self, num_stages: int) -> tuple[int, ...]:
+    def best_cut(self, num_stages: int, memory: MemoryLimit | None = None) -> tuple[int, ...]:
         """Finds the cut whose slowest stage is fastest.
 
         Args:
             num_stages: Stages of the pipeline.
+            memory: What no stage may exceed.
 
         Raises:
-            ValueError: More stages than layers.
+            ValueError: More stages than layers, or no cut fits into the memory.
         """
         costs = [layer.seconds for layer in self.layers]
         costs[-1] += self.loss_forward_seconds + self.loss_backward_seconds
-        return tuple(partition_layers(costs, num_stages))
+        return tuple(partition_layers(costs, num_stages, memory=memory))
 
 
 def _mean_of(same: Sequence[LayerCosts]) -> LayerCosts:

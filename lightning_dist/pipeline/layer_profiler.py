@@ -13,10 +13,11 @@ a stage's layers as the part of the inputs is.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from lightning_dist.pipeline.timeline import Span, SpanKind
 from lightning_dist.tree import flatten
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+_NO_STATES: Mapping[Tensor, Any] = MappingProxyType({})
 
 
 class LayerProfiler:
@@ -72,8 +74,12 @@ class LayerProfiler:
             handle.remove()
         self._handles.clear()
 
-    def profile(self) -> RankProfile:
-        """Says what was seen; on a GPU waits for the device."""
+    def profile(self, states: Mapping[Tensor, Any] = _NO_STATES) -> RankProfile:
+        """Says what was seen; on a GPU waits for the device.
+
+        Args:
+            states: What the optimizer keeps for each parameter.
+        """
         forwards, own_forwards = self._of_forwards()
         backwards, own_backwards = self._of_backwards()
         updates = self._spans(SpanKind.UPDATE)
@@ -87,6 +93,7 @@ class LayerProfiler:
                 self._sent.get(index, 0),
                 sum(p.nbytes for p in part.module.parameters() if p.requires_grad),
                 self._kept[index].num_bytes if index in self._kept else 0,
+                _resident_bytes(part.module, states),
             )
             of_layers[part.layer_index].append(costs)
         return RankProfile(
@@ -211,6 +218,14 @@ def _shares_of_weights(spans: Iterable[Span]) -> dict[int, float]:
     return {
         stage: 1.0 + weights[stage] / inputs[stage] if inputs[stage] else 1.0 for stage in inputs
     }
+
+
+def _resident_bytes(layer: nn.Module, states: Mapping[Tensor, Any]) -> int:
+    parameters = list(layer.parameters())
+    kept = flatten([states[p] for p in parameters if p in states])[0]
+    # A pipeline's backwards are over before the gradients of the update before are given up.
+    gradients = 2 * sum(p.nbytes for p in parameters if p.requires_grad)
+    return gradients + sum(tensor.nbytes for tensor in (*parameters, *layer.buffers(), *kept))
 
 
 def _median(values: list[float]) -> float:

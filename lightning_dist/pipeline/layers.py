@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 
@@ -81,6 +81,23 @@ class Layers(ABC):
             keywords: Of that call.
         """
 
+    def beside(self, layer_index: int) -> dict[str, Tensor]:
+        """Gives the tensors that a layer of this rank uses and its submodules do not hold.
+
+        Args:
+            layer_index: The layer.
+        """
+        return {}
+
+    @abstractmethod
+    def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
+        """Ends a change of the cut, when the submodules are where they belong.
+
+        Args:
+            own_layers: Of this rank from now on.
+            beside: What :meth:`beside` gave of those that came.
+        """
+
     @abstractmethod
     def attach(self) -> None:
         """Prepares the module, cut by now, for the calls of stages."""
@@ -98,7 +115,8 @@ class LayerSequence(Layers):
     """
 
     def __init__(self, module: nn.Sequential) -> None:
-        super().__init__(module, [(name,) for name, _ in module.named_children()])
+        # `named_children` leaves out a child that was there before, one activation for all say.
+        super().__init__(module, [(name,) for name in module._modules])
 
     @override
     def stage(self, first: int, end: int) -> nn.Sequential:
@@ -110,6 +128,10 @@ class LayerSequence(Layers):
         self, is_first: bool, received: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
         return arguments[0] if is_first else received
+
+    @override
+    def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
+        """Does nothing."""
 
     @override
     def attach(self) -> None:

@@ -26,8 +26,9 @@ equal, and is the loop's to call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,28 +124,30 @@ class Pipeline:
         self._rounds = Rounds(shape)
         self._on_complete = on_complete
         self._layers = layers_in(sequence)
-        self._layers.attach()
-        self._seam = Seam(self._layers.module, is_whole=shape.num_stages == 1)
 
-        def stage(number: int) -> Stage:
-            own = layers_of(sequence, shape.layers_per_stage, number)
+        def make_stage(seam: Seam, number: int, history: Sequence[int]) -> Stage:
+            own = layers_of(sequence, self.shape.layers_per_stage, number)
             policy = choose_policy(
                 own, number, self.update_rule, weight_versions, predict, measure_discrepancy, half
             )
             return Stage(
-                self._seam,
+                seam,
                 number,
                 shape.num_stages,
                 own if layers is None else layers(number),
                 policy,
                 gradients(),
-                StalenessMeter(policy.release, measures_discrepancy=measure_discrepancy),
+                StalenessMeter(policy.release, history, measures_discrepancy=measure_discrepancy),
                 layer_input=self._layers.layer_input,
                 seed=(seed, shape.replica_index),
                 device=device,
             )
 
-        self.stages = {number: stage(number) for number in shape.stages}
+        self._make_stage = make_stage
+        self._seam: Seam | None = None
+        self._earlier_peaks: dict[int, int] = {}
+        self.stages: dict[int, Stage] = {}
+        self._attach()
         loss_weights = LossWeights(average_weight)
         comes_late = self.update_rule is UpdateRule.LATE
         self._held = HeldUpdate(self.stages, self.recorder, loss_weights, comes_late=comes_late)
@@ -191,7 +194,10 @@ class Pipeline:
     @property
     def peak_stash_bytes(self) -> dict[int, int]:
         """The most bytes of stashed weights, by stage of this rank."""
-        return {number: stage.policy.peak_stash_bytes for number, stage in self.stages.items()}
+        return {
+            number: max(stage.policy.peak_stash_bytes, self._earlier_peaks.get(number, 0))
+            for number, stage in self.stages.items()
+        }
 
     @property
     def reports(self) -> dict[int, UpdateReport]:
@@ -385,10 +391,43 @@ class Pipeline:
 
     def detach(self) -> None:
         """Gives the pipelined module its forward back."""
-        self._seam.detach()
-        self._layers.detach()
+        seam, self._seam = self._seam, None
+        if seam is not None:
+            seam.detach()
+            self._layers.detach()
         for stage in self.stages.values():
             stage.clear()
+
+    @contextmanager
+    def letting_go(self) -> Iterator[None]:
+        """Leaves the pipelined module alone for a while; nothing may be in flight.
+
+        Yields:
+            Nothing. Meanwhile layers may move, if :meth:`take_over` follows, or another pipeline
+            may run this rank's. The numbers of batches, what was recorded and what is known of
+            weights go on afterwards.
+        """
+        assert self._batches_since_drain == 0 or not self.asynchronous
+        self.detach()
+        yield
+        self._attach()
+
+    def take_over(self, layers_per_stage: tuple[int, ...]) -> None:
+        """Notes another partition, while the module is let go.
+
+        Args:
+            layers_per_stage: By which the module is cut now.
+        """
+        assert self._seam is None
+        self.shape = replace(self.shape, layers_per_stage=layers_per_stage)
+
+    def _attach(self) -> None:
+        self._earlier_peaks = self.peak_stash_bytes
+        known = self.staleness
+        self._layers.attach()
+        self._seam = Seam(self._layers.module, is_whole=self.shape.num_stages == 1)
+        for number in self.shape.stages:  # in the same dict, which others hold too
+            self.stages[number] = self._make_stage(self._seam, number, known.get(number, ()))
 
     def _mark(self, batch: Any, *, read_devices: bool) -> int:
         return fingerprint(batch, read_devices=read_devices) if self._mark_batches else 0

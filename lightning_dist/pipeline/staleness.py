@@ -14,7 +14,7 @@ under ``pipedream_2bw`` the last stage has a second version like all others.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,17 +44,22 @@ class StalenessMeter:
 
     Args:
         release: Takes a version back that nobody looks at any more.
+        history: The staleness of earlier updates.
         measures_discrepancy: Whether to compare values too.
     """
 
     def __init__(
-        self, release: Callable[[WeightVersion], None], *, measures_discrepancy: bool = False
+        self,
+        release: Callable[[WeightVersion], None],
+        history: Iterable[int] = (),
+        *,
+        measures_discrepancy: bool = False,
     ) -> None:
         self._release = release
         self._measures_discrepancy = measures_discrepancy
         self._indices: dict[int, int] = {}
         self._kept: dict[int, list[WeightVersion]] = {}
-        self._history = array("I")
+        self._history = array("I", history)
 
     @property
     def history(self) -> tuple[int, ...]:

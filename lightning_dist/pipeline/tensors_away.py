@@ -25,17 +25,44 @@ class TensorsAway:
     """
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
-        self._places = {name: _place_of(module, name) for name in names}
+        self._module = (module,)  # in a tuple, where nn.Module does not look for submodules
+        self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
         self._shapes: dict[str, Tensor] = {}
+        self.take(names)
+
+    def take(self, names: Collection[str]) -> None:
+        """Takes tensors out.
+
+        Args:
+            names: Of those to take out; all names of a tensor that has several.
+        """
+        (module,) = self._module
+        places = {name: _place_of(module, name) for name in names}
         by_identity: dict[int, Tensor] = {}
-        for name, (tensors, key) in self._places.items():
+        for name, (tensors, key) in places.items():
             tensor = tensors[key]
             assert tensor is not None
             self._shapes[name] = by_identity.setdefault(id(tensor), _on(tensor, "meta"))
-        for tensors, key in self._places.values():
+        for tensors, key in places.values():
             tensors[key] = None
+        self._places |= places
         for name in {name.rpartition(".")[0] for name in names} - {""}:
             _refuse_calls(module.get_submodule(name), name)
+
+    def give(self, values: Mapping[str, Tensor]) -> None:
+        """Puts tensors in, which are this rank's from now on.
+
+        Args:
+            values: By name; all names of those that have several.
+        """
+        (module,) = self._module
+        for name, tensor in values.items():
+            tensors, key = self._places.pop(name)
+            del self._shapes[name]
+            tensors[key] = tensor
+        still_away = {name.rpartition(".")[0] for name in self._places}
+        for name in {name.rpartition(".")[0] for name in values} - still_away - {""}:
+            del module.get_submodule(name).forward
 
     @property
     def names(self) -> set[str]:

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from lightning_dist.pipeline.cut import skeleton_of
+from lightning_dist.pipeline.layers import LayerSequence
 from lightning_dist.pipeline.tensors_away import TensorsAway
 from lightning_dist.pipeline.trace_call import Call, CallCheck, bind, example_of
 from lightning_dist.pipeline.trace_export import check_of, export
@@ -183,6 +185,11 @@ class TracedLayer(nn.Module):
             self.register_parameter(_key_of(name), parameter)
         self._keys = {name: _key_of(name) for name in parameters}
 
+    def named_tensors(self) -> dict[str, nn.Parameter]:
+        """Gives the parameters by their names in the traced module."""
+        held = {name: self._parameters[key] for name, key in self._keys.items()}
+        return {name: p for name, p in held.items() if p is not None}
+
     def forward(self, values: Any) -> Any:
         """Runs the layer.
 
@@ -238,6 +245,53 @@ class TracedSequence(nn.Sequential):
         if self.away is None:
             names = self.names_in(range(len(self))) - self.names_in(layers)
             self.away = TensorsAway(self._module[0], names)
+
+    def rehome(self, layers: Sequence[int], buffers: Mapping[str, Tensor]) -> None:
+        """Follows layers that have moved: the traced module holds what they hold.
+
+        Args:
+            layers: Indices of those that are here now.
+            buffers: That have come, by name.
+        """
+        assert self.away is not None
+        layer_of = {name: self[index] for index in layers for name in self.names_in([index])}
+        known: dict[str, Tensor] = dict(buffers)
+        for layer in layer_of.values():
+            known |= layer.named_tensors()  # type: ignore[operator]
+        canonical = self.program.canonical
+        self.away.give({name: known[canonical[name]] for name in layer_of.keys() & self.away.names})
+        self.away.take(self.names_in(range(len(self))) - layer_of.keys() - self.away.names)
+
+    def buffers_of(self, layer: int) -> dict[str, Tensor]:
+        """Gives the buffers that a layer of this rank uses, by name.
+
+        Args:
+            layer: Its index.
+        """
+        module = self._module[0]
+        held = self[layer].named_tensors()  # type: ignore[operator]
+        names = self.program.names_of_layer(layer) - held.keys()
+        return {name: module.get_buffer(name) for name in names}
+
+
+class TracedLayers(LayerSequence):
+    """The layers of a traced module, whose buffers are beside them.
+
+    Args:
+        sequence: Stands in for the module's forward.
+    """
+
+    def __init__(self, sequence: TracedSequence) -> None:
+        super().__init__(sequence)
+        self._sequence = sequence
+
+    @override
+    def beside(self, layer_index: int) -> dict[str, Tensor]:
+        return self._sequence.buffers_of(layer_index)
+
+    @override
+    def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
+        self._sequence.rehome(own_layers, beside)
 
 
 class _TracedForward:

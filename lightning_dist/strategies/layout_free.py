@@ -24,6 +24,7 @@ from lightning_dist.named_optimizer import (
     GroupNames,
     load_by_name,
     name_groups,
+    regroup,
     state_by_name,
     to_names,
 )
@@ -65,15 +66,30 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.check_group_names()
         names = self._group_names[self.optimizers.index(optimizer)]
-        if len(optimizer.param_groups) != len(names):
-            raise ValueError(
-                f"The optimizer has {len(optimizer.param_groups)} parameter groups, but"
-                f" `configure_optimizers` made {len(names)}: some were added later, by"
-                " BaseFinetuning say, and ranks do not know each other's. Make all groups in"
-                " `configure_optimizers`, or train without checkpoints."
-            )
         return state_by_name(optimizer, self.module, names, self._first_names)
+
+    def check_group_names(self) -> None:
+        """Checks that the optimizers' groups are still those that have names.
+
+        Raises:
+            ValueError: They are not.
+        """
+        for optimizer, names in zip(self.optimizers, self._group_names, strict=True):
+            if len(optimizer.param_groups) != len(names):
+                raise ValueError(
+                    f"The optimizer has {len(optimizer.param_groups)} parameter groups, but"
+                    f" `configure_optimizers` made {len(names)}: some were added later, by"
+                    " BaseFinetuning say, and ranks do not know each other's. Make all groups in"
+                    " `configure_optimizers`, or train without checkpoints and without moving"
+                    " layers."
+                )
+
+    def regroup_optimizers(self) -> None:
+        """Gives the optimizers the parameters that this rank has now."""
+        for optimizer, names in zip(self.optimizers, self._group_names, strict=True):
+            regroup(optimizer, self.module, names, self._first_names)
 
     @override
     def save_checkpoint(

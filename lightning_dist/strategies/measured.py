@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_dist.mesh import MeshShape
+from lightning_dist.pipeline.layer_costs import RankProfile
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.timeline import Span, Timeline
 
@@ -109,3 +110,15 @@ def gather_measurements(
         tuple(peak_stash_bytes for peak_stash_bytes, _ in in_order),
         tuple(staleness for _, staleness in in_order),
     )
+
+
+def gather_profiles(profile: RankProfile, group: dist.ProcessGroup) -> list[RankProfile]:
+    """Gives each rank what all have found out about their layers; each must call it.
+
+    Args:
+        profile: This rank's.
+        group: A gloo group of all ranks.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, profile, group=group)
+    return everyone

@@ -32,6 +32,12 @@ def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -
             " schedule='1f1b' or 'gpipe' here, or PipelineStrategy, whose replicas hold whole"
             " stages."
         )
+    if pipeline.partition == "profile":
+        raise ValueError(
+            "partition='profile' moves layers when it has measured, and here each rank has shards"
+            " of its layers, or pieces. Use partition='parameters' or the layers per stage, or"
+            " PipelineStrategy, whose replicas hold whole stages."
+        )
     if pipeline.is_traced:
         raise ValueError(
             f"layers={pipeline.layers!r} runs the operations of a module without calling its parts,"

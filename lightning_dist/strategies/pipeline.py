@@ -28,6 +28,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -41,8 +42,8 @@ from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.clipping import NormsAhead, clip_by_global_norm
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
-from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.measured import MeasuredStages, gather_measurements
+from lightning_dist.strategies.movable_layers import MovableLayers
 from lightning_dist.strategies.overflow import Ahead, Apart, Overflow
 from lightning_dist.strategies.pipeline_config import (
     PipelineConfig,
@@ -62,7 +63,7 @@ from lightning_dist.strategies.traced_split import find_traced_split
 _PROGRESS_KEY = "lightning_dist"
 
 
-class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
+class PipelineStrategy(MeasuredStages, MovableLayers):
     """Cuts a model into stages, one per rank, and trains it unchanged.
 
     The world size is the number of stages, over those per rank, times that of data replicas.
@@ -82,7 +83,9 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
             with ``example_input_array`` as the example; ``"trace:path"`` the module of that path.
             Layers begin where parts come to their parameters.
         partition: ``"parameters"`` balances the number of parameters, ``"uniform"`` the number of
-            layers; or the layers per stage.
+            layers; or the layers per stage. ``"profile"`` balances time: the first training batch
+            is run some times and forgotten, then layers move to where they should be. A run that
+            trains nothing is cut by parameters.
         weight_versions: For ``"pipedream"``: ``"stash"`` runs the backward of a batch with the
             weights of its forward; ``"vertical_sync"`` too, and gives a batch the same version on
             all stages; ``"none"`` does neither, only to study what stashing buys.
@@ -117,7 +120,7 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
         schedule: ScheduleName = "1f1b",
         num_microbatches: int | Literal["auto"] = "auto",
         layers: str = "auto",
-        partition: Literal["parameters", "uniform"] | list[int] = "parameters",
+        partition: Literal["parameters", "uniform", "profile"] | list[int] = "parameters",
         weight_versions: WeightVersions = "stash",
         stages_per_rank: int | Literal["auto"] = "auto",
         staleness_correction: StalenessCorrection = "none",
@@ -134,7 +137,20 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
+        if num_stages != "auto":
+            check_count("num_stages", num_stages)
+        config = PipelineConfig(
+            schedule,
+            num_microbatches,
+            layers,
+            partition,
+            weight_versions,
+            stages_per_rank,
+            staleness_correction,
+            correction_steps,
+        )
         super().__init__(
+            config,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -145,21 +161,8 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
             start_method=start_method,
             save_full=save_full,
         )
-        if num_stages != "auto":
-            check_count("num_stages", num_stages)
         self._num_stages = num_stages
-        self._config = PipelineConfig(
-            schedule,
-            num_microbatches,
-            layers,
-            partition,
-            weight_versions,
-            stages_per_rank,
-            staleness_correction,
-            correction_steps,
-        )
         self._undo: tuple[Callable[[], None], ...] = ()
-        self._session: Session | None = None
         self._ahead: Ahead | None = None
         self._accumulating = False
         self._log_staleness = log_staleness
@@ -198,10 +201,17 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
             pipeline_checks.check_trainer(trainer, module, self._config)
         if half_precision_of(self.precision_plugin) is not None:
             pipeline_checks.check_half_precision(self._config)
+        if self._config.partition == "profile" and not is_fitting:
+            rank_zero_info(
+                "partition='profile' measures while it trains. This run does not, and is cut by"
+                " parameters."
+            )
         place = self.mesh.coordinates(self.global_rank)["pp"]
         self.model = self.precision_plugin.convert_module(module)  # a trace builds dtypes in
         find = find_traced_split if self._config.is_traced else find_split
         self._split: PipelineSplit = find(module, self._config, self.mesh.pp, place)
+        if is_fitting and self._config.partition == "profile":
+            self.check_layers_can_move()
         if is_fitting:
             self._setup_optimizers_of_whole_model(trainer)
         self._split.cut()
@@ -275,12 +285,6 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
         group = self.group("pp", purpose="staleness")
         return LoggedStaleness(group, self._log_staleness, self._log_discrepancy)
 
-    @property
-    def session(self) -> Session:
-        """What is at work from ``setup`` to ``teardown``."""
-        assert self._session is not None, "the pipeline exists from setup to teardown"
-        return self._session
-
     @contextmanager
     def _whole_model(self) -> Iterator[None]:
         module = self.module
@@ -308,6 +312,7 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
     def interrupt(self, error: BaseException) -> None:
         if self._session is not None:
             self._session.channels.interrupt(error)
+            self.interrupt_moves(error)
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -315,7 +320,8 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         arguments = pipeline_checks.arguments_of_step(args, kwargs)
         session = self.session
-        result = session.runner.train(arguments, self.precision_plugin.train_step_context)
+        with self.stepping():
+            result = session.runner.train(arguments, self.precision_plugin.train_step_context)
         if session.staleness_log is not None:
             session.staleness_log.log()
         return result
@@ -333,6 +339,7 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        self.holds_gradients = self._accumulating
         return self.session.updates.backward(closure_loss, accumulating=self._accumulating)
 
     @override
@@ -378,7 +385,8 @@ class PipelineStrategy(MeasuredStages, LayoutFreeCheckpoints):
             "predict_step": self.precision_plugin.predict_step_context,
         }[name]
         arguments = pipeline_checks.arguments_of_step(args, kwargs)
-        return self.session.runner.evaluate(getattr(self.module, name), arguments, context)
+        with self.stepping():
+            return self.session.runner.evaluate(getattr(self.module, name), arguments, context)
 
     def _catch_up(self) -> None:
         self.session.runner.catch_up()

@@ -60,7 +60,7 @@ class PipelineConfig:
     schedule: ScheduleName = "1f1b"
     num_microbatches: int | Literal["auto"] = "auto"
     layers: str = "auto"
-    partition: Literal["parameters", "uniform"] | Sequence[int] = "parameters"
+    partition: Literal["parameters", "uniform", "profile"] | Sequence[int] = "parameters"
     weight_versions: WeightVersions = "stash"
     stages_per_rank: int | Literal["auto"] = "auto"
     staleness_correction: StalenessCorrection = "none"
@@ -91,10 +91,14 @@ class PipelineConfig:
                 " smaller batches, or use schedule='1f1b'."
             )
         self._check_correction(rule)
-        if isinstance(self.partition, str) and self.partition not in ("parameters", "uniform"):
+        if isinstance(self.partition, str) and self.partition not in (
+            "parameters",
+            "uniform",
+            "profile",
+        ):
             raise ValueError(
-                f"partition={self.partition!r} is unknown; use 'parameters', 'uniform' or the"
-                " layers per stage, like [3, 3]."
+                f"partition={self.partition!r} is unknown; use 'parameters', 'uniform', 'profile'"
+                " or the layers per stage, like [3, 3]."
             )
 
     def _check_correction(self, rule: UpdateRule) -> None:

@@ -187,7 +187,8 @@ def choose_partition(
 
     Args:
         layers: Of the pipelined module.
-        partition: ``"parameters"``, ``"uniform"``, or the layers per stage.
+        partition: ``"parameters"``, ``"uniform"``, or the layers per stage; ``"profile"`` begins
+            with what ``"parameters"`` gives.
         num_stages: Stages of the pipeline.
 
     Returns:
@@ -204,13 +205,13 @@ def choose_partition(
         )
     if partition == "uniform":
         return tuple(uniform_partition(num_layers, num_stages))
-    if partition == "parameters":
+    if partition in ("parameters", "profile"):
         costs = [float(count) for count in layer_parameter_counts(layers)]
         return tuple(partition_layers(costs, num_stages))
     if isinstance(partition, str):
         raise ValueError(
-            f"partition={partition!r} is unknown; use 'parameters', 'uniform' or the layers per"
-            " stage."
+            f"partition={partition!r} is unknown; use 'parameters', 'uniform', 'profile' or the"
+            " layers per stage."
         )
     counts = tuple(partition)
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:

@@ -84,6 +84,20 @@ class StepRunner:
         self._deliver(self._num_held_back())
         return self._last_result
 
+    def rehearse(self, pipeline: Pipeline, arguments: Sequence[Any], context: StepContext) -> None:
+        """Runs a training batch through another pipeline; what it logs is forgotten.
+
+        Args:
+            pipeline: On this rank's stages.
+            arguments: Of ``training_step``.
+            context: Wraps each micro-batch's step.
+        """
+        batch, *rest = arguments
+        seed = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
+        step = self._step(self._module.training_step, context, rest)
+        pipeline.train_batch(batch, step, seed=seed)
+        self._log.forget()
+
     def catch_up(self) -> None:
         """Makes the newest training batches known that :meth:`train` has held back.
 

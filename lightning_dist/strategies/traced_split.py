@@ -20,9 +20,14 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_dist.pipeline.cut import stage_of_layers
-from lightning_dist.pipeline.layers import Layers, LayerSequence
+from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.trace_call import bind, example_of
-from lightning_dist.pipeline.traced_layers import TracedProgram, TracedSequence, sequence_of
+from lightning_dist.pipeline.traced_layers import (
+    TracedLayers,
+    TracedProgram,
+    TracedSequence,
+    sequence_of,
+)
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipeline_split import PipelineSplit
 from lightning_dist.strategies.pipelined_module import choose_partition, refuse_outside
@@ -102,7 +107,7 @@ def find_traced_split(
         refuse_outside(module, path, traced, kind="traced")
         sequence = _trace(module, traced, path)
     rank_of_stage = config.rank_of_stage(num_ranks)
-    layers = LayerSequence(sequence)
+    layers = TracedLayers(sequence)
     partition = _choose_partition(layers, sequence.program, config, len(rank_of_stage), path)
     own = tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
     return TracedSplit(path, layers, partition, own, ties=())  # a layer has all uses of its own

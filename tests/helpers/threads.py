@@ -39,10 +39,17 @@ class Yielding(MemoryChannel):
 
 
 def run_ranks(
-    make: Callable[[], nn.Sequential], shapes: Sequence[PipelineShape], train: Train, **options: Any
+    make: Callable[[], nn.Sequential],
+    shapes: Sequence[PipelineShape],
+    train: Train,
+    turn: threading.Lock | None = None,
+    **options: Any,
 ) -> list[Any]:
-    """Runs a rank for each shape at once, and gives what each returned."""
-    turn = threading.Lock()
+    """Runs a rank for each shape at once, and gives what each returned.
+
+    Channels of the caller's own are :class:`Yielding` ones of the same turn.
+    """
+    turn = turn or threading.Lock()
     links = connect_in_memory(shapes[0].rank_of_stage, partial(Yielding, turn))
     models = [make() for _ in shapes]
     results: dict[int, Any] = {}

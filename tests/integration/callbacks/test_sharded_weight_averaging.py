@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +85,26 @@ def test_equals_a_single_device_when_resumed_too(
 def test_bad_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         ShardedWeightAveraging(**arguments)
+
+
+@pytest.mark.parametrize("has_averaged", [False, True])
+def test_layers_may_move_before_the_first_average_only(has_averaged: bool) -> None:
+    averaging, module = ShardedWeightAveraging(start_at_step=1), make_module(Synced)
+    trainer: Any = SimpleNamespace(global_step=0)
+    averaging.on_train_start(trainer, module)
+
+    def step() -> None:
+        trainer.global_step += 1
+        averaging.on_train_batch_end(trainer, module, None, None, 0)
+
+    step()
+    if has_averaged:
+        step()
+    module.model[0] = torch.nn.Identity()
+    if not has_averaged:
+        step()
+        assert averaging.averages.keys() == dict(module.named_parameters()).keys()
+        return
+    for at_next in (step, lambda: averaging.on_validation_epoch_start(trainer, module)):
+        with pytest.raises(ValueError, match="This rank has other layers than before"):
+            at_next()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import lightning as L
 import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_dist import PipelineStrategy
-from lightning_dist.callbacks import StageBalancer
+from lightning_dist.callbacks import ShardedWeightAveraging, StageBalancer
 from lightning_dist.pipeline.balance import Balance
 from tests.helpers.models import Classifier, make_data, make_module, make_trainer
 from tests.helpers.workers import WorkerPool
@@ -38,23 +40,38 @@ class Lopsided(Classifier):
         return F.cross_entropy(self.model(batch[0].flatten(1))[:, :3], batch[1])
 
 
+class AllMetrics(L.Callback):
+    """Keeps each metric's newest value."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.values |= {name: float(value) for name, value in trainer.logged_metrics.items()}
+
+
 def fit(
-    schedule: str, num_microbatches: Any, cut: list[int]
-) -> tuple[Balance | None, dict[str, float]]:
-    balancer = StageBalancer(every_n_steps=4, warmup_steps=1, measured_steps=3)
+    schedule: str, num_microbatches: Any, cut: list[int], **options: Any
+) -> tuple[Balance | None, dict[str, float], tuple[int, ...]]:
+    balancer = StageBalancer(every_n_steps=4, warmup_steps=1, measured_steps=3, **options)
     strategy = PipelineStrategy(schedule=schedule, num_microbatches=num_microbatches, partition=cut)
-    trainer = make_trainer(devices=2, strategy=strategy, callbacks=[balancer], limit_val_batches=0)
-    loader = DataLoader(make_data(48), batch_size=8)
+    metrics = AllMetrics()
+    callbacks = [balancer, metrics]
+    trainer = make_trainer(devices=2, strategy=strategy, callbacks=callbacks, limit_val_batches=0)
+    loader = DataLoader(make_data(8 * 9), batch_size=8)
     trainer.fit(make_module(Lopsided), loader, loader)
-    return balancer.balance, {n: float(v) for n, v in trainer.logged_metrics.items()}
+    assert strategy.config.partition is not None
+    return balancer.balance, metrics.values, tuple(strategy.config.partition)
 
 
 @pytest.mark.parametrize(("schedule", "num_microbatches"), [("1f1b", 4), ("pipedream", "auto")])
 def test_the_better_cut_is_found_and_known_everywhere(
     workers: WorkerPool, schedule: str, num_microbatches: Any
 ) -> None:
-    (balance, metrics), other = workers.run(2, fit, schedule, num_microbatches, [3, 1])
-    assert other == (balance, metrics)
+    (balance, metrics, cut), other = workers.run(2, fit, schedule, num_microbatches, [3, 1])
+    assert other == (balance, metrics, cut)
+    assert cut == (3, 1)
     assert balance is not None
     assert [layer.name for layer in balance.costs.layers] == ["0", "1", "2", "3"]
     assert balance.better_cut == (1, 3)
@@ -67,10 +84,40 @@ def test_the_better_cut_is_found_and_known_everywhere(
     assert metrics["balance/measured_step_seconds"] > 0
 
 
+def fit_in_many_ways() -> Any:
+    moved = fit("1f1b", 4, [3, 1], action="rebalance")
+    # Each layer takes about 4 kB (two gradients and momentum) and what is in flight.
+    tight = fit("1f1b", 4, [3, 1], action="rebalance", min_gain=0.01, memory_cap_bytes=14_000)
+    hopeless = fit("1f1b", 4, [3, 1], action="rebalance", memory_cap_bytes=2_000)
+    return moved, tight, hopeless
+
+
+def test_layers_move_where_it_pays_and_they_fit(workers: WorkerPool) -> None:
+    first, second = workers.run(2, fit_in_many_ways)
+    assert first == second
+    (balance, metrics, cut), (_, _, tight_cut), (hopeless, no_moves, present) = first
+    assert cut == (1, 3)
+    assert metrics["balance/moved_layers"] == 2
+    assert metrics["balance/move_seconds"] > 0
+    assert balance is not None
+    assert balance.cut == balance.better_cut == (1, 3)  # of the report after the move
+    assert tight_cut == (2, 2)
+    assert present == hopeless.better_cut == (3, 1)
+    assert "balance/moved_layers" not in no_moves
+
+
 def test_bad_arguments_and_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match="measured_steps=9 must be between 1 and every_n_steps=4"):
         StageBalancer(every_n_steps=4, measured_steps=9)
+    with pytest.raises(ValueError, match="action='move' is unknown; use 'report' or 'rebalance'"):
+        StageBalancer(action="move")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="memory_cap_bytes=-1 must be above zero"):
+        StageBalancer(memory_cap_bytes=-1)
+    averaging = [StageBalancer(action="rebalance"), ShardedWeightAveraging()]
+    trainer = make_trainer(devices=1, strategy=PipelineStrategy(), callbacks=averaging)
+    with pytest.raises(ValueError, match="moves layers, but ShardedWeightAveraging's averages"):
+        averaging[0].setup(trainer, make_module(), "fit")
     trainer = make_trainer(devices=1, callbacks=[StageBalancer()])
     loader = DataLoader(make_data(8), batch_size=8)
     with pytest.raises(ValueError, match="stages of a PipelineStrategy.*SingleDeviceStrategy"):

@@ -152,3 +152,8 @@ def test_is_refused_alike(workers: WorkerPool, name: str) -> None:
 def refusal_of(name: str) -> str:
     *arguments, _ = CASES[name]
     return refusal(*arguments)
+
+
+def test_layers_of_a_mesh_stay_where_they_are() -> None:
+    with pytest.raises(ValueError, match="partition='profile' moves layers when it has measured"):
+        MeshStrategy(pp=2, pipeline=PipelineConfig(partition="profile"))

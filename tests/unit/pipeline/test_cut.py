@@ -14,7 +14,16 @@ from lightning_dist.named_optimizer import (
     to_names,
     to_numbers,
 )
-from lightning_dist.pipeline.cut import ForeignLayer, cut, foreign_state_names, is_cut, whole
+from lightning_dist.pipeline.cut import (
+    ForeignLayer,
+    cut,
+    foreign_state_names,
+    is_cut,
+    layers_of,
+    skeleton_of,
+    whole,
+)
+from lightning_dist.pipeline.layers import LayerSequence
 
 
 def sequence() -> nn.Sequential:
@@ -111,3 +120,30 @@ def test_a_foreign_layer_imitates_what_it_computes_in() -> None:
     foreign.compute_in(lambda p: torch.bfloat16)
     assert foreign.imitation()(tokens).dtype == torch.bfloat16
     assert foreign.skeleton.weight.dtype == torch.float32
+
+
+class Watcher(nn.Module):
+    """A module one of whose methods is a hook of its own layer, as a LightningModule's may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.layers[0].register_forward_hook(self.watch)
+
+    def watch(self, *_: object) -> None: ...
+
+
+def test_a_skeleton_has_the_hooks_themselves() -> None:
+    watcher = Watcher()
+    (hook,) = skeleton_of(watcher.layers[0])._forward_hooks.values()
+    assert hook.__self__ is watcher
+
+
+def test_one_activation_may_stand_at_several_places() -> None:
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)
+    x = torch.randn(3, 2)
+    assert len(LayerSequence(model)) == 4
+    assert torch.equal(layers_of(model, (4,), 0)(x), model(x))
+    cut(model, (2, 2), (1,))
+    assert [isinstance(layer, ForeignLayer) for layer in model] == [True, True, False, False]
