@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_dist import PipelineStrategy
-from lightning_dist.callbacks import StageBalancer
+from lightning_dist.callbacks import MixedPrecision, StageBalancer
 from lightning_dist.checkpoint import load_full
 from lightning_dist.pipeline.timeline import SpanKind
 from lightning_dist.strategies.failure_ring import RankFailedError
@@ -374,7 +374,7 @@ def refusal_of(partition: Any, callback: L.Callback) -> str:
     strategy = PipelineStrategy(partition=partition)
     trainer = make_trainer(devices=2, strategy=strategy, callbacks=[callback], limit_val_batches=0)
     with pytest.raises(ValueError) as error:  # noqa: PT011  (what it says is returned)
-        trainer.fit(make_module(Tied), make_loader(8), make_loader(8))
+        trainer.fit(make_module(Tied).float(), make_loader(8), make_loader(8))
     return str(error.value)
 
 
@@ -382,14 +382,17 @@ def refuse_at_start() -> list[str]:
     return [
         refusal_of("profile", L.Callback()),
         refusal_of([1, 2], StageBalancer(action="rebalance")),
+        refusal_of("profile", MixedPrecision()),
     ]
 
 
-def test_layers_that_share_a_parameter_are_refused_before_anything_runs(
+def test_what_could_not_move_is_refused_before_anything_runs(
     workers: WorkerPool,
 ) -> None:
     for answers in workers.run(2, refuse_at_start):
-        assert all("'0.weight'" in answer and "one by one" in answer for answer in answers)
+        *tied, masters = answers
+        assert all("'0.weight'" in answer and "one by one" in answer for answer in tied)
+        assert "MixedPrecision keeps copies of the parameters" in masters
 
 
 def ask() -> list[str]:
