@@ -116,12 +116,13 @@ class RankProbe:
             gradients: The most bytes of gradients so far.
             count: Of a step.
         """
+        stash = {} if self.pipeline is None else self.pipeline.stages.peak_stash_bytes
         return RankMemory(
             parameters=bytes_of(self._module.parameters()),
             gradients=gradients,
             optimizer_state=optimizer_bytes(self._trainer.optimizers),
             activations=count.activation_bytes,
-            stash=0 if self.pipeline is None else sum(self.pipeline.peak_stash_bytes.values()),
+            stash=sum(stash.values()),
         )
 
     def predicted(self, measured: RankMemory, count: StepCount) -> RankMemory | None:
@@ -159,7 +160,7 @@ class RankProbe:
 
     def _num_versions(self, pipeline: Pipeline, rule: UpdateRule) -> int:
         if rule is not UpdateRule.EACH:  # nothing is in flight on the last stage when it updates
-            return 2 if rule is UpdateRule.LATE and not pipeline.has_last_stage else 1
+            return 2 if rule is UpdateRule.LATE and not pipeline.stages.has_last else 1
         assert isinstance(self._strategy, PipelineStrategy)
         num_stages = pipeline.shape.num_stages
         return {

@@ -38,7 +38,9 @@ class RankWatch:
         self.loop = LoopProfiler(users, self._recorder, records_steps=found is None)
         self._counter: StepCounter | None = StepCounter(probe.mesh, module.parameters())
         pipeline = probe.pipeline
-        self._layers = None if pipeline is None else pipeline.layer_profiler()
+        self._layers = (
+            None if pipeline is None else pipeline.stages.layer_profiler(pipeline.recorder)
+        )
         is_traced = isinstance(users, PyTorchProfiler)  # torch runs one at a time
         wants_trace = pipeline is None and probe.group is not None and not is_traced
         self._trace = CollectiveTrace(probe.device) if wants_trace else None

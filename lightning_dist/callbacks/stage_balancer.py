@@ -121,7 +121,7 @@ class StageBalancer(pl.Callback):
         if self._place_in_window == 0:
             pipeline = _strategy_of(trainer).session.pipeline
             self._profiled_cut = pipeline.shape.layers_per_stage
-            self._profiler = pipeline.layer_profiler()
+            self._profiler = pipeline.stages.layer_profiler(pipeline.recorder)
             self._profiler.start()
 
     @override

@@ -26,34 +26,32 @@ equal, and is the loop's to call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dist.pipeline.actions import ActionKind
-from lightning_dist.pipeline.cut import cut, layers_of, stage_of_layers
+from lightning_dist.pipeline.cut import cut
 from lightning_dist.pipeline.fingerprint import fingerprint
 from lightning_dist.pipeline.gradients import Gradients, Returned
 from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.pipeline.held_update import HeldUpdate
-from lightning_dist.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.pipeline.layers import Layers, layers_in
 from lightning_dist.pipeline.loss_weights import AverageWeight, LossWeights
 from lightning_dist.pipeline.microbatch import batch_size_of, split
+from lightning_dist.pipeline.own_stages import OwnStages
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.rounds import Rounds
 from lightning_dist.pipeline.runtime import Links, Runtime, Work, explain_with
 from lightning_dist.pipeline.schedule import UpdateRule
-from lightning_dist.pipeline.seam import Seam
 from lightning_dist.pipeline.shape import PipelineShape
-from lightning_dist.pipeline.stage import Stage, Step
-from lightning_dist.pipeline.staleness import StalenessMeter, UpdateReport
+from lightning_dist.pipeline.stage import Step
+from lightning_dist.pipeline.stage_maker import StageMaker
 from lightning_dist.pipeline.stream import Round
-from lightning_dist.pipeline.weight_policy import Predict, WeightVersions, choose_policy
+from lightning_dist.pipeline.weight_policy import Predict, WeightVersions
 from lightning_dist.rng import python_state_kept
 
 OnComplete = Callable[[int, Mapping[str, Tensor]], None]
@@ -118,36 +116,24 @@ class Pipeline:
     ) -> None:
         cut(sequence, shape.layers_per_stage, shape.stages)
         device = device or torch.device("cpu")
-        self.shape = shape
         self.links = links
         self.recorder = Recorder(shape.rank if rank is None else rank, device)
+        self.stages = OwnStages(
+            StageMaker(
+                layers_in(sequence),
+                weight_versions,
+                seed,
+                device,
+                layers,
+                gradients,
+                predict,
+                measure_discrepancy,
+                half,
+            ),
+            shape,
+        )
         self._rounds = Rounds(shape)
         self._on_complete = on_complete
-        self._layers = layers_in(sequence)
-
-        def make_stage(seam: Seam, number: int, history: Sequence[int]) -> Stage:
-            own = layers_of(sequence, self.shape.layers_per_stage, number)
-            policy = choose_policy(
-                own, number, self.update_rule, weight_versions, predict, measure_discrepancy, half
-            )
-            return Stage(
-                seam,
-                number,
-                shape.num_stages,
-                own if layers is None else layers(number),
-                policy,
-                gradients(),
-                StalenessMeter(policy.release, history, measures_discrepancy=measure_discrepancy),
-                layer_input=self._layers.layer_input,
-                seed=(seed, shape.replica_index),
-                device=device,
-            )
-
-        self._make_stage = make_stage
-        self._seam: Seam | None = None
-        self._earlier_peaks: dict[int, int] = {}
-        self.stages: dict[int, Stage] = {}
-        self._attach()
         loss_weights = LossWeights(average_weight)
         comes_late = self.update_rule is UpdateRule.LATE
         self._held = HeldUpdate(self.stages, self.recorder, loss_weights, comes_late=comes_late)
@@ -165,6 +151,11 @@ class Pipeline:
         self._num_batches = 0
         self._num_evaluated = 0
         self._microbatch_sizes: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> PipelineShape:
+        """Which part of which pipeline this is."""
+        return self.stages.shape
 
     @property
     def asynchronous(self) -> bool:
@@ -185,42 +176,6 @@ class Pipeline:
     def update_rule(self) -> UpdateRule:
         """When gradients are applied."""
         return self._rounds.update_rule
-
-    @property
-    def has_last_stage(self) -> bool:
-        """Whether whole steps run here."""
-        return any(stage.is_last for stage in self.stages.values())
-
-    @property
-    def peak_stash_bytes(self) -> dict[int, int]:
-        """The most bytes of stashed weights, by stage of this rank."""
-        return {
-            number: max(stage.policy.peak_stash_bytes, self._earlier_peaks.get(number, 0))
-            for number, stage in self.stages.items()
-        }
-
-    @property
-    def reports(self) -> dict[int, UpdateReport]:
-        """What is known of the latest update, by stage of this rank; empty before the first."""
-        stages = self.stages.items()
-        return {number: stage.report for number, stage in stages if stage.report is not None}
-
-    @property
-    def staleness(self) -> dict[int, tuple[int, ...]]:
-        """Updates between the weights of a batch and its update, for each update, by stage."""
-        return {number: stage.meter.history for number, stage in self.stages.items()}
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Gives this rank's trainable parameters by their names in the pipelined module."""
-        stages = self.stages.values()
-        return {n: p for stage in stages for n, p in stage.named_parameters().items()}
-
-    def layer_profiler(self) -> LayerProfiler:
-        """Makes what times this rank's layers while they train."""
-        stages = stage_of_layers(self.shape.layers_per_stage)
-        parts = self._layers.parts()
-        own = [part for part in parts if stages[part.layer_index] in self.stages]
-        return LayerProfiler(own, self.recorder)
 
     @property
     def batches_since_drain(self) -> int:
@@ -391,43 +346,15 @@ class Pipeline:
 
     def detach(self) -> None:
         """Gives the pipelined module its forward back."""
-        seam, self._seam = self._seam, None
-        if seam is not None:
-            seam.detach()
-            self._layers.detach()
-        for stage in self.stages.values():
-            stage.clear()
+        self.stages.detach()
 
-    @contextmanager
-    def letting_go(self) -> Iterator[None]:
-        """Leaves the pipelined module alone for a while; nothing may be in flight.
+    def letting_go(self) -> AbstractContextManager[None]:
+        """Leaves the pipelined module alone while entered; nothing may be in flight.
 
-        Yields:
-            Nothing. Meanwhile layers may move, if :meth:`take_over` follows, or another pipeline
-            may run this rank's. The numbers of batches, what was recorded and what is known of
-            weights go on afterwards.
+        See :meth:`OwnStages.letting_go`. The numbers of batches, and what was recorded, go on.
         """
         assert self._batches_since_drain == 0 or not self.asynchronous
-        self.detach()
-        yield
-        self._attach()
-
-    def take_over(self, layers_per_stage: tuple[int, ...]) -> None:
-        """Notes another partition, while the module is let go.
-
-        Args:
-            layers_per_stage: By which the module is cut now.
-        """
-        assert self._seam is None
-        self.shape = replace(self.shape, layers_per_stage=layers_per_stage)
-
-    def _attach(self) -> None:
-        self._earlier_peaks = self.peak_stash_bytes
-        known = self.staleness
-        self._layers.attach()
-        self._seam = Seam(self._layers.module, is_whole=self.shape.num_stages == 1)
-        for number in self.shape.stages:  # in the same dict, which others hold too
-            self.stages[number] = self._make_stage(self._seam, number, known.get(number, ()))
+        return self.stages.letting_go()
 
     def _mark(self, batch: Any, *, read_devices: bool) -> int:
         return fingerprint(batch, read_devices=read_devices) if self._mark_batches else 0

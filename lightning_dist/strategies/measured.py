@@ -97,7 +97,8 @@ def gather_measurements(
         group: A gloo group of all ranks.
         mesh: The sizes of the mesh.
     """
-    stages = {s: (pipeline.peak_stash_bytes[s], pipeline.staleness[s]) for s in pipeline.stages}
+    own_stages = pipeline.stages
+    stages = {s: (own_stages.peak_stash_bytes[s], own_stages.staleness[s]) for s in own_stages}
     own = (pipeline.recorder.stretches(), stages)
     everyone: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(everyone, own, group=group)

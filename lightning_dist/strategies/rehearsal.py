@@ -60,7 +60,7 @@ class Rehearsal:
         trains = self._session.pipeline
         with trains.letting_go(), self._all_kept():
             pipeline = self._pipeline_like(trains)
-            profiler = pipeline.layer_profiler()
+            profiler = pipeline.stages.layer_profiler(pipeline.recorder)
             try:
                 for run in range(_WARMUP_RUNS + _TIMED_RUNS):
                     if run == _WARMUP_RUNS:

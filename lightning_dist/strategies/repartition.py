@@ -153,7 +153,7 @@ class LayerExchange:
         )
         with pipeline.letting_go():
             relocation.run(self._links, optimizers, with_gradients=with_gradients)
-            pipeline.take_over(after)
+            pipeline.stages.take_over(after)
         self._links.close()
         self._links = MoveLinks()
         return relocation.moves

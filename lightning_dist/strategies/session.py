@@ -154,7 +154,7 @@ def open_session(
     )
     log = None if logged is None else StalenessLog(module, pipeline, logged)
     last_rank = dist.get_process_group_ranks(run.stages)[homes[-1]]
-    metrics = StageMetrics(module, run.stages, run.replicas, last_rank, pipeline.has_last_stage)
+    metrics = StageMetrics(module, run.stages, run.replicas, last_rank, pipeline.stages.has_last)
     return Session(
         run.mesh,
         pipeline,

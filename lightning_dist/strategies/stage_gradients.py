@@ -44,7 +44,7 @@ class StageGradients:
     def complete(self) -> None:
         """Averages the gradients that are in place over the replicas."""
         if self._replicas is not None:
-            parameters = self._session().pipeline.named_parameters()
+            parameters = self._session().pipeline.stages.named_parameters()
             average_gradients(parameters.values(), self._replicas)
 
     def complete_early(self, update: int, gradients: Mapping[str, Tensor]) -> None:
@@ -75,5 +75,5 @@ class StageGradients:
 
     def _counted_elsewhere(self) -> list[nn.Parameter]:
         session = self._session()
-        parameters = session.pipeline.named_parameters().items()
+        parameters = session.pipeline.stages.named_parameters().items()
         return [p for name, p in parameters if not session.tied.counts(name)]

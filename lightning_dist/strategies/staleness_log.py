@@ -70,7 +70,7 @@ class StalenessLog:
         """Hands this rank's reports of an update over; returns at once."""
         # In double precision, which holds the count of bytes of any model.
         values = torch.zeros(self._pipeline.shape.num_stages, len(self._names), dtype=torch.float64)
-        for stage, report in self._pipeline.reports.items():
+        for stage, report in self._pipeline.stages.reports.items():
             by_name = _by_name(report)
             values[stage] = values.new_tensor([by_name[name] for name in self._names])
         work = dist.all_reduce(values, group=self._group, async_op=True)

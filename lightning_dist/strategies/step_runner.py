@@ -148,7 +148,7 @@ class StepRunner:
         return step
 
     def _publish(self, results: list[Any], batch: Any, should_stop: bool = False) -> None:
-        if not self._pipeline.has_last_stage:
+        if not self._pipeline.stages.has_last:
             self._outcomes.publish(None)
             return
         log = self._log.take(batch_size_of(batch) or 1)

@@ -73,7 +73,7 @@ class Updates:
             None if is_reduced else self._complete, is_complete=not accumulating
         )
         if not accumulating and self._tied.names:
-            self._tied.install(self._pipeline.due_update, self._pipeline.named_parameters())
+            self._tied.install(self._pipeline.due_update, self._pipeline.stages.named_parameters())
         loss = self._precision_plugin.post_backward(loss, self._module)
         if not accumulating:
             self._pipeline.begin_update()
@@ -120,7 +120,7 @@ class Updates:
     def _complete(self) -> None:
         self._complete_gradients()
         if self._tied.names:
-            parameters = self._pipeline.named_parameters().items()
+            parameters = self._pipeline.stages.named_parameters().items()
             gradients = {n: p.grad for n, p in parameters if p.grad is not None}
             self._tied.post(self._pipeline.due_update, gradients)
 

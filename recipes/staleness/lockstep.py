@@ -84,7 +84,7 @@ class Lockstep:
     @property
     def staleness(self) -> list[tuple[int, ...]]:
         """That of each update, by stage."""
-        return [rank.pipeline.staleness[place] for place, rank in enumerate(self._ranks)]
+        return [rank.pipeline.stages.staleness[place] for place, rank in enumerate(self._ranks)]
 
 
 class _Rank:
@@ -142,7 +142,7 @@ class _Rank:
         with self.pipeline.updating():
             for optimizer in self._optimizers:
                 optimizer.step()
-        own = self.pipeline.named_parameters().items()
+        own = self.pipeline.stages.named_parameters().items()
         self._on_update(update + 1, {name: p.detach() for name, p in own})
 
     def _set_rate(self, rate: float) -> None:

@@ -143,7 +143,7 @@ def test_a_stage_holds_as_many_copies_as_it_has_versions(schedule: str) -> None:
             update()
         assert num_copies() == 0
         assert [p.data_ptr() for p in own] == masters, "a master has moved"
-        return most, pipeline.peak_stash_bytes
+        return most, pipeline.stages.peak_stash_bytes
 
     found = run_ranks(
         lambda: nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(num_stages))),

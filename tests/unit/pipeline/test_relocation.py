@@ -59,7 +59,7 @@ def train_moving(cuts: list[tuple[int, ...]], optimizer_name: str, turn: Lock) -
             )
             with pipeline.letting_go():
                 relocation.run(links, [optimizer])
-                pipeline.take_over(after)
+                pipeline.stages.take_over(after)
             regroup(optimizer, model, [NAMES])
             links.close()
             here = {id(p) for p in model.parameters()}

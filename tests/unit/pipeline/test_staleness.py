@@ -64,7 +64,7 @@ def train(
             flat(optimizer.state[p].get("momentum_buffer", torch.zeros_like(p)) for p in parameters)
         )
         with pipeline.updating():
-            seen.reports.append(pipeline.reports[stage])
+            seen.reports.append(pipeline.stages.reports[stage])
             optimizer.step()
 
     data = torch.Generator().manual_seed(1)
@@ -76,7 +76,7 @@ def train(
                 update()
         for _ in pipeline.drain():
             update()
-    seen.history = pipeline.staleness[stage]
+    seen.history = pipeline.stages.staleness[stage]
     return seen
 
 
