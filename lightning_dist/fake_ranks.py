@@ -12,7 +12,7 @@ stand on the same ones.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,9 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_dist.operation_watch import OperationWatch, Watch
 
 
 @contextmanager
@@ -89,10 +91,6 @@ def ranks_of_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return dist.get_process_group_ranks(group)
 
 
-Watch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
-"""Told of each operation: the function, its arguments, those by name, and what it returned."""
-
-
 @contextmanager
 def without_values(watch: Watch) -> Iterator[None]:
     """Gives each tensor that is made inside a shape, but no memory.
@@ -119,28 +117,16 @@ def without_values(watch: Watch) -> Iterator[None]:
         ) from error
 
 
-class _Watched(TorchDispatchMode):
+class _Watched(OperationWatch):
     """Tells of operations, and answers for values that do not exist."""
 
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = watch
-
+    @override
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if DTensor in types:
-            return NotImplemented  # it turns into operations on plain tensors, which come back
-        if func is _VALUE:
+        if func is _VALUE and DTensor not in types:
             return _one_like(args[0])
-        named = kwargs or {}
-        result = func(*args, **named)
-        self._watch(func, args, named, result)
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 _VALUE = torch.ops.aten._local_scalar_dense.default

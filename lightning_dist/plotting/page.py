@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_dist.memory import RankMemory
 from lightning_dist.pipeline.actions import ActionKind
 from lightning_dist.pipeline.timeline import Span, SpanKind
-from lightning_dist.plotting.colours import BLUE, GREEN, OF_MEMORY, OF_USES, SKY
+from lightning_dist.plotting.bars import Bars
+from lightning_dist.plotting.colours import BLUE, GREEN, OF_USES, SKY
 from lightning_dist.profiling.account import Use
 from lightning_dist.profiling.phase import PhaseKind
 from lightning_dist.profiling.report import ProfileReport
@@ -46,7 +45,11 @@ def write_page(report: ProfileReport, path: str | os.PathLike[str]) -> None:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ImportError("The page needs plotly: pip install 'lightning-dist[plots]'") from error
-    figures = [_timeline(report), _uses(report), _memory(report)]
+    figures = [
+        _timeline(report),
+        _stacked("Where the time of a step goes", Bars.of_uses(report)),
+        _stacked("Memory at its peak", Bars.of_memory(report)),
+    ]
     if report.layers:
         figures.append(_layers(report))
     tables = [summary_table(report), time_table(report), memory_table(report)]
@@ -123,31 +126,6 @@ def _use_of(span: Span) -> Use:
     return others.get(span.kind, Use.COMMUNICATION)
 
 
-def _uses(report: ProfileReport) -> Figure:
-    rows = {
-        f"rank {record.place.rank}": {use.value: s * 1e3 for use, s in account.seconds.items()}
-        for record, account in zip(report.records, report.accounts, strict=True)
-    }
-    colours = {use.value: OF_USES[use] for use in Use}
-    return _stacked("Where the time of a step goes", "ms per step", rows, colours)
-
-
-def _memory(report: ProfileReport) -> Figure:
-    rows: dict[str, dict[str, float]] = {}
-    for record in report.records:
-        rank = f"rank {record.place.rank}"
-        rows[rank] = _bytes_by_kind(record.memory.measured)
-        if record.memory.predicted is not None:
-            rows[f"{rank}, predicted"] = _bytes_by_kind(record.memory.predicted)
-    scale, unit = scale_of_bytes(max(sum(row.values()) for row in rows.values()))
-    scaled = {name: {kind: b / scale for kind, b in row.items()} for name, row in rows.items()}
-    return _stacked("Memory at its peak", unit, scaled, OF_MEMORY)
-
-
-def _bytes_by_kind(memory: RankMemory) -> dict[str, float]:
-    return {field.name: getattr(memory, field.name) for field in fields(memory)}
-
-
 def _layers(report: ProfileReport) -> Figure:
     from plotly.graph_objects import Bar
 
@@ -183,18 +161,16 @@ def _layers(report: ProfileReport) -> Figure:
     return figure
 
 
-def _stacked(
-    title: str, unit: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]
-) -> Figure:
+def _stacked(title: str, bars: Bars) -> Figure:
     from plotly.graph_objects import Bar
 
-    figure = _figure(title, unit, len(rows), barmode="stack")
-    for kind, colour in colours.items():
-        values = [row[kind] for row in rows.values()]
+    figure = _figure(title, bars.unit, len(bars.rows), barmode="stack")
+    for kind, colour in bars.colours.items():
+        values = [row[kind] for row in bars.rows.values()]
         if any(values):
-            name = kind.replace("_", " ")
             marker = {"color": colour}
-            figure.add_trace(Bar(name=name, orientation="h", y=[*rows], x=values, marker=marker))
+            names = [*bars.rows]
+            figure.add_trace(Bar(name=kind, orientation="h", y=names, x=values, marker=marker))
     return figure
 
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from lightning_dist.memory import RankMemory
 from lightning_dist.pipeline.timeline import Timeline
+from lightning_dist.plotting.bars import Bars
 from lightning_dist.plotting.canvas import clear_frame, new_figure
-from lightning_dist.plotting.colours import OF_MEMORY, OF_USES
 from lightning_dist.plotting.timelines import draw_timeline, legend_of
-from lightning_dist.profiling.account import Use
 from lightning_dist.profiling.report import ProfileReport
-from lightning_dist.quantity import scale_of_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,8 +48,8 @@ def plot_profile(report: ProfileReport, path: str | os.PathLike[str] | None = No
     figure.legend(
         handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
     )
-    _draw_uses(panels[-2], report)
-    _draw_memory(panels[-1], report)
+    _stack(panels[-2], "A step's time by use", Bars.of_uses(report))
+    _stack(panels[-1], "Memory at its peak", Bars.of_memory(report))
     if path is not None:
         figure.savefig(path, dpi=110)
     return figure
@@ -83,52 +78,17 @@ def drawn_timelines(report: ProfileReport) -> dict[str, Timeline]:
     }
 
 
-def _draw_uses(axes: Axes, report: ProfileReport) -> None:
-    colours = {use.value: OF_USES[use] for use in Use}
-    rows = {
-        f"rank {record.place.rank}": {
-            use.value: seconds * 1e3 for use, seconds in account.seconds.items()
-        }
-        for record, account in zip(report.records, report.accounts, strict=True)
-    }
-    _stack(axes, rows, colours, "A step's time by use", "ms per step")
-
-
-def _draw_memory(axes: Axes, report: ProfileReport) -> None:
-    rows: dict[str, dict[str, float]] = {}
-    for record in report.records:
-        rank = f"rank {record.place.rank}"
-        rows[rank] = _bytes_by_kind(record.memory.measured)
-        if record.memory.predicted is not None:
-            rows[f"{rank}, predicted"] = _bytes_by_kind(record.memory.predicted)
-    scale, unit = scale_of_bytes(max(sum(row.values()) for row in rows.values()))
-    scaled = {name: {kind: b / scale for kind, b in row.items()} for name, row in rows.items()}
-    colours = {kind.replace("_", " "): colour for kind, colour in OF_MEMORY.items()}
-    _stack(axes, scaled, colours, "Memory at its peak", unit)
-
-
-def _bytes_by_kind(memory: RankMemory) -> dict[str, float]:
-    names = [field.name for field in fields(memory)]
-    return {name.replace("_", " "): getattr(memory, name) for name in names}
-
-
-def _stack(
-    axes: Axes,
-    rows: Mapping[str, Mapping[str, float]],
-    colours: Mapping[str, str],
-    title: str,
-    unit: str,
-) -> None:
-    names: Sequence[str] = list(rows)
+def _stack(axes: Axes, title: str, bars: Bars) -> None:
+    names = list(bars.rows)
     left = [0.0] * len(names)
-    for kind, colour in colours.items():
-        widths = [row[kind] for row in rows.values()]
+    for kind, colour in bars.colours.items():
+        widths = [row[kind] for row in bars.rows.values()]
         if any(width > 0 for width in widths):
             axes.barh(names, widths, left=left, color=colour, label=kind, height=0.7)
         left = [at + width for at, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_title(title, loc="left", fontsize=11)
-    axes.set_xlabel(unit)
+    axes.set_xlabel(bars.unit)
     axes.legend(
         frameon=False,
         fontsize=9,

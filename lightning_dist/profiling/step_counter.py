@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dist.mesh import MeshShape
+from lightning_dist.operation_watch import OperationWatch
 from lightning_dist.profiling.activation_meter import ActivationMeter
 from lightning_dist.profiling.rank_record import StepCount
 from lightning_dist.traffic import Traffic, TrafficLedger
@@ -32,7 +30,7 @@ class StepCounter:
 
     def __init__(self, mesh: MeshShape, parameters: Iterable[Tensor]) -> None:
         self._ledger = TrafficLedger()
-        self._traffic = _Watching(TrafficCounter(self._ledger, mesh))
+        self._traffic = OperationWatch(TrafficCounter(self._ledger, mesh))
         self._flops = FlopCounterMode(display=False)
         self._activations = ActivationMeter(parameters)
         self._stack = ExitStack()
@@ -66,25 +64,3 @@ class StepCounter:
 def _per_step(traffic: Traffic, num_steps: int) -> Traffic:
     count, num_bytes = traffic.count // num_steps, traffic.num_bytes // num_steps
     return Traffic(traffic.kind, traffic.axes, count, num_bytes)
-
-
-class _Watching(TorchDispatchMode):
-    """Shows each operation to somebody."""
-
-    def __init__(self, watch: TrafficCounter) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = watch
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if DTensor in types:
-            return NotImplemented  # it turns into operations on plain tensors, which come back
-        named = kwargs or {}
-        result = func(*args, **named)
-        self._watch(func, args, named, result)
-        return result
