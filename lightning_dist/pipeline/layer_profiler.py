@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.pipeline.actions import ActionKind
@@ -30,6 +29,7 @@ from lightning_dist.pipeline.layer_costs import LayerCosts, RankProfile
 from lightning_dist.pipeline.layers import Part
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.timeline import Span, SpanKind
+from lightning_dist.profiling.activation_meter import ActivationMeter
 from lightning_dist.tree import flatten
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
@@ -50,7 +50,8 @@ class LayerProfiler:
         self._begun: dict[int, Any] = {}
         self._forwards: list[tuple[int, Any, Any]] = []
         self._gradients: list[tuple[int, Any]] = []
-        self._kept: dict[int, _Kept] = {}
+        self._meters: dict[int, ActivationMeter] = {}
+        self._kept: dict[int, int] = {}
         self._sent: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
         self._start = recorder.mark()
@@ -92,7 +93,7 @@ class LayerProfiler:
                 _median(backwards[index]),
                 self._sent.get(index, 0),
                 sum(p.nbytes for p in part.module.parameters() if p.requires_grad),
-                self._kept[index].num_bytes if index in self._kept else 0,
+                self._kept.get(index, 0),
                 _resident_bytes(part.module, states),
             )
             of_layers[part.layer_index].append(costs)
@@ -109,9 +110,8 @@ class LayerProfiler:
     def _begin(self, index: int, layer: nn.Module, _: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if index not in self._kept:
-            self._kept[index] = _Kept(layer)
-            self._kept[index].__enter__()
+        if index not in self._sent and index not in self._meters:
+            self._meters[index] = ActivationMeter(layer.parameters()).__enter__()
         self._begun[index] = self._recorder.mark()
 
     def _end(self, index: int, _: nn.Module, __: Any, output: Any) -> None:
@@ -121,7 +121,9 @@ class LayerProfiler:
         self._forwards.append((index, start, self._recorder.mark()))
         tensors = [t for t in flatten(output)[0] if t is not None]
         if index not in self._sent:
-            self._kept[index].__exit__()
+            meter = self._meters.pop(index)
+            meter.__exit__()
+            self._kept[index] = meter.num_bytes
             self._sent[index] = sum(t.nbytes for t in tensors)
         for tensor in tensors:
             if tensor.requires_grad:
@@ -166,31 +168,6 @@ class LayerProfiler:
                 of_layers[index].append((end - begin) * whole_share[stage])
             own[stage].append((begins[0][0] - span.start_seconds) * whole_share[stage])
         return of_layers, own
-
-
-class _Kept:
-    """Counts what a layer's forward keeps for its backward."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._sizes: dict[int, int] = {}
-        self._own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-        # What is handed back must not be the tensor itself, which would hold its own graph.
-        self._hooks = saved_tensors_hooks(self._note, lambda tensor: tensor)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(size for place, size in self._sizes.items() if place not in self._own)
-
-    def __enter__(self) -> None:
-        self._hooks.__enter__()
-
-    def __exit__(self) -> None:
-        self._hooks.__exit__()
-
-    def _note(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        self._sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()
 
 
 def _sort_into(spans: Iterable[Span], marks: list[Any]) -> Iterable[tuple[Span, list[Any]]]:

@@ -1,50 +1,50 @@
 """Count what forwards keep for their backwards, and the most of it at a time.
 
 Autograd hands over each tensor that it keeps, and drops what it got in return when it needs it no
-more. Tensors on the same memory count once, and parameters, which are there anyway, not at all.
+more. Tensors on the same memory count once, and weights, which are there anyway, not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_dist.shards import local_part
+from lightning_dist.saved_tensors import SavedTensorsWatch
 
 
 class ActivationMeter:
     """Watches what is kept while it is entered, and afterwards until it is dropped.
 
     Args:
-        parameters: Whose memory does not count.
+        parameters: Plain tensors, whose memory does not count.
+        weights: Addresses of memory that does not count at the moment.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._own = {local_part(p.detach()).untyped_storage().data_ptr() for p in parameters}
+    def __init__(self, parameters: Iterable[Tensor], weights: Container[int] = ()) -> None:
+        self._own = {p.untyped_storage().data_ptr() for p in parameters}
+        self._weights = weights
         self._users: dict[int, int] = {}
-        self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
+        self._watch = SavedTensorsWatch(self._note)
         self.num_bytes = 0
         self.peak_bytes = 0
         self.total_bytes = 0
 
     def __enter__(self) -> ActivationMeter:
         """Begins."""
-        self._hooks.__enter__()
+        self._watch.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ends; what is kept is still watched."""
-        self._hooks.__exit__()
+        self._watch.__exit__()
 
-    def _pack(self, tensor: Tensor) -> _Kept:
-        # What is handed back must not be the tensor itself, which would hold its own graph.
+    def _note(self, tensor: Tensor) -> _Claim | None:
         place = tensor.untyped_storage().data_ptr()
         base = tensor if tensor._base is None else tensor._base
-        if place in self._own or isinstance(base, nn.Parameter):
-            return _Kept(tensor.detach(), None)
-        return _Kept(tensor.detach(), _Claim(self, place, tensor.untyped_storage().nbytes()))
+        if place in self._own or place in self._weights or isinstance(base, nn.Parameter):
+            return None
+        return _Claim(self, place, tensor.untyped_storage().nbytes())
 
     def claim(self, place: int, num_bytes: int) -> None:
         """Counts one more user of some memory.
@@ -83,11 +83,3 @@ class _Claim:
 
     def __del__(self) -> None:
         self._meter.drop(*self._memory)
-
-
-class _Kept:
-    """What autograd holds in the place of a tensor."""
-
-    def __init__(self, tensor: Tensor, claim: _Claim | None) -> None:
-        self.tensor = tensor
-        self._claim = claim

@@ -16,6 +16,8 @@ from lightning_dist.mesh import MeshShape
 from lightning_dist.operation_watch import OperationWatch
 from lightning_dist.profiling.activation_meter import ActivationMeter
 from lightning_dist.profiling.rank_record import StepCount
+from lightning_dist.profiling.weights_in_use import WeightsInUse
+from lightning_dist.shards import local_part
 from lightning_dist.traffic import Traffic, TrafficLedger
 from lightning_dist.traffic_counter import TrafficCounter
 
@@ -32,13 +34,15 @@ class StepCounter:
         self._ledger = TrafficLedger()
         self._traffic = OperationWatch(TrafficCounter(self._ledger, mesh))
         self._flops = FlopCounterMode(display=False)
-        self._activations = ActivationMeter(parameters)
+        self._weights = WeightsInUse()
+        own = (local_part(p.detach()) for p in parameters)
+        self._activations = ActivationMeter(own, self._weights)
         self._stack = ExitStack()
 
     def start(self) -> None:
         """Begins to count."""
         # FlopCounterMode last: it takes an operation apart that it does not know.
-        for part in (self._activations, self._traffic, self._flops):
+        for part in (self._weights, self._activations, self._traffic, self._flops):
             self._stack.enter_context(part)
 
     def stop(self) -> None:

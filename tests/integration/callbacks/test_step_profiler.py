@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy, TensorParallelStrategy
-from lightning_dist.callbacks import StepProfiler
+from lightning_dist.callbacks import StageBalancer, StepProfiler
 from lightning_dist.profiling.account import Use
 from lightning_dist.profiling.report import ProfileReport
 from lightning_dist.strategies.lightning_private import profiler_of, set_profiler
@@ -97,10 +97,12 @@ def fit(name: str, directory: str, checkpoint: bool) -> Profiled:
         torch_profiler=name == "tp",
     )
     saves = [ModelCheckpoint(directory, every_n_train_steps=1)] if checkpoint else []
+    # Looks at the layers of the batch that is counted, too.
+    balancers = [StageBalancer(warmup_steps=1, measured_steps=5)] if name == "1f1b" else []
     trainer = make_trainer(
         devices=2,
         strategy=make(name),
-        callbacks=[profiler, *saves],
+        callbacks=[profiler, *balancers, *saves],
         limit_val_batches=0,
         enable_checkpointing=checkpoint,
         logger=CSVLogger(directory) if checkpoint else False,
@@ -184,6 +186,8 @@ def test_an_asynchronous_pipeline(workers: WorkerPool, tmp_path: Path) -> None:
     # Two batches in flight on the first stage, so more than one had to be counted.
     assert first.measured.activations == first.predicted.activations
     assert first.predicted.activations == 2 * report.records[0].count.forward_bytes
+    # The inputs of two layers, and no version of their weights.
+    assert report.records[0].count.forward_bytes == 2 * BATCH * WIDTH * 8
 
 
 def weights(name: str, directory: str, profiled: bool) -> dict[str, Tensor]:

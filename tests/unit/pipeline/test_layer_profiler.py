@@ -17,6 +17,7 @@ from lightning_dist.pipeline.layers import Part
 from lightning_dist.pipeline.parted_backward import PartedBackward
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.timeline import SpanKind
+from lightning_dist.profiling.activation_meter import ActivationMeter
 
 
 class ManualClock:
@@ -122,6 +123,20 @@ def test_what_a_backward_runs_again_is_part_of_it() -> None:
     assert layer.forward_seconds == 1.0
     assert layer.backward_seconds == 1.0 + 3.0
     assert layer.activation_bytes == 3 * 4 * 4  # its input
+
+
+def test_nobody_else_who_counts_misses_what_layers_keep() -> None:
+    rank = Rank((1.0, 3.0), (2.0, 4.0))
+    alone, beside = (ActivationMeter(rank.layers.parameters()) for _ in range(2))
+    with alone:
+        first = rank.forward()
+    rank.profiler.start()
+    with beside:
+        second = rank.forward()
+    assert alone.num_bytes == beside.num_bytes == 2 * 2 * 3 * 4 * 4
+    (first + second).sum().backward()
+    layers = rank.profiler.profile().layers.values()
+    assert [layer.activation_bytes for layer in layers] == 2 * [2 * 3 * 4 * 4]
 
 
 def test_a_parted_backward_is_whole() -> None:

@@ -60,6 +60,19 @@ def test_watching_changes_no_gradient() -> None:
     assert count.traffic == ()
 
 
+def test_versions_of_weights_are_no_activations() -> None:
+    model, x = layers(2), torch.randn(ROWS, WIDTH)
+    versions = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    counter = StepCounter(MeshShape(), model.parameters())
+    counter.start()
+    torch.func.functional_call(model, versions, (x.requires_grad_(),)).sum().backward()
+    counter.stop()
+    count = counter.count(num_steps=1, num_forwards=1)
+    # Both linears keep the weights that their inputs' gradients need.
+    assert count.activation_bytes == count.forward_bytes == 3 * ACTIVATION_BYTES
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
 def test_bytes_that_are_held() -> None:
     model = layers(2)
     elements = 2 * (WIDTH * WIDTH + WIDTH)
