@@ -120,7 +120,10 @@ def sharded(
 
 
 def pipelined(
-    stage: TrainedPart, num_microbatches_in_flight: int, num_versions: int = 1
+    stage: TrainedPart,
+    num_microbatches_in_flight: int,
+    num_versions: int = 1,
+    version_bytes: int | None = None,
 ) -> RankMemory:
     """Counts a rank of a pipeline.
 
@@ -131,18 +134,21 @@ def pipelined(
         stage: This rank's layers.
         num_microbatches_in_flight: Forwards whose backward is still to come.
         num_versions: Of the weights, the present one among them.
+        version_bytes: Of each older one; None takes those of the parameters. Half precision has
+            less.
 
     Raises:
         ValueError: There is no micro-batch, or no version.
     """
     _check_ranks("num_microbatches_in_flight", num_microbatches_in_flight)
     _check_ranks("num_versions", num_versions)
+    each = stage.parameter_bytes if version_bytes is None else version_bytes
     return RankMemory(
         parameters=stage.parameter_bytes,
         gradients=2 * stage.parameter_bytes,
         optimizer_state=stage.states_per_parameter * stage.parameter_bytes,
         activations=num_microbatches_in_flight * stage.activation_bytes,
-        stash=(num_versions - 1) * stage.parameter_bytes,
+        stash=(num_versions - 1) * each,
     )
 
 

@@ -151,23 +151,18 @@ class RankProbe:
         return replicated(part, mesh.data_size) if is_replica else None
 
     def _predicted_stage(self, pipeline: Pipeline, part: TrainedPart) -> RankMemory:
-        shape = pipeline.shape
+        shape, strategy = pipeline.shape, self._strategy
         schedules = find_schedules(shape.schedule)
-        rule = schedules.update_rule
-        num_batches = 1 if rule is UpdateRule.FLUSHED else 2 * shape.num_stages
+        overlap = schedules.update_rule is not UpdateRule.FLUSHED
+        num_batches = 2 * shape.num_stages if overlap else 1
         schedule = schedules.build(shape.rank_of_stage, shape.num_microbatches, num_batches)
-        return pipelined(part, schedule.in_flight(shape.rank), self._num_versions(pipeline, rule))
-
-    def _num_versions(self, pipeline: Pipeline, rule: UpdateRule) -> int:
-        if rule is not UpdateRule.EACH:  # nothing is in flight on the last stage when it updates
-            return 2 if rule is UpdateRule.LATE and not pipeline.stages.has_last else 1
-        assert isinstance(self._strategy, PipelineStrategy)
-        num_stages = pipeline.shape.num_stages
-        return {
-            "stash": num_stages - pipeline.shape.rank,
-            "vertical_sync": num_stages,
-            "none": 1,
-        }[self._strategy.config.weight_versions]
+        # On a mesh schedules are synchronous.
+        copies: tuple[int, ...] = (0,) * shape.num_stages
+        if isinstance(strategy, PipelineStrategy):
+            copies = strategy.config.num_copies(shape)
+        in_flight = schedule.in_flight(shape.rank)
+        # Where there are copies, a rank has one stage.
+        return pipelined(part, in_flight, 1 + copies[shape.rank], pipeline.stages.version_bytes)
 
     def allocated_bytes(self) -> int | None:
         """Gives the most that the device's allocator has had in use; None on a CPU."""

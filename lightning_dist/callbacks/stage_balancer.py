@@ -169,8 +169,7 @@ class StageBalancer(pl.Callback):
         shape, cap_bytes = strategy.session.pipeline.shape, self._memory_cap_bytes
         if cap_bytes is None:
             return find_balance(costs, shape, measured)
-        versions = strategy.config.weight_versions
-        memory = memory_limit(costs.layers, shape, versions, cap_bytes)
+        memory = memory_limit(costs.layers, shape, strategy.config.num_copies(shape), cap_bytes)
         try:
             return find_balance(costs, shape, measured, memory)
         except ValueError as error:  # it trains as it is, so this is no reason to end it

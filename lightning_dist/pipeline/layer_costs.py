@@ -28,7 +28,8 @@ class LayerCosts:
         parameter_bytes: Of its trainable parameters.
         activation_bytes: What its forward keeps for its backward, its parameters left out.
         resident_bytes: What it holds at all times: parameters, gradients of two updates, buffers
-            and optimizer state.
+            and optimizer state; in half precision the present copy of the parameters too.
+        version_bytes: Of one more version of its trainable parameters.
     """
 
     name: str
@@ -38,6 +39,7 @@ class LayerCosts:
     parameter_bytes: int = 0
     activation_bytes: int = 0
     resident_bytes: int = 0
+    version_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -59,6 +61,7 @@ class LayerCosts:
             sum(part.parameter_bytes for part in parts),
             sum(part.activation_bytes for part in parts),
             sum(part.resident_bytes for part in parts),
+            sum(part.version_bytes for part in parts),
         )
 
 

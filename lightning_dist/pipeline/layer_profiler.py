@@ -52,6 +52,7 @@ class LayerProfiler:
         self._gradients: list[tuple[int, Any]] = []
         self._meters: dict[int, ActivationMeter] = {}
         self._kept: dict[int, int] = {}
+        self._version_bytes: dict[int, int] = {}
         self._sent: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
         self._start = recorder.mark()
@@ -87,14 +88,18 @@ class LayerProfiler:
         steps = [after.end_seconds - before.end_seconds for before, after in pairwise(updates)]
         of_layers: dict[int, list[LayerCosts]] = defaultdict(list)
         for index, part in enumerate(self._parts):
+            parameter_bytes = _trainable_bytes(part.module)
+            version_bytes = self._version_bytes.get(index, parameter_bytes)
+            beside = version_bytes if version_bytes != parameter_bytes else 0
             costs = LayerCosts(
                 part.name,
                 _median(forwards[index]),
                 _median(backwards[index]),
                 self._sent.get(index, 0),
-                sum(p.nbytes for p in part.module.parameters() if p.requires_grad),
+                parameter_bytes,
                 self._kept.get(index, 0),
-                _resident_bytes(part.module, states),
+                _resident_bytes(part.module, states) + beside,
+                version_bytes,
             )
             of_layers[part.layer_index].append(costs)
         return RankProfile(
@@ -111,6 +116,7 @@ class LayerProfiler:
         if not torch.is_grad_enabled():
             return
         if index not in self._sent and index not in self._meters:
+            self._version_bytes[index] = _trainable_bytes(layer)  # of what it runs on
             self._meters[index] = ActivationMeter(layer.parameters()).__enter__()
         self._begun[index] = self._recorder.mark()
 
@@ -201,8 +207,12 @@ def _resident_bytes(layer: nn.Module, states: Mapping[Tensor, Any]) -> int:
     parameters = list(layer.parameters())
     kept = flatten([states[p] for p in parameters if p in states])[0]
     # A pipeline's backwards are over before the gradients of the update before are given up.
-    gradients = 2 * sum(p.nbytes for p in parameters if p.requires_grad)
+    gradients = 2 * _trainable_bytes(layer)
     return gradients + sum(tensor.nbytes for tensor in (*parameters, *layer.buffers(), *kept))
+
+
+def _trainable_bytes(layer: nn.Module) -> int:
+    return sum(p.nbytes for p in layer.parameters() if p.requires_grad)
 
 
 def _median(values: list[float]) -> float:

@@ -65,6 +65,11 @@ class OwnStages(Mapping[int, Stage]):
         }
 
     @property
+    def version_bytes(self) -> int:
+        """What one more version of the weights takes, of all stages."""
+        return sum(stage.policy.version_bytes for stage in self.values())
+
+    @property
     def reports(self) -> dict[int, UpdateReport]:
         """What is known of the latest update, by stage; empty before the first."""
         return {n: stage.report for n, stage in self.items() if stage.report is not None}

@@ -28,15 +28,18 @@ class MemoryLimit:
     Attributes:
         cap_bytes: Of each rank.
         resident_bytes: Of each layer, wherever it is: parameters, gradients, optimizer state.
-        flight_bytes: Of each layer for each micro-batch in flight: activations, and stashed
-            weights where there are any.
+        flight_bytes: Of each layer for each micro-batch in flight: activations.
         in_flight: The most micro-batches in flight on each stage.
+        copy_bytes: Of each layer for each copy of its weights.
+        num_copies: The most of these on each stage.
     """
 
     cap_bytes: float
     resident_bytes: Sequence[float]
     flight_bytes: Sequence[float]
     in_flight: Sequence[int]
+    copy_bytes: Sequence[float]
+    num_copies: Sequence[int]
 
 
 def partition_layers(
@@ -121,16 +124,20 @@ def _first_layers(memory: MemoryLimit | None, num_layers: int, num_stages: int) 
     """Finds for each stage, and each end of it, where it may begin so as to fit."""
     if memory is None:
         return [[0] * (num_layers + 1)] * num_stages
-    resident, flight = _sums(memory.resident_bytes), _sums(memory.flight_bytes)
-    if not len(resident) == len(flight) == num_layers + 1 or len(memory.in_flight) != num_stages:
+    of_layers = (memory.resident_bytes, memory.flight_bytes, memory.copy_bytes)
+    of_stages = (memory.in_flight, memory.num_copies)
+    if {*map(len, of_layers)} != {num_layers} or {*map(len, of_stages)} != {num_stages}:
         raise ValueError(
-            f"The memory is that of {len(resident) - 1} and {len(flight) - 1} layers on"
-            f" {len(memory.in_flight)} stages, but there are {num_layers} layers and"
-            f" {num_stages} stages."
+            f"The memory is that of {', '.join(str(len(b)) for b in of_layers)} layers on"
+            f" {' and '.join(str(len(n)) for n in of_stages)} stages, but there are {num_layers}"
+            f" layers and {num_stages} stages."
         )
+    resident, flight, copied = map(_sums, of_layers)
     found = []
-    for count in memory.in_flight:
-        sums = [r + count * f for r, f in zip(resident, flight, strict=True)]
+    for flights, copies in zip(*of_stages, strict=True):
+        sums = [
+            r + flights * f + copies * c for r, f, c in zip(resident, flight, copied, strict=True)
+        ]
         found.append([bisect_left(sums, total - memory.cap_bytes) for total in sums])
     return found
 

@@ -1,8 +1,8 @@
 """What the layers of a stage take, so that a better cut is one that fits.
 
 Of a rank's memory some is there whatever the schedule does: parameters, gradients, optimizer state.
-The rest grows with the micro-batches in flight: what forwards keep for their backwards, and under
-``pipedream`` a version of the weights for each of them.
+The rest depends on it: what forwards keep for their backwards, for each micro-batch in flight, and
+older versions of the weights.
 """
 
 from __future__ import annotations
@@ -21,29 +21,27 @@ _ENDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 def memory_limit(
-    layers: Sequence[LayerCosts], shape: PipelineShape, weight_versions: str, cap_bytes: float
+    layers: Sequence[LayerCosts],
+    shape: PipelineShape,
+    num_copies: Sequence[int],
+    cap_bytes: float,
 ) -> MemoryLimit:
     """Says what stages of some layers hold, and may.
 
     Args:
         layers: In their order.
         shape: Of the pipeline.
-        weight_versions: As for :class:`~lightning_dist.PipelineStrategy`.
+        num_copies: Of its weights on each stage; see
+            :func:`~lightning_dist.pipeline.version_count.num_copies`.
         cap_bytes: Of each rank; stages that share one get an equal part each.
     """
-    rule = find_schedules(shape.schedule).update_rule
-    versions, per_flight = 1, 0  # of the weights at all times, and for each micro-batch in flight
-    if rule is UpdateRule.LATE:
-        versions = 2
-    elif rule is UpdateRule.EACH and weight_versions == "vertical_sync":
-        versions = shape.num_ranks
-    elif rule is UpdateRule.EACH and weight_versions == "stash":
-        versions, per_flight = 0, 1  # the present one is that of a micro-batch in flight
     return MemoryLimit(
         cap_bytes / shape.stages_per_rank,
-        [layer.resident_bytes + (versions - 1) * layer.parameter_bytes for layer in layers],
-        [layer.activation_bytes + per_flight * layer.parameter_bytes for layer in layers],
+        [layer.resident_bytes for layer in layers],
+        [layer.activation_bytes for layer in layers],
         _in_flight(shape),
+        [layer.version_bytes for layer in layers],
+        num_copies,
     )
 
 

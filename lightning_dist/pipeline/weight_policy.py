@@ -60,6 +60,10 @@ class WeightPolicy(Protocol):
         """Optimizer steps seen: the index of the newest version."""
 
     @property
+    def version_bytes(self) -> int:
+        """Bytes of one version beyond the parameters."""
+
+    @property
     def stash_bytes(self) -> int:
         """Bytes held beyond the parameters."""
 
@@ -72,6 +76,7 @@ class Current:
     """Synchronous schedules: nothing is written while a micro-batch is in flight."""
 
     recomputes = False
+    version_bytes = 0
     stash_bytes = 0
     peak_stash_bytes = 0
 
@@ -158,6 +163,11 @@ class Stashed:
         return self.store.num_steps
 
     @property
+    def version_bytes(self) -> int:
+        """Bytes of one version."""
+        return self.store.version_bytes
+
+    @property
     def stash_bytes(self) -> int:
         """Bytes held beyond the parameters."""
         return self.store.stash_bytes
@@ -216,6 +226,11 @@ class Predicted:
 
     def restart(self) -> None:
         """Does nothing."""
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of the copies for a micro-batch."""
+        return sum(p.nbytes for p in self._parameters.values() if p.requires_grad)
 
     @property
     def stash_bytes(self) -> int:

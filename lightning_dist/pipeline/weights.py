@@ -86,6 +86,11 @@ class WeightStore:
         return 1 + len(self._stashed)
 
     @property
+    def version_bytes(self) -> int:
+        """Bytes of one version."""
+        return self._num_bytes
+
+    @property
     def stash_bytes(self) -> int:
         """Bytes held beyond the parameters themselves."""
         return len(self._stashed) * self._num_bytes

@@ -105,7 +105,8 @@ def test_layers_and_what_is_around_them() -> None:
     assert (first.name, first.forward_seconds, first.backward_seconds) == ("layer 0", 1.0, 3.0)
     assert (second.forward_seconds, second.backward_seconds) == (2.0, 4.0)
     assert first.boundary_bytes == 3 * 4 * 4
-    assert first.parameter_bytes == 5 * 4 * 4
+    assert first.parameter_bytes == first.version_bytes == 5 * 4 * 4
+    assert first.resident_bytes == 3 * 5 * 4 * 4
     assert first.activation_bytes == 2 * 3 * 4 * 4
     assert found.own_forward_seconds == {2: 0.25}
     assert found.own_backward_seconds == {2: 0.5}
@@ -137,6 +138,18 @@ def test_nobody_else_who_counts_misses_what_layers_keep() -> None:
     (first + second).sum().backward()
     layers = rank.profiler.profile().layers.values()
     assert [layer.activation_bytes for layer in layers] == 2 * [2 * 3 * 4 * 4]
+
+
+def test_layers_in_half_precision_hold_a_version_beside_their_masters() -> None:
+    rank = Rank((1.0, 3.0))
+    rank.profiler.start()
+    half = {n: p.detach().half().requires_grad_() for n, p in rank.layers.named_parameters()}
+    torch.func.functional_call(rank.layers, half, (torch.ones(3, 4, dtype=torch.float16),))
+    layer = rank.profiler.profile().layers[5]
+    assert layer.parameter_bytes == 5 * 4 * 4
+    assert layer.version_bytes == 5 * 4 * 2
+    assert layer.resident_bytes == 5 * 4 * (4 + 8 + 2)
+    assert layer.activation_bytes == 2 * 3 * 4 * 2
 
 
 def test_a_parted_backward_is_whole() -> None:

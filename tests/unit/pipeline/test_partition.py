@@ -54,12 +54,13 @@ def fits(limit: MemoryLimit, counts: list[int]) -> bool:
         own = slice(end - count, end)
         needed = sum(limit.resident_bytes[own])
         needed += limit.in_flight[stage] * sum(limit.flight_bytes[own])
+        needed += limit.num_copies[stage] * sum(limit.copy_bytes[own])
         if needed > limit.cap_bytes:
             return False
     return True
 
 
-layer = st.tuples(*[st.integers(0, 9)] * 4)
+layer = st.tuples(*[st.integers(0, 9)] * 5)
 
 
 @given(st.lists(layer, min_size=1, max_size=7), st.integers(0, 60), st.booleans(), st.data())
@@ -67,10 +68,11 @@ layer = st.tuples(*[st.integers(0, 9)] * 4)
 def test_is_optimal_within_a_memory(
     layers: list[tuple[int, ...]], cap: int, stashes: bool, data: st.DataObject
 ) -> None:
-    costs, sizes, resident, flight = [list(column) for column in zip(*layers, strict=True)]
+    costs, sizes, resident, flight, copied = [list(column) for column in zip(*layers, strict=True)]
     num_stages = data.draw(st.integers(1, len(costs)))
     in_flight = [num_stages - stage if stashes else 3 for stage in range(num_stages)]
-    limit = MemoryLimit(cap, resident, flight, in_flight)
+    num_copies = data.draw(st.lists(st.integers(0, 3), min_size=num_stages, max_size=num_stages))
+    limit = MemoryLimit(cap, resident, flight, in_flight, copied, num_copies)
     links = [float(size) for size in sizes]
     cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
     cut_counts = ([b - a for a, b in itertools.pairwise([0, *c, len(costs)])] for c in cuts)
@@ -100,7 +102,7 @@ def test_where_greedy_rules_fail(costs: list[int], num_stages: int, best: int) -
 def test_a_thousand_layers_on_sixty_four_stages_are_quick() -> None:
     costs = [(index * 37) % 101 for index in range(1000)]
     sizes = [(index * 53) % 97 for index in range(1000)]
-    limit = MemoryLimit(20_000, sizes, costs, range(64, 0, -1))
+    limit = MemoryLimit(20_000, sizes, costs, range(64, 0, -1), sizes, 64 * [1])
     counts = partition_layers(
         costs, 64, boundary_bytes=sizes, bandwidth_bytes_per_second=1.0, memory=limit
     )
@@ -115,8 +117,8 @@ def test_uniform() -> None:
 
 
 def test_bad_costs() -> None:
-    with pytest.raises(ValueError, match="1 and 2 layers on 2 stages.*2 layers and 2 stages"):
-        partition_layers([1.0, 1.0], 2, memory=MemoryLimit(9, [1], [1, 1], [2, 1]))
+    with pytest.raises(ValueError, match="1, 2, 2 layers on 2 and 2 stages.*2 layers and 2 stages"):
+        partition_layers([1.0, 1.0], 2, memory=MemoryLimit(9, [1], [1, 1], [2, 1], [1, 1], [1, 0]))
     with pytest.raises(ValueError, match="negative"):
         partition_layers([1.0, -1.0], 2)
     with pytest.raises(ValueError, match="together"):
