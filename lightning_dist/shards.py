@@ -98,15 +98,6 @@ def storable(tensor: Tensor) -> Tensor:
     return tensor.redistribute(tensor.device_mesh, [*tensor.placements[:-1], Replicate()])
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Gives the values that are on this rank, a view.
-
-    Args:
-        tensor: Sharded or not.
-    """
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def gather(tree: Any, *, keep: bool) -> Any:
     """Puts the sharded tensors of a tree together; all ranks of their mesh must call it.
 

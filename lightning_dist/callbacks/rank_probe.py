@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
 
+from lightning_dist.callbacks.stages_at_work import pipeline_of
 from lightning_dist.memory import RankMemory, TrainedPart, pipelined, replicated, sharded
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.pipeline import Pipeline
@@ -20,10 +20,7 @@ from lightning_dist.profiling.held_bytes import bytes_of, gradient_bytes, optimi
 from lightning_dist.profiling.rank_record import RankPlace, StepCount
 from lightning_dist.strategies.ddp import DDPStrategy
 from lightning_dist.strategies.fsdp import FSDPStrategy
-from lightning_dist.strategies.mesh import MeshStrategy
-from lightning_dist.strategies.pipeline import PipelineStrategy
 from lightning_dist.strategies.process_mesh import ProcessMesh
-from lightning_dist.strategies.staged_module import StagedModule
 from lightning_dist.wrap_summary import WrapSummary
 
 
@@ -47,7 +44,7 @@ class RankProbe:
         everyone = MeshShape(dp_replicate=trainer.world_size)
         self.mesh = strategy.mesh if isinstance(strategy, ProcessMesh) else everyone
         self.device: torch.device = strategy.root_device
-        self.pipeline = _pipeline_of(strategy)
+        self.pipeline = pipeline_of(strategy)
         self.group: dist.ProcessGroup | None = None
         if trainer.world_size > 1:
             self.group = (
@@ -151,29 +148,17 @@ class RankProbe:
         return replicated(part, mesh.data_size) if is_replica else None
 
     def _predicted_stage(self, pipeline: Pipeline, part: TrainedPart) -> RankMemory:
-        shape, strategy = pipeline.shape, self._strategy
+        shape, stages = pipeline.shape, pipeline.stages
         schedules = find_schedules(shape.schedule)
         overlap = schedules.update_rule is not UpdateRule.FLUSHED
         num_batches = 2 * shape.num_stages if overlap else 1
         schedule = schedules.build(shape.rank_of_stage, shape.num_microbatches, num_batches)
-        # On a mesh schedules are synchronous.
-        copies: tuple[int, ...] = (0,) * shape.num_stages
-        if isinstance(strategy, PipelineStrategy):
-            copies = strategy.config.num_copies(shape)
         in_flight = schedule.in_flight(shape.rank)
-        # Where there are copies, a rank has one stage.
-        return pipelined(part, in_flight, 1 + copies[shape.rank], pipeline.stages.version_bytes)
+        copies = max(stages.num_copies[stage] for stage in stages)  # none where there are several
+        return pipelined(part, in_flight, 1 + copies, stages.version_bytes)
 
     def allocated_bytes(self) -> int | None:
         """Gives the most that the device's allocator has had in use; None on a CPU."""
         if self.device.type != "cuda":
             return None
         return torch.cuda.max_memory_allocated(self.device)
-
-
-def _pipeline_of(strategy: Strategy) -> Pipeline | None:
-    if isinstance(strategy, PipelineStrategy):
-        return strategy.session.pipeline
-    if isinstance(strategy, MeshStrategy) and isinstance(strategy.sharded, StagedModule):
-        return strategy.sharded.session.pipeline
-    return None

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.shards import local_part
+from lightning_dist.local_part import local_part
 
 
 class ShardedWeightAveraging(pl.Callback):

@@ -14,28 +14,34 @@ from statistics import median
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.callbacks.balance_report import draw_balance, tell_balance
 from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging
+from lightning_dist.callbacks.stages_at_work import pipeline_of
 from lightning_dist.pipeline.balance import Balance, find_balance, step_seconds
 from lightning_dist.pipeline.layer_costs import StepCosts
 from lightning_dist.pipeline.layer_profiler import LayerProfiler
+from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.stage_memory import memory_limit
 from lightning_dist.strategies.lightning_private import callbacks_of
 from lightning_dist.strategies.measured import gather_profiles
+from lightning_dist.strategies.mesh import MeshStrategy
 from lightning_dist.strategies.pipeline import PipelineStrategy
+from lightning_dist.strategies.process_mesh import ProcessMesh
 
 _MOVED_LAYERS = "balance/moved_layers"
 _MOVE_SECONDS = "balance/move_seconds"
 
 
 class StageBalancer(pl.Callback):
-    """Reports how well the stages of a :class:`~lightning_dist.PipelineStrategy` are balanced.
+    """Reports how well the stages of a pipeline are balanced, one of a mesh too.
 
     With ``action="rebalance"`` it also moves layers while training runs, where that saves
-    ``min_gain``; see :meth:`~lightning_dist.PipelineStrategy.repartition`.
+    ``min_gain``; see :meth:`~lightning_dist.PipelineStrategy.repartition`. That takes a
+    :class:`~lightning_dist.PipelineStrategy`.
 
     Each report is metrics for all loggers: ``balance/stage_0_seconds`` and so on (forward and
     backward of one micro-batch), ``balance/step_seconds`` (predicted for a batch),
@@ -51,8 +57,9 @@ class StageBalancer(pl.Callback):
         measured_steps: Batches that are timed for a report.
         min_gain: Share of a step below which another cut is not worth the trouble.
         action: Whether to move the layers.
-        memory_cap_bytes: What a rank may hold under another cut: parameters, gradients, optimizer
-            state, stashed weights and activations. None leaves that to the user.
+        memory_cap_bytes: What a rank may hold under another cut: its share of parameters,
+            gradients and optimizer state, stashed weights and activations. None leaves that to the
+            user.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -95,11 +102,7 @@ class StageBalancer(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not isinstance(trainer.strategy, PipelineStrategy):
-            raise ValueError(
-                "StageBalancer looks at the stages of a PipelineStrategy, but the strategy is a"
-                f" {type(trainer.strategy).__name__}. Leave the callback out, or use that one."
-            )
+        _check_stages(trainer.strategy, self._moves_layers)
         averages = any(isinstance(c, ShardedWeightAveraging) for c in callbacks_of(trainer))
         if self._moves_layers and averages:
             raise ValueError(
@@ -112,14 +115,15 @@ class StageBalancer(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._num_batches = 0
         if self._moves_layers:
-            _strategy_of(trainer).check_layers_can_move()
+            assert isinstance(trainer.strategy, PipelineStrategy)
+            trainer.strategy.check_layers_can_move()
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._place_in_window == 0:
-            pipeline = _strategy_of(trainer).session.pipeline
+            pipeline = _pipeline_of(trainer)
             self._profiled_cut = pipeline.shape.layers_per_stage
             self._profiler = pipeline.stages.layer_profiler(pipeline.recorder)
             self._profiler.start()
@@ -138,7 +142,7 @@ class StageBalancer(pl.Callback):
         if is_last_one and self._profiler is not None:
             profiler, self._profiler = self._profiler, None
             profiler.stop()
-            if _strategy_of(trainer).session.pipeline.shape.layers_per_stage == self._profiled_cut:
+            if _pipeline_of(trainer).shape.layers_per_stage == self._profiled_cut:
                 self._report(trainer, pl_module, profiler)
 
     @property
@@ -150,26 +154,33 @@ class StageBalancer(pl.Callback):
     def _report(
         self, trainer: pl.Trainer, module: pl.LightningModule, profiler: LayerProfiler
     ) -> None:
-        strategy = _strategy_of(trainer)
+        strategy, pipeline = trainer.strategy, _pipeline_of(trainer)
+        assert isinstance(strategy, ProcessMesh)
         states = strategy.optimizers[0].state if strategy.optimizers else {}
         profiles = gather_profiles(profiler.profile(states), strategy.group(*strategy.mesh.sizes))
         steps = [p.step_seconds for p in profiles if p.step_seconds == p.step_seconds]
         measured = median(steps) if steps else float("nan")
-        balance = self._balance = self._compare(strategy, StepCosts.of_ranks(profiles), measured)
+        balance = self._balance = self._compare(pipeline, StepCosts.of_ranks(profiles), measured)
         module.log_dict(_metrics_of(balance), batch_size=1)
         if trainer.is_global_zero:
             tell_balance(balance, self._conclude(balance), trainer.loggers, self._num_batches)
         if self._moves_layers and balance.gain >= self._min_gain:
-            done = strategy.repartition(balance.better_cut)
-            seconds = strategy.broadcast(done.seconds)
-            metrics = {_MOVED_LAYERS: float(len(done.moves)), _MOVE_SECONDS: seconds}
-            module.log_dict(metrics, batch_size=1)
+            self._move(strategy, module, balance.better_cut)
 
-    def _compare(self, strategy: PipelineStrategy, costs: StepCosts, measured: float) -> Balance:
-        shape, cap_bytes = strategy.session.pipeline.shape, self._memory_cap_bytes
+    def _move(
+        self, strategy: ProcessMesh, module: pl.LightningModule, cut: tuple[int, ...]
+    ) -> None:
+        assert isinstance(strategy, PipelineStrategy)
+        done = strategy.repartition(cut)
+        seconds = strategy.broadcast(done.seconds)
+        metrics = {_MOVED_LAYERS: float(len(done.moves)), _MOVE_SECONDS: seconds}
+        module.log_dict(metrics, batch_size=1)
+
+    def _compare(self, pipeline: Pipeline, costs: StepCosts, measured: float) -> Balance:
+        shape, cap_bytes = pipeline.shape, self._memory_cap_bytes
         if cap_bytes is None:
             return find_balance(costs, shape, measured)
-        memory = memory_limit(costs.layers, shape, strategy.config.num_copies(shape), cap_bytes)
+        memory = memory_limit(costs.layers, shape, pipeline.stages.num_copies, cap_bytes)
         try:
             return find_balance(costs, shape, measured, memory)
         except ValueError as error:  # it trains as it is, so this is no reason to end it
@@ -200,9 +211,33 @@ class StageBalancer(pl.Callback):
         self._profiler = None
 
 
-def _strategy_of(trainer: pl.Trainer) -> PipelineStrategy:
-    assert isinstance(trainer.strategy, PipelineStrategy)
-    return trainer.strategy
+def _pipeline_of(trainer: pl.Trainer) -> Pipeline:
+    pipeline = pipeline_of(trainer.strategy)
+    assert pipeline is not None, "checked before"
+    return pipeline
+
+
+def _check_stages(strategy: Strategy, moves_layers: bool) -> None:
+    """Checks that there are stages, and whether their layers can move.
+
+    Raises:
+        ValueError: Not so.
+    """
+    if isinstance(strategy, PipelineStrategy):
+        return
+    if not isinstance(strategy, MeshStrategy) or strategy.mesh.pp == 1:
+        raise ValueError(
+            f"StageBalancer looks at the stages of a pipeline, and {type(strategy).__name__} has"
+            " none here. Use PipelineStrategy, or MeshStrategy with pp=2 or more; or leave the"
+            " callback out. StepProfiler says where the time goes under any strategy."
+        )
+    if moves_layers:
+        raise ValueError(
+            "StageBalancer(action='rebalance') moves layers, and on a mesh each rank has shards of"
+            " its layers, or pieces. Use action='report', and restart with"
+            " `pipeline=PipelineConfig(partition=...)`; or use PipelineStrategy, whose replicas"
+            " hold whole stages."
+        )
 
 
 def _metrics_of(balance: Balance) -> dict[str, float]:

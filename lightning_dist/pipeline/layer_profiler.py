@@ -24,7 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dist.local_part import local_part
 from lightning_dist.pipeline.actions import ActionKind
+from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.pipeline.layer_costs import LayerCosts, RankProfile
 from lightning_dist.pipeline.layers import Part
 from lightning_dist.pipeline.recorder import Recorder
@@ -42,17 +44,20 @@ class LayerProfiler:
     Args:
         parts: Of the rank's layers.
         recorder: Of the rank that runs them.
+        half: How the layers compute in half precision; None where they do not.
     """
 
-    def __init__(self, parts: Sequence[Part], recorder: Recorder) -> None:
+    def __init__(
+        self, parts: Sequence[Part], recorder: Recorder, half: HalfWeights | None = None
+    ) -> None:
         self._parts = parts
+        self._half = half
         self._recorder = recorder
         self._begun: dict[int, Any] = {}
         self._forwards: list[tuple[int, Any, Any]] = []
         self._gradients: list[tuple[int, Any]] = []
         self._meters: dict[int, ActivationMeter] = {}
         self._kept: dict[int, int] = {}
-        self._version_bytes: dict[int, int] = {}
         self._sent: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
         self._start = recorder.mark()
@@ -88,15 +93,14 @@ class LayerProfiler:
         steps = [after.end_seconds - before.end_seconds for before, after in pairwise(updates)]
         of_layers: dict[int, list[LayerCosts]] = defaultdict(list)
         for index, part in enumerate(self._parts):
-            parameter_bytes = _trainable_bytes(part.module)
-            version_bytes = self._version_bytes.get(index, parameter_bytes)
-            beside = version_bytes if version_bytes != parameter_bytes else 0
+            version_bytes = self._version_bytes(part.module)
+            beside = 0 if self._half is None else version_bytes  # of the masters
             costs = LayerCosts(
                 part.name,
                 _median(forwards[index]),
                 _median(backwards[index]),
                 self._sent.get(index, 0),
-                parameter_bytes,
+                _trainable_bytes(part.module),
                 self._kept.get(index, 0),
                 _resident_bytes(part.module, states) + beside,
                 version_bytes,
@@ -116,8 +120,8 @@ class LayerProfiler:
         if not torch.is_grad_enabled():
             return
         if index not in self._sent and index not in self._meters:
-            self._version_bytes[index] = _trainable_bytes(layer)  # of what it runs on
-            self._meters[index] = ActivationMeter(layer.parameters()).__enter__()
+            own = (local_part(p.detach()) for p in layer.parameters())
+            self._meters[index] = ActivationMeter(own).__enter__()
         self._begun[index] = self._recorder.mark()
 
     def _end(self, index: int, _: nn.Module, __: Any, output: Any) -> None:
@@ -139,6 +143,12 @@ class LayerProfiler:
         self._gradients.append((index, self._recorder.mark()))
 
     # --- afterwards --------------------------------------------------------------------------
+
+    def _version_bytes(self, layer: nn.Module) -> int:
+        if self._half is None:
+            return _trainable_bytes(layer)
+        trainable = [p for p in layer.parameters() if p.requires_grad]
+        return sum(p.numel() * self._half.dtype_of(p).itemsize for p in trainable)
 
     def _spans(self, kind: SpanKind) -> list[Span]:
         begin = self._recorder.seconds(self._start)
@@ -208,11 +218,15 @@ def _resident_bytes(layer: nn.Module, states: Mapping[Tensor, Any]) -> int:
     kept = flatten([states[p] for p in parameters if p in states])[0]
     # A pipeline's backwards are over before the gradients of the update before are given up.
     gradients = 2 * _trainable_bytes(layer)
-    return gradients + sum(tensor.nbytes for tensor in (*parameters, *layer.buffers(), *kept))
+    return gradients + sum(map(_own_bytes, (*parameters, *layer.buffers(), *kept)))
 
 
 def _trainable_bytes(layer: nn.Module) -> int:
-    return sum(p.nbytes for p in layer.parameters() if p.requires_grad)
+    return sum(_own_bytes(p) for p in layer.parameters() if p.requires_grad)
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    return local_part(tensor.detach()).nbytes
 
 
 def _median(values: list[float]) -> float:

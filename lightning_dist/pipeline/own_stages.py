@@ -65,6 +65,11 @@ class OwnStages(Mapping[int, Stage]):
         }
 
     @property
+    def num_copies(self) -> tuple[int, ...]:
+        """The most copies of its weights that each stage of the pipeline holds at a time."""
+        return self._maker.num_copies(self.shape)
+
+    @property
     def version_bytes(self) -> int:
         """What one more version of the weights takes, of all stages."""
         return sum(stage.policy.version_bytes for stage in self.values())
@@ -91,7 +96,8 @@ class OwnStages(Mapping[int, Stage]):
         """
         stages = stage_of_layers(self.shape.layers_per_stage)
         parts = self._maker.found.parts()
-        return LayerProfiler([p for p in parts if stages[p.layer_index] in self], recorder)
+        own = [part for part in parts if stages[part.layer_index] in self]
+        return LayerProfiler(own, recorder, self._maker.half)
 
     @contextmanager
     def letting_go(self) -> Iterator[None]:

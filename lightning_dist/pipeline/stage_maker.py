@@ -17,6 +17,7 @@ from lightning_dist.pipeline.seam import Seam
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.stage import Stage
 from lightning_dist.pipeline.staleness import StalenessMeter
+from lightning_dist.pipeline.version_count import num_copies
 from lightning_dist.pipeline.weight_policy import Predict, WeightVersions, choose_policy
 
 
@@ -45,6 +46,14 @@ class StageMaker:
     predict: Predict | None
     measure_discrepancy: bool
     half: HalfWeights | None
+
+    def num_copies(self, shape: PipelineShape) -> tuple[int, ...]:
+        """Counts the most copies of its weights that each stage of a pipeline holds.
+
+        Args:
+            shape: Of the pipeline.
+        """
+        return num_copies(shape, self.weight_versions, predicts=self.predict is not None)
 
     def make(
         self, shape: PipelineShape, number: int, seam: Seam, history: Sequence[int] = ()

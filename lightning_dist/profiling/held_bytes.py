@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dist.shards import local_part
+from lightning_dist.local_part import local_part
 from lightning_dist.tree import flatten
 
 

@@ -12,12 +12,12 @@ from contextlib import ExitStack
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_dist.local_part import local_part
 from lightning_dist.mesh import MeshShape
 from lightning_dist.operation_watch import OperationWatch
 from lightning_dist.profiling.activation_meter import ActivationMeter
 from lightning_dist.profiling.rank_record import StepCount
 from lightning_dist.profiling.weights_in_use import WeightsInUse
-from lightning_dist.shards import local_part
 from lightning_dist.traffic import Traffic, TrafficLedger
 from lightning_dist.traffic_counter import TrafficCounter
 

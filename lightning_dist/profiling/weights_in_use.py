@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dist.shards import local_part
+from lightning_dist.local_part import local_part
 
 
 class WeightsInUse:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from lightning_dist.shards import local_part
+from lightning_dist.local_part import local_part
 
 FindNorm = Callable[[Sequence[Sequence[Tensor]]], Tensor]
 """Takes the parameters, grouped by how they are spread; gives the norm of the whole gradient."""

@@ -32,11 +32,11 @@ from lightning_dist.deferred_init import deferred_init, named_tensors
 from lightning_dist.device_mesh import build_mesh
 from lightning_dist.dry_run_summary import DryRunSummary, RankKind, collapse
 from lightning_dist.fake_ranks import fake_rank, without_values
+from lightning_dist.local_part import local_part
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.cut import skeleton_of
 from lightning_dist.rng import python_state_kept
 from lightning_dist.sharding import fill
-from lightning_dist.shards import local_part
 from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.dry_step import DryStep, Received
 from lightning_dist.strategies.fsdp_checks import check_shardable

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist.local_part import local_part
 from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.shards import local_part
 
 
 class Overflow(Protocol):

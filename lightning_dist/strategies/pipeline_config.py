@@ -17,7 +17,6 @@ from lightning_dist.pipeline.schedule_family import ScheduleFamily
 from lightning_dist.pipeline.schedule_file import ScheduleFile
 from lightning_dist.pipeline.schedules import find_schedules
 from lightning_dist.pipeline.shape import PipelineShape
-from lightning_dist.pipeline.version_count import num_copies
 from lightning_dist.pipeline.weight_policy import Predict, WeightVersions
 
 StalenessCorrection = Literal["none", "lr", "predict"]
@@ -145,15 +144,6 @@ class PipelineConfig:
             return None
         check_extrapolation(optimizer)
         return partial(extrapolated, optimizer)
-
-    def num_copies(self, shape: PipelineShape) -> tuple[int, ...]:
-        """Counts the most copies of its weights that each stage holds.
-
-        Args:
-            shape: Of the pipeline.
-        """
-        predicts = self.staleness_correction == "predict"
-        return num_copies(shape, self.weight_versions, predicts=predicts)
 
     @property
     def schedules(self) -> ScheduleFamily | ScheduleFile:

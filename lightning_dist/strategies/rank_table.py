@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from lightning_dist.local_part import local_part
 from lightning_dist.mesh import AXES, MeshShape
-from lightning_dist.shards import local_part
 from lightning_dist.table import draw_table
 
 _NUM_SHOWN = 32

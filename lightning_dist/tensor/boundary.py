@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from lightning_dist.shards import local_part
+from lightning_dist.local_part import local_part
 
 
 def enter(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from lightning_dist.shards import is_spread, local_part
+from lightning_dist.local_part import local_part
+from lightning_dist.shards import is_spread
 from lightning_dist.tensor import boundary
 from lightning_dist.tensor.embedding import look_up
 from lightning_dist.tensor.placements import stacked

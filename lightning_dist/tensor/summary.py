@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_dist.local_part import local_part
 from lightning_dist.name_pattern import with_stars
-from lightning_dist.shards import local_part
 from lightning_dist.table import draw_table
 from lightning_dist.tensor.placements import stacked_dim
 from lightning_dist.tensor.styles import Style

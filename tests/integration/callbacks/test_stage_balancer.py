@@ -12,23 +12,26 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_dist import PipelineStrategy
+from lightning_dist import DDPStrategy, MeshStrategy, PipelineStrategy
 from lightning_dist.callbacks import ShardedWeightAveraging, StageBalancer
 from lightning_dist.pipeline.balance import Balance
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.tensor.config import TensorConfig
 from tests.helpers.models import Classifier, make_data, make_module, make_trainer
 from tests.helpers.workers import WorkerPool
 
 SLEEPS_MS = (12.0, 1.0, 1.0, 1.0)
 
 
-class Sleepy(nn.Linear):
+class Sleepy(nn.Module):
     def __init__(self, sleep_ms: float) -> None:
-        super().__init__(12, 12)
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
         self.sleep_ms = sleep_ms
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.sleep_ms / 1e3)
-        return super().forward(x)
+        return self.linear(x)
 
 
 class Lopsided(Classifier):
@@ -106,6 +109,65 @@ def test_layers_move_where_it_pays_and_they_fit(workers: WorkerPool) -> None:
     assert "balance/moved_layers" not in no_moves
 
 
+def fit_on_mesh(sizes: dict[str, int]) -> Balance | None:
+    strategy = MeshStrategy(
+        **{"pp": 2, "dp_shard": 1, **sizes},
+        pipeline=PipelineConfig(num_microbatches=4, partition=[3, 1]),
+        tensor=TensorConfig(plan={"model.*.linear": "colwise_gather"}),
+    )
+    balancer = StageBalancer(warmup_steps=1, measured_steps=3)
+    options = {"limit_val_batches": 0, "max_steps": 4}
+    trainer = make_trainer(devices=4, strategy=strategy, callbacks=[balancer], **options)
+    loader = DataLoader(make_data(8 * 4), batch_size=8)
+    trainer.fit(make_module(Lopsided), loader, loader)
+    return balancer.balance
+
+
+def fit_on_meshes() -> list[Balance | None]:
+    return [fit_on_mesh({"dp_shard": 2}), fit_on_mesh({"tp": 2})]
+
+
+def test_stages_of_a_mesh_are_reported(workers: WorkerPool) -> None:
+    first, *others = workers.run(4, fit_on_meshes)
+    assert all(other == first for other in others)
+    for balance in first:
+        assert balance is not None
+        assert balance.cut == (3, 1)
+        assert balance.better_cut in ((1, 3), (2, 2))  # gathering takes its time too
+        for layer, sleep_ms in zip(balance.costs.layers, SLEEPS_MS, strict=True):
+            assert layer.forward_seconds >= sleep_ms / 1e3
+            assert layer.backward_seconds > 0
+            assert layer.boundary_bytes == 2 * 12 * 8
+            # Half of the parameters, of two gradients and of the momentum is here.
+            assert layer.resident_bytes == 4 * layer.parameter_bytes
+            assert layer.parameter_bytes == (12 * 12 + 12) * 8 / 2
+
+
+def refusals_on_a_mesh() -> list[str]:
+    asked = [
+        (StageBalancer(action="rebalance"), MeshStrategy(pp=2)),
+        (StageBalancer(), MeshStrategy(dp_shard=2)),
+        (StageBalancer(), DDPStrategy()),
+    ]
+    answers = []
+    for balancer, strategy in asked:
+        trainer = make_trainer(devices=2, strategy=strategy, callbacks=[balancer])
+        loader = DataLoader(make_data(8), batch_size=8)
+        with pytest.raises(ValueError) as error:  # noqa: PT011  (what it says is returned)
+            trainer.fit(make_module(Lopsided), loader, loader)
+        answers.append(str(error.value))
+    return answers
+
+
+def test_what_has_no_stages_or_none_that_move(workers: WorkerPool) -> None:
+    first, second = workers.run(2, refusals_on_a_mesh)
+    assert first == second
+    moves, mesh, ddp = first
+    assert "on a mesh each rank has shards of its layers, or pieces" in moves
+    assert "MeshStrategy has none here" in mesh
+    assert "DDPStrategy has none here" in ddp
+
+
 def test_bad_arguments_and_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match="measured_steps=9 must be between 1 and every_n_steps=4"):
@@ -120,5 +182,5 @@ def test_bad_arguments_and_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
         averaging[0].setup(trainer, make_module(), "fit")
     trainer = make_trainer(devices=1, callbacks=[StageBalancer()])
     loader = DataLoader(make_data(8), batch_size=8)
-    with pytest.raises(ValueError, match="stages of a PipelineStrategy.*SingleDeviceStrategy"):
+    with pytest.raises(ValueError, match="SingleDeviceStrategy has none here"):
         trainer.fit(make_module(), loader, loader)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lightning_dist.shards import local_part, whole
+from lightning_dist.local_part import local_part
+from lightning_dist.shards import whole
 from lightning_dist.tensor.plan import resolve_plan
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
 from recipes.gpt import Attention, build_gpt

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dist.pipeline.actions import Action, ActionKind
+from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.pipeline.layers import Part
 from lightning_dist.pipeline.parted_backward import PartedBackward
@@ -142,6 +143,9 @@ def test_nobody_else_who_counts_misses_what_layers_keep() -> None:
 
 def test_layers_in_half_precision_hold_a_version_beside_their_masters() -> None:
     rank = Rank((1.0, 3.0))
+    rank.profiler = LayerProfiler(
+        [Part("layer", rank.layers[0], 5)], rank.recorder, HalfWeights(lambda _: torch.float16)
+    )
     rank.profiler.start()
     half = {n: p.detach().half().requires_grad_() for n, p in rank.layers.named_parameters()}
     torch.func.functional_call(rank.layers, half, (torch.ones(3, 4, dtype=torch.float16),))
