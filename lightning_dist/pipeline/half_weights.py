@@ -33,6 +33,22 @@ class HalfWeights:
     dtype_of: Callable[[nn.Parameter], torch.dtype]
     is_in_graph: bool = False
 
+    def casts(self, layers: nn.Module) -> bool:
+        """Tells whether any parameter of some layers computes in another precision than its own.
+
+        Args:
+            layers: Of a stage.
+        """
+        return any(self.dtype_of(p) != p.dtype for p in layers.parameters())
+
+    def cast(self, parameter: nn.Parameter) -> Tensor:
+        """Gives what a parameter computes as; itself where that is its own precision.
+
+        Args:
+            parameter: Of a stage.
+        """
+        return parameter.to(self.dtype_of(parameter))
+
 
 class HalfWeightStore(WeightStore):
     """Makes versions by casting.
@@ -61,7 +77,7 @@ class HalfWeightStore(WeightStore):
     @override
     def look(self) -> WeightVersion:
         with torch.no_grad():
-            aliases = {name: self._cast(p) for name, p in self._parameters.items()}
+            aliases = {name: self._half.cast(p) for name, p in self._parameters.items()}
         return WeightVersion(self.num_steps, aliases)
 
     @override
@@ -80,20 +96,17 @@ class HalfWeightStore(WeightStore):
 
     def _alias(self, parameter: nn.Parameter) -> Tensor:
         if self._half.is_in_graph:
-            return self._cast(parameter)
+            return self._half.cast(parameter)
         with torch.no_grad():
-            copy = self._cast(parameter)
+            copy = self._half.cast(parameter)
             is_master = copy is parameter
             return (copy.clone() if is_master else copy).detach().requires_grad_()
 
     def _frozen_alias(self, name: str, parameter: nn.Parameter) -> Tensor:
         if name not in self._frozen:
             with torch.no_grad():
-                self._frozen[name] = self._cast(parameter).detach()
+                self._frozen[name] = self._half.cast(parameter).detach()
         return self._frozen[name]
-
-    def _cast(self, parameter: nn.Parameter) -> Tensor:
-        return parameter.to(self._half.dtype_of(parameter))
 
     @override
     def _part_from_current(self) -> None:

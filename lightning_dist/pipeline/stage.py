@@ -178,10 +178,11 @@ class Stage:
             One gradient for each received tensor that requires grad.
         """
         flight = self._in_flight.pop(index)
-        outputs, gradients = self._roots(flight, gradients)
-        trainable = self._trainable(flight.weights)
+        weights = self.policy.acquire() if self._recomputes else flight.weights
+        outputs, gradients = self._roots(flight, weights, gradients)
+        trainable = self._trainable(weights)
         results = self._reweighted.run(
-            flight.weights,
+            weights,
             lambda: self.gradients.run(outputs, gradients, flight.inputs, trainable, update),
         )
         self.meter.end_backward(flight.weights, update)
@@ -199,7 +200,7 @@ class Stage:
         """
         flight = self._in_flight[index]
         assert flight.weights.index == self.policy.num_steps, "only synchronous schedules do that"
-        outputs, gradients = self._roots(flight, gradients)
+        outputs, gradients = self._roots(flight, flight.weights, gradients)
         trainable = self._trainable(flight.weights)
         parted = self._parted[index] = PartedBackward(outputs, gradients, flight.inputs, trainable)
         return self._reweighted.run(flight.weights, parted.run_inputs)
@@ -264,26 +265,27 @@ class Stage:
 
     def _keep(self, index: int, call: _LayerCall) -> None:
         assert call.weights is not None
+        weights = call.weights
+        if self._recomputes:  # the backward has others, and these need not stay
+            weights = WeightVersion(weights.index, copies=weights.copies)
         inputs = [] if self.is_first else _differentiable(call.received)
         outputs = _differentiable(call.output)
-        self._in_flight[index] = InFlight(
-            inputs, outputs, call.layer_input, call.weights, call.seed
-        )
+        self._in_flight[index] = InFlight(inputs, outputs, call.layer_input, weights, call.seed)
 
     def _roots(
-        self, flight: InFlight, gradients: Sequence[Tensor | None]
+        self, flight: InFlight, weights: WeightVersion, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Gives what a backward begins with: outputs, and a gradient for each."""
-        outputs = self._recompute(flight) if self._recomputes else flight.outputs
+        outputs = self._recompute(flight, weights) if self._recomputes else flight.outputs
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
         return [o for o, _ in pairs], [g for _, g in pairs]
 
-    def _recompute(self, flight: InFlight) -> list[Tensor]:
+    def _recompute(self, flight: InFlight, weights: WeightVersion) -> list[Tensor]:
         # On copies of the buffers, so that running statistics count each micro-batch once.
         buffers = {name: b.detach().clone() for name, b in self.layers.named_buffers()}
         with torch.enable_grad():
-            weights = WeightVersion(0, buffers)
-            return _differentiable(self._run_layers(flight.layer_input, weights, flight.seed))
+            lent = WeightVersion(weights.index, {**weights.aliases, **buffers})
+            return _differentiable(self._run_layers(flight.layer_input, lent, flight.seed))
 
     def _trainable(self, weights: WeightVersion) -> Mapping[str, Tensor]:
         if not weights.aliases:

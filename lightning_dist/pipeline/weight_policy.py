@@ -11,15 +11,16 @@ policy              forward of b                       backward of b
                     make of it until its update
 ==================  =================================  ============================
 
-In half precision with masters all that have versions are :class:`Stashed`, and so are synchronous
-ones, for parameters themselves are what nobody computes with.
+In half precision with masters forwards and backwards see casts of these. Synchronous schedules are
+:class:`Stashed` then, and :class:`UnstashedHalf` stands for :class:`Unstashed`, for parameters
+themselves are what nobody computes with.
 
 A stage asks its policy; the schedule decides which policy is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal, Protocol
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dist.pipeline.half_weights import HalfWeights, HalfWeightStore
+from lightning_dist.pipeline.predicted_weights import Predicted
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.weights import WeightStore, WeightVersion
 
@@ -178,69 +180,30 @@ class Stashed:
         return self.store.peak_stash_bytes
 
 
-class Predicted:
-    """The forward sees weights as they will about be when its update is applied.
+class UnstashedHalf(Stashed):
+    """What :class:`Unstashed` is, on casts of masters.
 
     Args:
-        parameters: The stage's with their names, trainable or not.
-        predict: Gives copies of the trainable ones as they will be some updates later.
+        store: Casts the newest version, once for each update.
+        remembers: Whether a micro-batch keeps what its forward saw, for comparisons.
     """
 
-    recomputes = False
+    recomputes = True
 
-    def __init__(
-        self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
-        predict: Callable[[int], Mapping[str, Tensor]],
-    ) -> None:
-        self._parameters = dict(parameters)
-        self._predict = predict
-        self._copied_bytes: dict[WeightVersion, int] = {}
-        self.num_steps = 0
-        self._peak_stash_bytes = 0
+    def __init__(self, store: HalfWeightStore, *, remembers: bool) -> None:
+        super().__init__(store)
+        self._remembers = remembers
 
+    @override
     def acquire(self) -> WeightVersion:
-        """Predicts over the updates of the micro-batches in flight."""
-        # Nothing in flight: the next update is this micro-batch's own, after its backward.
-        copies = self._predict(len(self._copied_bytes)) if self._copied_bytes else {}
-        aliases = {
-            name: copies.get(name, p.data).detach().requires_grad_(p.requires_grad)
-            for name, p in self._parameters.items()
-        }
-        version = WeightVersion(self.num_steps, aliases, num_users=1)
-        self._copied_bytes[version] = sum(copy.nbytes for copy in copies.values())
-        self._peak_stash_bytes = max(self._peak_stash_bytes, self.stash_bytes)
-        return version
+        version = self.store.acquire()
+        self.store.release(version)  # nobody waits for its backward
+        copies = version.aliases if self._remembers else {}
+        return WeightVersion(version.index, version.aliases, copies=copies)
 
-    def look(self) -> WeightVersion:
-        """Gives the parameters themselves."""
-        return WeightVersion(self.num_steps)
-
+    @override
     def release(self, version: WeightVersion) -> None:
-        """Takes a version back."""
-        del self._copied_bytes[version]
-
-    def before_step(self) -> None:
-        """Counts; what is in flight has weights of its own."""
-        self.num_steps += 1
-
-    def restart(self) -> None:
         """Does nothing."""
-
-    @property
-    def version_bytes(self) -> int:
-        """Bytes of the copies for a micro-batch."""
-        return sum(p.nbytes for p in self._parameters.values() if p.requires_grad)
-
-    @property
-    def stash_bytes(self) -> int:
-        """Bytes held beyond the parameters."""
-        return sum(self._copied_bytes.values())
-
-    @property
-    def peak_stash_bytes(self) -> int:
-        """The most bytes held beyond the parameters."""
-        return self._peak_stash_bytes
 
 
 def choose_policy(
@@ -261,22 +224,22 @@ def choose_policy(
         versions: Which weights an asynchronous backward sees.
         predict: Gives copies of the trainable parameters as they will be some updates later.
         remembers: Whether what forwards have seen can be compared later.
-        half: How layers compute in half precision; None where they do not. It goes with stashed
-            versions only.
+        half: How layers compute in half precision; None where they do not.
     """
     # What stage s has is s updates newer than what the first one has for the same minibatch,
     # unless updates come in the same round everywhere.
     is_apart = update_rule is UpdateRule.EACH
     age = stage if is_apart and versions == "vertical_sync" else 0
-    if half is not None:
-        assert predict is None, "refused before"
-        assert versions != "none", "refused before"
-        return Stashed(HalfWeightStore(layers.named_parameters(), half, age))
-    if update_rule is UpdateRule.FLUSHED:
-        return Current()
+    if half is not None and not half.casts(layers):
+        half = None
     trainable = {n: p for n, p in layers.named_parameters() if p.requires_grad}
     if predict is not None:
-        return Predicted(layers.named_parameters(), partial(predict, trainable))
+        return Predicted(layers.named_parameters(), partial(predict, trainable), half)
+    if half is not None:
+        store = HalfWeightStore(layers.named_parameters(), half, age)
+        return UnstashedHalf(store, remembers=remembers) if versions == "none" else Stashed(store)
+    if update_rule is UpdateRule.FLUSHED:
+        return Current()
     if versions == "none":
         return Unstashed(trainable if remembers else {})
     return Stashed(WeightStore(layers.named_parameters(), age))

@@ -78,13 +78,6 @@ def check_half_precision(config: PipelineConfig) -> None:
             " the operations of a module without calling its parts. Use an `nn.Sequential` or a"
             " list of blocks, or Trainer(precision='bf16-mixed')."
         )
-    if config.weight_versions == "none" or config.staleness_correction == "predict":
-        raise ValueError(
-            f"MixedPrecision makes the versions that a pipeline stashes, and with weight_versions="
-            f"{config.weight_versions!r}, staleness_correction={config.staleness_correction!r}"
-            " forwards run on others. Use weight_versions='stash' or 'vertical_sync', and 'none' or"
-            " 'lr' as the correction."
-        )
 
 
 def clips_by_norm(trainer: pl.Trainer, module: pl.LightningModule) -> bool:

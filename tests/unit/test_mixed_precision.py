@@ -28,6 +28,16 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         MixedPrecision(**arguments)
 
 
+def test_the_scale_is_in_checkpoints_that_are_saved_after_a_run_too() -> None:
+    first, second, unscaled = MixedPrecision("fp16"), MixedPrecision("fp16"), MixedPrecision()
+    assert first.loss_scale is not None
+    first.loss_scale.end_step(overflowed=True)
+    second.load_state_dict(first.state_dict())
+    assert second.loss_scale == first.loss_scale
+    assert unscaled.state_dict() == {}
+    unscaled.load_state_dict(first.state_dict())
+
+
 def test_scales() -> None:
     assert MixedPrecision().loss_scale is None
     assert MixedPrecision("fp16", loss_scale=None).loss_scale is None
