@@ -154,6 +154,22 @@ class MixedPrecision(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._plugin.settle()  # the pipeline has been drained
 
+    # --- checkpoints -------------------------------------------------------------------------
+
+    # Here rather than in the plugin, which is not the strategy's any more when a run is over.
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._scale is None:
+            return {}
+        self._plugin.settle()
+        return self._scale.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._scale is not None and state_dict:
+            self._scale.load_state_dict(state_dict)
+
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._replaced is not None:

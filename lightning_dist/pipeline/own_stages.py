@@ -33,7 +33,7 @@ class OwnStages(Mapping[int, Stage]):
 
     def __init__(self, maker: StageMaker, shape: PipelineShape) -> None:
         self.shape = shape
-        self._maker = maker
+        self.maker = maker
         self._stages: dict[int, Stage] = {}
         self._earlier_peaks: dict[int, int] = {}
         self._seam: Seam | None = None
@@ -67,7 +67,7 @@ class OwnStages(Mapping[int, Stage]):
     @property
     def num_copies(self) -> tuple[int, ...]:
         """The most copies of its weights that each stage of the pipeline holds at a time."""
-        return self._maker.num_copies(self.shape)
+        return self.maker.num_copies(self.shape)
 
     @property
     def version_bytes(self) -> int:
@@ -95,9 +95,9 @@ class OwnStages(Mapping[int, Stage]):
             recorder: Of the rank that runs them.
         """
         stages = stage_of_layers(self.shape.layers_per_stage)
-        parts = self._maker.found.parts()
+        parts = self.maker.found.parts()
         own = [part for part in parts if stages[part.layer_index] in self]
-        return LayerProfiler(own, recorder, self._maker.half)
+        return LayerProfiler(own, recorder, self.maker.half)
 
     @contextmanager
     def letting_go(self) -> Iterator[None]:
@@ -125,17 +125,17 @@ class OwnStages(Mapping[int, Stage]):
         seam, self._seam = self._seam, None
         if seam is not None:
             seam.detach()
-            self._maker.found.detach()
+            self.maker.found.detach()
         for stage in self.values():
             stage.clear()
 
     def _attach(self) -> None:
         self._earlier_peaks = self.peak_stash_bytes
         known = self.staleness
-        found = self._maker.found
+        found = self.maker.found
         found.attach()
         seam = self._seam = Seam(found.module, is_whole=self.shape.num_stages == 1)
         self._stages = {
-            number: self._maker.make(self.shape, number, seam, known.get(number, ()))
+            number: self.maker.make(self.shape, number, seam, known.get(number, ()))
             for number in self.shape.stages
         }

@@ -8,7 +8,7 @@ weights, and how ranks agree on a step that is left out depends on when they upd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_dist.half_precision import HalfPrecision
 from lightning_dist.loss_scale import LossScale
 from lightning_dist.pipeline.cut import foreign_layers, whole
 from lightning_dist.pipeline.half_weights import HalfWeights
+from lightning_dist.pipeline.layers import Layers
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.overflow import Alone, Overflow
 
@@ -43,38 +44,42 @@ class HalfPrecisionPlugin(Precision):
         self.half = half
         self.loss_scale = loss_scale
         self._overflow: Overflow = Alone()
-        self._casts_elsewhere: Collection[nn.Parameter] = ()
+        self._shards_cast = False
+        self._stages: Layers | None = None
         self._divides = True
         self._module: nn.Module | None = None
         self._casts: HalfCasts | None = None
         self._parameters: dict[str, nn.Parameter] = {}
+        self._own: frozenset[nn.Parameter] = frozenset()
+        self._lent: tuple[nn.Parameter, ...] = ()
         self._copies: Copies = {}
 
     # --- what a strategy says ----------------------------------------------------------------
 
     def leave_to_shards(self) -> None:
         """Leaves the cast to whoever gathers parameters."""
-        self._casts_elsewhere = set(self._parameters.values())
+        self._shards_cast = True
+        self._find_lent()
 
-    def leave_to_stages(
-        self, parameters: Collection[nn.Parameter], *, is_in_graph: bool
-    ) -> HalfWeights | None:
+    def leave_to_stages(self, layers: Layers, *, is_in_graph: bool) -> HalfWeights | None:
         """Leaves the cast, and the division by the loss scale, to a pipeline.
 
         Args:
-            parameters: Of its stages on this rank.
+            layers: Of the pipelined module.
             is_in_graph: As for :class:`HalfWeights`.
 
         Returns:
             What the pipeline shall do; None where parameters are half, or gathered so.
         """
         self._divides = False
-        half = {id(p) for p in self._parameters.values() if p not in self._casts_elsewhere}
-        if not self.half.master_weights or not any(id(p) in half for p in parameters):
+        if not self.half.master_weights or self._shards_cast:
             return None
-        self._casts_elsewhere = {*self._casts_elsewhere, *parameters}
-        dtype = self.half.dtype
-        return HalfWeights(lambda p: dtype if id(p) in half else p.dtype, is_in_graph)
+        self._stages = layers
+        self._find_lent()
+        return HalfWeights(self._dtype_of, is_in_graph)
+
+    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        return self.half.dtype if parameter in self._own else parameter.dtype
 
     def agree_by(self, overflow: Overflow) -> None:
         """Says how ranks agree on steps that are left out.
@@ -123,22 +128,37 @@ class HalfPrecisionPlugin(Precision):
         self._detach()
 
     def _attach(self, module: nn.Module) -> None:
-        with whole(
-            module
-        ):  # other stages' layers too, of which a model's forward may see the dtype
-            everywhere = self.half.half_parameters(module)
+        with whole(module):  # other stages' layers too, which may come here
             self._casts = HalfCasts(module, self.half)
+        self.find_parameters()
+
+    def find_parameters(self) -> None:
+        """Finds what computes in half precision here, again where layers have moved."""
+        assert self._module is not None
+        with whole(self._module):
+            everywhere = self.half.half_parameters(self._module)
         ids = {id(parameter) for parameter in everywhere.values()}
-        for _, _, layer in foreign_layers(module):
+        for _, _, layer in foreign_layers(self._module):  # a model's forward may see their dtype
             layer.compute_in(lambda p: self.half.dtype if id(p) in ids else p.dtype)
-        own = {id(parameter) for parameter in module.parameters()}
+        own = {id(parameter) for parameter in self._module.parameters()}
         self._parameters = {name: p for name, p in everywhere.items() if id(p) in own}
+        self._own = frozenset(self._parameters.values())
+        self._find_lent()
+
+    def _find_lent(self) -> None:
+        """Finds the masters that nobody else casts."""
+        parts = () if self._stages is None else self._stages.parts()
+        elsewhere = {p for part in parts for p in part.module.parameters()}
+        casts = self.half.master_weights and not self._shards_cast
+        masters = self._parameters.values() if casts else ()
+        self._lent = tuple(p for p in masters if p not in elsewhere)
 
     def _detach(self) -> None:
         if self._casts is not None:
             self._casts.remove()
-        self._casts, self._parameters, self._copies = None, {}, {}
-        self._casts_elsewhere, self._divides, self._overflow = (), True, Alone()
+        self._casts, self._stages, self._shards_cast = None, None, False
+        self._parameters, self._own, self._lent, self._copies = {}, frozenset(), (), {}
+        self._divides, self._overflow = True, Alone()
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -146,9 +166,7 @@ class HalfPrecisionPlugin(Precision):
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         assert self._module is not None
-        masters = self._parameters.values() if self.half.master_weights else ()
-        own = [p for p in masters if p not in self._casts_elsewhere]
-        self._copies = half_copies(own, self.half.dtype)
+        self._copies = half_copies(self._lent, self.half.dtype)
         with lent(self._module, self._copies):
             yield
 
@@ -202,20 +220,6 @@ class HalfPrecisionPlugin(Precision):
             for gradient in found:
                 gradient.div_(self.loss_scale.value)
         return found
-
-    # --- checkpoints -------------------------------------------------------------------------
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        if self.loss_scale is None:
-            return {}
-        self.settle()
-        return self.loss_scale.state_dict()
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(state_dict)
 
 
 def half_precision_of(precision: Precision) -> HalfPrecisionPlugin | None:

@@ -85,26 +85,20 @@ class MovableLayers(LayoutFreeCheckpoints):
         """Checks before a run that each layer can go wherever it should.
 
         Raises:
-            ValueError: Layers share parameters, or have masters beside them.
+            ValueError: Layers share parameters.
         """
-        self._refuse_masters()
         refuse_shared_parameters(self._split.layers)
 
-    def _refuse_masters(self) -> None:
-        if half_precision_of(self.precision_plugin) is not None:
-            raise ValueError(
-                "MixedPrecision keeps copies of the parameters beside the layers, which do not move"
-                " with them. Use StageBalancer(action='report') and `partition=` with the layers"
-                " per stage."
-            )
+    def _find_half(self) -> None:
+        half = half_precision_of(self.precision_plugin)
+        if half is not None:
+            half.find_parameters()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._config.partition == "profile":
             everyone = self.group(*self.mesh.sizes)
-            rehearsal = Rehearsal(
-                self.module, self._split.layers, self.session, self.run_context(lambda: None)
-            )
+            rehearsal = Rehearsal(self.module, self.session, self.run_context(lambda: None))
             profiles = gather_profiles(rehearsal.profile(batch, batch_idx), everyone)
             costs = StepCosts.of_ranks(profiles)
             balance = find_balance(costs, self.session.pipeline.shape)
@@ -139,7 +133,6 @@ class MovableLayers(LayoutFreeCheckpoints):
                 f"repartition({list(layers_per_stage)}) was called {when}. Call it between two"
                 " batches, in `on_train_batch_end` for example."
             )
-        self._refuse_masters()
         after = agree_on_cut(self._split, layers_per_stage, self.group(*self.mesh.sizes))
         self._config = replace(self._config, partition=after)
         if after == self._split.layers_per_stage:
@@ -154,6 +147,7 @@ class MovableLayers(LayoutFreeCheckpoints):
                 after,
                 self.optimizers,
                 with_gradients=self.holds_gradients,
+                on_moved=self._find_half,
             )
             self._split = replace(self._split, layers_per_stage=after)
             self.regroup_optimizers()

@@ -20,7 +20,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_dist.pipeline.layer_costs import RankProfile
-from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.rng import generators_of, python_state_kept
 from lightning_dist.strategies.module_state import state_kept
@@ -35,16 +34,12 @@ class Rehearsal:
 
     Args:
         module: The user's module.
-        layers: Of the pipelined module.
         session: What trains later; nothing is in flight.
         run: What it runs in.
     """
 
-    def __init__(
-        self, module: pl.LightningModule, layers: Layers, session: Session, run: RunContext
-    ) -> None:
+    def __init__(self, module: pl.LightningModule, session: Session, run: RunContext) -> None:
         self._module = module
-        self._layers = layers
         self._session = session
         self._run = run
 
@@ -73,13 +68,16 @@ class Rehearsal:
 
     def _pipeline_like(self, trains: Pipeline) -> Pipeline:
         schedule = "1f1b" if trains.asynchronous else trains.shape.schedule
+        maker = trains.stages.maker
         return Pipeline(
-            self._layers,
+            maker.found,
             replace(trains.shape, schedule=schedule),
             trains.links,
-            seed=self._run.seed,
-            device=self._run.device,
+            seed=maker.seed,
+            device=maker.device,
             rank=self._run.rank,
+            gradients=maker.gradients,
+            half=maker.half,
         )
 
     def _rehearse(

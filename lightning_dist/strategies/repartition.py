@@ -6,7 +6,7 @@ holds it outlive the change; only the stages are made anew, on the layers that a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,7 @@ class LayerExchange:
         optimizers: Sequence[Optimizer],
         *,
         with_gradients: bool,
+        on_moved: Callable[[], None],
     ) -> tuple[Move, ...]:
         """Moves the layers of a pipeline that is empty.
 
@@ -136,6 +137,7 @@ class LayerExchange:
             after: Layers per stage.
             optimizers: Of this rank's parameters; their groups are the caller's to put right.
             with_gradients: Whether ``p.grad`` waits for an update.
+            on_moved: Called when the layers are here, before stages are made of them.
 
         Returns:
             What has moved on all ranks of the pipeline.
@@ -154,6 +156,7 @@ class LayerExchange:
         with pipeline.letting_go():
             relocation.run(self._links, optimizers, with_gradients=with_gradients)
             pipeline.stages.take_over(after)
+            on_moved()
         self._links.close()
         self._links = MoveLinks()
         return relocation.moves

@@ -131,10 +131,9 @@ def open_session(
     tied = TiedSums(ties, homes, shape.rank, channels.ties)
     tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
     half = half_precision_of(run.precision_plugin)
-    own = {p for part in found.parts() for p in part.module.parameters()}
     weights = None
     if half is not None:
-        weights = half.leave_to_stages(own, is_in_graph=gradients is not None)
+        weights = half.leave_to_stages(found, is_in_graph=gradients is not None)
     masters_dtype = None if weights is None else torch.float32
     pipeline = Pipeline(
         found,

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric
 
 from lightning_dist import PipelineStrategy
+from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.pipeline.timeline import SpanKind
 from tests.helpers.models import (
     Classifier,
@@ -84,15 +85,20 @@ def fit(
     resume: str | None = None,
     save: str | None = None,
     trainer: dict[str, Any] | None = None,
+    half: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     random.seed(5)
     made = make_module(Mixed, **module)
+    callbacks = [] if callback is None else [callback]
+    if half is not None:
+        made = made.float()
+        callbacks.append(MixedPrecision(**half))
     cutting = PipelineStrategy(partition=cut, **strategy)
     fitting = make_trainer(
         strategy=cutting,
         max_epochs=epochs,
         limit_val_batches=0,
-        callbacks=[] if callback is None else [callback],
+        callbacks=callbacks,
         **(trainer or {}),
     )
     data = make_data(8 * STEPS * cutting.mesh.data_size)
@@ -111,6 +117,7 @@ def fit(
         },
         "groups": state["param_groups"],
         "loss": float(fitting.callback_metrics["train_loss_epoch"]),
+        "scale": float(fitting.callback_metrics.get("mixed_precision/loss_scale", 0.0)),
         "cut": cutting._split.layers_per_stage,
         "updates": [len(stage) for stage in cutting.staleness],
         "metric": (float(made.seen.mean_value), float(made.seen.weight)),
@@ -124,6 +131,7 @@ def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
     assert left["cut"] == right["cut"]
     assert left["groups"] == right["groups"]
     assert left["loss"] == right["loss"]
+    assert left["scale"] == right["scale"]
     for kind in ("weights", "optimizer"):
         assert left[kind].keys() == right[kind].keys()
         for key, value in left[kind].items():

@@ -23,8 +23,8 @@ from tests.integration.pipeline.moving_common import (
 )
 
 
-def profile_and_repeat(strategy: dict[str, Any]) -> Any:
-    options: dict[str, Any] = {"trainer": {"devices": 2}}
+def profile_and_repeat(strategy: dict[str, Any], half: dict[str, Any] | None) -> Any:
+    options: dict[str, Any] = {"trainer": {"devices": 2}, "half": half}
     module = {"first": SlowLayer}
     profiled = fit(strategy, "profile", 1, module, **options)
     by_hand = fit(strategy, list(profiled["cut"]), 1, module, **options)
@@ -32,14 +32,18 @@ def profile_and_repeat(strategy: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [{"schedule": "1f1b", "num_microbatches": 2}, {"schedule": "pipedream"}],
-    ids=["1f1b", "pipedream"],
+    ("strategy", "half"),
+    [
+        ({"schedule": "1f1b", "num_microbatches": 2}, None),
+        ({"schedule": "pipedream"}, None),
+        ({"schedule": "pipedream"}, {}),
+    ],
+    ids=["1f1b", "pipedream", "masters"],
 )
 def test_profiles_before_the_first_step_and_leaves_no_trace(
-    workers: WorkerPool, strategy: dict[str, Any]
+    workers: WorkerPool, strategy: dict[str, Any], half: dict[str, Any] | None
 ) -> None:
-    for profiled, by_hand in workers.run(2, profile_and_repeat, strategy):
+    for profiled, by_hand in workers.run(2, profile_and_repeat, strategy, half):
         assert profiled["cut"] == (1, 5) != BY_PARAMETERS
         assert_same(profiled, by_hand)
         for key in ("losses", "draws", "metric", "updates", "spans"):

@@ -66,12 +66,12 @@ def move_and_restart(
     strategy: dict[str, Any],
     cuts: tuple[list[int], list[int]],
     module: dict[str, Any],
-    trainer: dict[str, Any],
+    half: dict[str, Any] | None,
 ) -> Any:
     before, after = cuts
     path = f"{root}/middle.ckpt"
     moving = Move(after)
-    options = {"trainer": {"devices": world_size, **trainer}}
+    options: dict[str, Any] = {"trainer": {"devices": world_size}, "half": half}
     moved = fit(strategy, before, 2, module, moving, save=f"{root}/moved.ckpt", **options)
     fit(strategy, before, 1, module, save=path, **options)
     restarted = fit(strategy, after, 2, module, resume=path, **options)
@@ -101,14 +101,29 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[list[int], list[int]], dict[st
         ([1, 5], [3, 3]),
         SGD,
     ),
+    "masters": (2, {"schedule": "pipedream"}, ([4, 2], [1, 5]), ADAMW),
+    "masters, all at once": (
+        2,
+        {"schedule": "1f1b", "num_microbatches": 2},
+        ([5, 1], [2, 4]),
+        SGD,
+    ),
+    "half themselves": (2, {"schedule": "1f1b", "num_microbatches": 2}, ([4, 2], [1, 5]), SGD),
+}
+HALF: dict[str, dict[str, Any]] = {
+    "masters": {},
+    # Some steps are left out, before the move and after.
+    "masters, all at once": {"compute": "fp16", "initial_scale": 2.0**19, "growth_interval": 2},
+    "half themselves": {"master_weights": False},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_a_restart_on_the_new_cut(workers: WorkerPool, tmp_path: Path, name: str) -> None:
     world_size, strategy, cuts, module = CASES[name]
+    half = HALF.get(name)
     ranks = workers.run(
-        world_size, move_and_restart, str(tmp_path), world_size, strategy, cuts, module, {}
+        world_size, move_and_restart, str(tmp_path), world_size, strategy, cuts, module, half
     )
     for moved, restarted, _ in ranks:
         assert moved["cut"] == restarted["cut"] == tuple(cuts[1])
