@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,12 @@ def half_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
+def make_half(model: nn.Module, dtype: torch.dtype) -> None:
+    """Makes parameters half themselves, but for norms."""
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data if "norm" in name else parameter.data.to(dtype)
+
+
 @dataclass
 class Scale:
     """Halved by each overflow, doubled after some good steps in a row."""
@@ -62,18 +69,50 @@ class Scale:
             self.value, self.num_good = self.value * 2, 0
 
 
+class Optimizer(Protocol):
+    def step(self) -> object: ...
+
+
+class ByPieces:
+    """Updates each parameter in pieces along its first dimension, as ranks update their shards.
+
+    The last elements of a piece are computed otherwise than those that fill a vector register, so
+    in half precision a digit depends on where pieces end.
+    """
+
+    def __init__(
+        self, make: Callable[[list[nn.Parameter]], Optimizer], model: nn.Module, num_pieces: int
+    ) -> None:
+        self._pieces = [
+            (nn.Parameter(piece.clone()), parameter, place)
+            for parameter in model.parameters()
+            for place, piece in enumerate(parameter.detach().chunk(num_pieces))
+        ]
+        self._num_pieces = num_pieces
+        self._optimizer = make([piece for piece, _, _ in self._pieces])
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for piece, parameter, place in self._pieces:
+            piece.grad = parameter.grad.chunk(self._num_pieces)[place].clone()
+        self._optimizer.step()
+        for piece, parameter, place in self._pieces:
+            parameter.chunk(self._num_pieces)[place].copy_(piece)
+
+
 @dataclass
 class Reference:
     """Trains a model in place, step by step; micro-batches are slices of each rank's batch."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     dtype: torch.dtype = torch.bfloat16
     num_microbatches: int = 1
     scale: Scale = field(default_factory=Scale)
     clip: float | None = None
     accumulate: int = 1
     num_batches: int = 0
+    master_weights: bool = True
 
     def __post_init__(self) -> None:
         keep_norms(self.model)
@@ -89,7 +128,8 @@ class Reference:
             weight = len(targets) / len(y) / self.accumulate * self.scale.value
             found = torch.autograd.grad(loss, list(weights.values()), torch.tensor(weight))
             for name, gradient in zip(weights, found, strict=True):
-                total[name] = total[name] + gradient if name in total else gradient.float()
+                first = gradient.float() if self.master_weights else gradient
+                total[name] = total[name] + gradient if name in total else first
         return {name: gradient / self.scale.value for name, gradient in total.items()}
 
     def step(self, batches: Sequence[Batch]) -> None:

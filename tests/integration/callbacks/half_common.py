@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,14 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from lightning_dist.callbacks import MixedPrecision
-from tests.helpers.half_reference import Batch, Reference, half_weights, one_thread
+from tests.helpers.half_reference import (
+    Batch,
+    ByPieces,
+    Reference,
+    half_weights,
+    make_half,
+    one_thread,
+)
 from tests.helpers.models import (
     Classifier,
     make_loader,
@@ -101,12 +109,22 @@ def batches_of(shares: int, epochs: int = 1) -> list[list[Batch]]:
     return epochs * [list(batch) for batch in zip(*loaders(shares), strict=True)]
 
 
-def expected(*, shares: int = 1, epochs: int = 1, optimizer: str = "sgd", **options: Any) -> Run:
+def expected(
+    *,
+    shares: int = 1,
+    epochs: int = 1,
+    optimizer: str = "sgd",
+    num_shards: int = 1,
+    **options: Any,
+) -> Run:
     """What a plain loop gives."""
     module = make_module(Halved).float()
+    if not options.get("master_weights", True):
+        make_half(module.model, torch.bfloat16)
     history = []
     with one_thread():
-        loop = Reference(module.model, make_optimizer(optimizer, module.parameters()), **options)
+        updates = ByPieces(partial(make_optimizer, optimizer), module.model, num_shards)
+        loop = Reference(module.model, updates, **options)
         for batches in batches_of(shares, epochs):
             loop.step(batches)
             history.append((loop.scale.value, float(loop.scale.num_skipped)))

@@ -24,14 +24,13 @@ from lightning_dist import (
 )
 from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.checkpoint import load_full
-from tests.helpers.half_reference import half_weights, keep_norms, one_thread
+from tests.helpers.half_reference import half_weights, keep_norms, make_half, one_thread
 from tests.helpers.models import (
     ConvLayer,
     make_loader,
     make_module,
     make_optimizer,
     make_trainer,
-    state_of,
 )
 from tests.helpers.oracle import train_sequentially
 from tests.helpers.workers import WorkerPool
@@ -143,12 +142,14 @@ def layers_in(run: Run) -> set[str]:
     return {name.removeprefix(prefix) for name in run.metrics if name.startswith(prefix)}
 
 
-def oracle() -> dict[str, Tensor]:
+def oracle(epochs: int = 2, *, master_weights: bool = True) -> dict[str, Tensor]:
     model = make_module(Halved).float().model
+    if not master_weights:
+        make_half(model, BF16)
     stages = [model[:4], model[4:]]
     keep_norms(model)
     optimizers = [make_optimizer("sgd", stage.parameters()) for stage in stages]
-    batches = [(x.to(BF16), y) for ((x, y),) in batches_of(1, epochs=2)]
+    batches = [(x.to(BF16), y) for ((x, y),) in batches_of(1, epochs)]
 
     def loss(logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), y)
@@ -178,36 +179,35 @@ def test_stashed_versions_are_the_copies(workers: WorkerPool) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_parameters_may_be_half_themselves() -> None:
-    module = make_module(Halved).float()
-    module.history = []
-    keep_norms(module.model)
-    for name, parameter in module.named_parameters():
-        parameter.data = parameter.data if "norm" in name else parameter.data.to(BF16)
-    optimizer = make_optimizer("sgd", module.parameters())
-    with one_thread():
-        for ((x, y),) in batches_of(1):
-            optimizer.zero_grad()
-            F.cross_entropy(module.model(x.to(BF16)).float(), y).backward()
-            optimizer.step()
     one = fit("auto", 1, Asked({"master_weights": False}))
-    assert_equal(one.state, state_of(module))
+    assert_follows([one], expected(master_weights=False))
     assert {value.dtype for value in one.state.values()} == {BF16, torch.float32}
 
 
-def run_with_half_parameters(names: list[str]) -> list[Run]:
-    return [fit(MAKE[name](), 2, Asked({"master_weights": False})) for name in names]
+HALF_THEMSELVES: dict[str, dict[str, int]] = {
+    "1f1b": {"num_microbatches": 8},
+    "gpipe": {"num_microbatches": 8},
+    "mesh": {"num_microbatches": 8},
+    "ddp": {"shares": 2},
+    "fsdp": {"shares": 2, "num_shards": 2},
+}
+
+
+def run_with_half_parameters() -> list[Run]:
+    cases: dict[str, dict[str, int]] = {**HALF_THEMSELVES, "pipedream": {}}
+    precision = {"master_weights": False}
+    return [
+        fit(MAKE[name](), 2, Asked(precision, shares=case.get("shares", 1)))
+        for name, case in cases.items()
+    ]
 
 
 def test_half_parameters_on_two_ranks(workers: WorkerPool) -> None:
-    names = ["1f1b", "pipedream", "ddp", "fsdp"]
-    for name, *runs in zip(names, *workers.run(2, run_with_half_parameters, names), strict=True):
-        state = joined(runs)
-        assert {value.dtype for value in state.values()} == {BF16, torch.float32}, name
-        assert all(value.isfinite().all() for value in state.values()), name
-        if name in ("1f1b", "pipedream"):
-            assert runs[0].state.keys() != runs[1].state.keys()
-        else:
-            assert_equal(*(run.state for run in runs))
+    *runs, asynchronous = zip(*workers.run(2, run_with_half_parameters), strict=True)
+    for pair, case in zip(runs, HALF_THEMSELVES.values(), strict=True):
+        assert_follows(list(pair), expected(**case, master_weights=False))
+        assert {value.dtype for value in joined(list(pair)).values()} == {BF16, torch.float32}
+    assert_equal(joined(list(asynchronous)), oracle(1, master_weights=False))
 
 
 @pytest.mark.usefixtures("alone")
