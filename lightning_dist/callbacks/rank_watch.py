@@ -9,6 +9,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_dist.callbacks.loop_profiler import LoopProfiler
 from lightning_dist.callbacks.rank_probe import RankProbe
+from lightning_dist.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.timeline import Span
 from lightning_dist.profiling.batch_size import num_samples, num_tokens
@@ -38,9 +39,7 @@ class RankWatch:
         self.loop = LoopProfiler(users, self._recorder, records_steps=found is None)
         self._counter: StepCounter | None = StepCounter(probe.mesh, module.parameters())
         pipeline = probe.pipeline
-        self._layers = (
-            None if pipeline is None else pipeline.stages.layer_profiler(pipeline.recorder)
-        )
+        self._layers: LayerProfiler | None = None
         is_traced = isinstance(users, PyTorchProfiler)  # torch runs one at a time
         wants_trace = pipeline is None and probe.group is not None and not is_traced
         self._trace = CollectiveTrace(probe.device) if wants_trace else None
@@ -78,7 +77,9 @@ class RankWatch:
         """
         if role is Role.COUNTED and is_first and self._counter is not None:
             self._counter.start()
-        if role is Role.EXAMINED and self._layers is not None:
+        pipeline = self._probe.pipeline
+        if role is Role.EXAMINED and pipeline is not None:  # layers may have moved
+            self._layers = pipeline.stages.layer_profiler(pipeline.recorder)
             self._layers.start()
         if role is Role.EXAMINED and self._trace is not None:
             self._trace.start(self._probe.barrier)

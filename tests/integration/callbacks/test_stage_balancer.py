@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,8 +14,14 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_dist import DDPStrategy, MeshStrategy, PipelineStrategy
-from lightning_dist.callbacks import ShardedWeightAveraging, StageBalancer
+from lightning_dist.callbacks import (
+    MixedPrecision,
+    ShardedWeightAveraging,
+    StageBalancer,
+    StepProfiler,
+)
 from lightning_dist.pipeline.balance import Balance
+from lightning_dist.profiling.report import ProfileReport
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.tensor.config import TensorConfig
 from tests.helpers.models import Classifier, make_data, make_module, make_trainer
@@ -93,6 +100,35 @@ def fit_in_many_ways() -> Any:
     tight = fit("1f1b", 4, [3, 1], action="rebalance", min_gain=0.01, memory_cap_bytes=14_000)
     hopeless = fit("1f1b", 4, [3, 1], action="rebalance", memory_cap_bytes=2_000)
     return moved, tight, hopeless
+
+
+def fit_beside_others(directory: str) -> tuple[Balance | None, ProfileReport | None]:
+    balancer = StageBalancer(4, warmup_steps=1, measured_steps=3, action="rebalance")
+    profiler = StepProfiler(100, 2, directory, warmup_steps=5)
+    trainer = make_trainer(
+        devices=2,
+        strategy=PipelineStrategy(num_microbatches=4, partition=[3, 1]),
+        callbacks=[balancer, profiler, MixedPrecision()],
+        limit_val_batches=0,
+    )
+    loader = DataLoader(make_data(8 * 10), batch_size=8)
+    trainer.fit(make_module(Lopsided).float(), loader, loader)
+    return balancer.balance, profiler.report
+
+
+def test_other_callbacks_follow_the_layers(workers: WorkerPool, tmp_path: Path) -> None:
+    for balance, report in workers.run(2, fit_beside_others, str(tmp_path)):
+        assert balance is not None
+        assert balance.cut == (1, 3)  # of the report after the move
+        assert report is not None
+        assert [layer.name for layer in report.layers] == ["0", "1", "2", "3"]
+        for layer, sleep_ms in zip(report.layers, SLEEPS_MS, strict=True):
+            assert layer.forward_seconds >= sleep_ms / 1e3
+        first, last = (record.memory for record in report.records)
+        for use, num_layers in ((first, 1), (last, 3)):
+            assert use.predicted is not None
+            assert use.measured.parameters == num_layers * (12 * 12 + 12) * 4
+            assert use.measured.optimizer_state == use.predicted.optimizer_state
 
 
 def test_layers_move_where_it_pays_and_they_fit(workers: WorkerPool) -> None:
