@@ -28,9 +28,19 @@ def workers() -> Iterator[WorkerPool]:
     pool.close()
 
 
+WARM_PYTHON = pytest.StashKey[WarmPython]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    is_wanted = any("warm_python" in getattr(item, "fixturenames", ()) for item in session.items)
+    if is_wanted and not session.config.option.collectonly:
+        session.config.stash[WARM_PYTHON] = WarmPython()  # imports while other tests run
+
+
 @pytest.fixture(scope="session")
-def warm_python() -> Iterator[WarmPython]:
-    """Forks ranks for runs in which something goes wrong."""
-    python = WarmPython()
+def warm_python(pytestconfig: pytest.Config) -> Iterator[WarmPython]:
+    """Forks processes for runs in which something goes wrong."""
+    python = pytestconfig.stash[WARM_PYTHON]
     yield python
     python.close()

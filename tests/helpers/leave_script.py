@@ -23,3 +23,7 @@ def main() -> None:
     if sys.argv[1] == "keeps":
         never_destroy([group])
     raise SystemExit(3 if work is not None else 4)
+
+
+if __name__ == "__main__":
+    main()

@@ -53,10 +53,14 @@ class Classifier(L.LightningModule):
     """An ordinary LightningModule that knows nothing of pipelines."""
 
     def __init__(
-        self, optimizer: str = "sgd", schedule_lr: bool = False, dropout: float = 0.0
+        self,
+        optimizer: str = "sgd",
+        schedule_lr: bool = False,
+        dropout: float = 0.0,
+        depth: int = 6,
     ) -> None:
         super().__init__()
-        self.model = make_layers(dropout=dropout)
+        self.model = make_layers(depth, dropout)
         self.optimizer = optimizer
         self.schedule_lr = schedule_lr
 

@@ -1,8 +1,8 @@
-"""An interpreter that has imported everything, and forks ranks that run a script.
+"""An interpreter that has imported everything, and forks processes that run a script.
 
 Importing Lightning takes seconds, and a test in which something goes wrong needs processes of its
-own. Each rank is a real process that ends as any other does, with its interpreter's finalization;
-only the imports are behind it. Requests come as lines of JSON, and so do the answers.
+own. Each is a real one that ends as any other does, with its interpreter's finalization; only the
+imports are behind it. Requests come as lines of JSON, and so do the answers.
 """
 
 from __future__ import annotations
@@ -10,34 +10,39 @@ from __future__ import annotations
 import gc
 import json
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from tests.helpers import fit_script, leave_script
-
-SCRIPTS = {"fit_script": fit_script.main, "leave_script": leave_script.main}
+import tests.helpers.fit_script
+import tests.helpers.leave_script  # noqa: F401  (both for what they import)
 
 
 class Request(TypedDict):
-    """What a rank is to be.
+    """What a process is to be.
 
     Attributes:
-        script: A key of ``SCRIPTS``.
+        script: The name of a module, run as ``python -m`` would.
         arguments: Of the script.
         environment: What a launcher would set for it.
         output: The file that takes its stdout and stderr.
+        leads_group: Whether it gets a process group of its own, with what it starts.
     """
 
     script: str
     arguments: Sequence[str]
     environment: dict[str, str]
     output: str
+    leads_group: bool
 
 
 def _become(request: Request) -> None:
+    # A shell that runs the tests in the background has its children ignore ctrl+c.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["leads_group"]:
+        os.setpgid(0, 0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     output = os.open(request["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for own, inherited in ((nothing, 0), (output, 1), (output, 2)):
@@ -59,7 +64,7 @@ def main() -> None:
         answer: Any = _exit_code(about) if what == "poll" else os.fork()
         if what == "start" and answer == 0:
             _become(about)
-            SCRIPTS[about["script"]]()
+            runpy.run_module(about["script"], run_name="__main__", alter_sys=True)
             return
         print(json.dumps(answer), flush=True)
 

@@ -15,11 +15,12 @@ from lightning_dist.checkpoint import load_full
 from tests.helpers.models import make_module, state_of
 from tests.helpers.workers import WorkerPool
 from tests.integration.conformance.common import (
+    STEPS_OF_AN_EPOCH,
     TOLERANCE,
     Synced,
     assert_close,
     joined,
-    share,
+    loaders_of,
     trainer_of,
 )
 from tests.integration.conformance.strategies import ENTRIES
@@ -44,7 +45,7 @@ def fit(name: str | None, epochs: int, resume: str | None, save: str | None) -> 
     trainer, entry = trainer_of(name, max_epochs=epochs, callbacks=[averaging])
     if save is not None:
         module.on_train_epoch_end = lambda: trainer.save_checkpoint(save)
-    loaders = share(trainer, entry, 44), share(trainer, entry, 24)
+    loaders = loaders_of(trainer, entry)
     trainer.fit(module, *loaders, ckpt_path=resume, weights_only=True)
     metrics = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("val")}
     return state_of(module), metrics, module.history
@@ -73,8 +74,8 @@ def test_equals_a_single_device_when_resumed_too(
     path = tmp_path / "middle.ckpt"
     workers.run(ENTRIES[name].devices, fit, name, 1, None, str(path))
     saved = load_full(path)
-    assert_close(saved["state_dict"], averaged(history[:6]))
-    assert_close(saved["current_model_state"], history[5])
+    assert_close(saved["state_dict"], averaged(history[:STEPS_OF_AN_EPOCH]))
+    assert_close(saved["current_model_state"], history[STEPS_OF_AN_EPOCH - 1])
     ranks = workers.run(ENTRIES[name].devices, fit, name, 2, str(path), None)
     for _, found, _ in ranks:
         assert found == pytest.approx(metrics, abs=TOLERANCE)

@@ -13,10 +13,17 @@ from tests.integration.conformance.strategies import EIGHT, ENTRIES, Entry
 
 TOLERANCE = 1e-10
 GLOBAL_BATCH = 8
+TRAIN_SAMPLES = 36  # ten batches in two epochs, the last of each half as large
+STEPS_OF_AN_EPOCH = 5
+EVALUATION_SAMPLES = 12
+DEPTH = 3
 
 
 class Synced(Classifier):
     """Asks for its metrics over all ranks, as users of data parallelism must."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(depth=DEPTH, **kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         super().log(*args, **{**kwargs, "sync_dist": True})
@@ -31,6 +38,11 @@ def trainer_of(name: str | None, **options: Any) -> tuple[L.Trainer, Entry | Non
         **options,
     )
     return trainer, entry
+
+
+def loaders_of(trainer: L.Trainer, entry: Entry | None) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Makes what to train on, and what to validate on."""
+    return share(trainer, entry, TRAIN_SAMPLES), share(trainer, entry, EVALUATION_SAMPLES)
 
 
 def share(trainer: L.Trainer, entry: Entry | None, size: int) -> DataLoader[Any]:

@@ -15,6 +15,7 @@ from lightning_dist import (
     PipelineStrategy,
     TensorParallelStrategy,
 )
+from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.tensor.config import TensorConfig
 
 
@@ -31,10 +32,16 @@ class Entry:
 
 
 PLAN = {"model.*.linear": "colwise_gather"}
+# Of the micro-batches that a mesh with stages would choose, each costs many operations on shards.
+HALVES, THIRDS = PipelineConfig(num_microbatches=2), PipelineConfig(num_microbatches=3)
 
 ENTRIES: dict[str, Entry] = {
-    "pipeline-gpipe-2": Entry(2, 1, partial(PipelineStrategy, schedule="gpipe"), is_typical=True),
-    "pipeline-1f1b-4": Entry(4, 1, partial(PipelineStrategy, schedule="1f1b", partition="uniform")),
+    "pipeline-gpipe-2": Entry(
+        2, 1, partial(PipelineStrategy, schedule="gpipe", num_microbatches=3), is_typical=True
+    ),
+    "pipeline-1f1b-4": Entry(
+        4, 1, partial(PipelineStrategy, schedule="1f1b", partition=[1, 1, 1, 2])
+    ),
     "pipeline-2x2": Entry(4, 2, partial(PipelineStrategy, num_stages=2)),
     "ddp-2": Entry(2, 2, DDPStrategy, is_typical=True),
     "ddp-4": Entry(4, 4, DDPStrategy),
@@ -47,9 +54,11 @@ ENTRIES: dict[str, Entry] = {
     "fsdp-2-recompute": Entry(2, 2, partial(FSDPStrategy, activation_checkpointing="full")),
     "tp-2": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN), is_typical=True),
     "shard-2-tp-2": Entry(4, 2, partial(MeshStrategy, tp=2, tensor=TensorConfig(plan=PLAN))),
-    "pp-2-shard-2": Entry(4, 2, partial(MeshStrategy, pp=2), is_typical=True),
+    "pp-2-shard-2": Entry(4, 2, partial(MeshStrategy, pp=2, pipeline=HALVES), is_typical=True),
     "pp-2-replicate-2": Entry(4, 2, partial(MeshStrategy, pp=2, dp_replicate=2, dp_shard=1)),
-    "pp-2-tp-2": Entry(4, 1, partial(MeshStrategy, pp=2, tp=2, tensor=TensorConfig(plan=PLAN))),
+    "pp-2-tp-2": Entry(
+        4, 1, partial(MeshStrategy, pp=2, tp=2, tensor=TensorConfig(plan=PLAN), pipeline=THIRDS)
+    ),
     "tp-2x2": Entry(4, 2, partial(TensorParallelStrategy, tp_size=2, plan=PLAN)),
 }
 
@@ -58,6 +67,15 @@ TYPICAL = [name for name, entry in ENTRIES.items() if entry.is_typical]
 # Too costly for all tests.
 EIGHT: dict[str, Entry] = {
     "pp-2-shard-2-tp-2": Entry(
-        8, 2, partial(MeshStrategy, pp=2, dp_shard=2, tp=2, tensor=TensorConfig(plan=PLAN))
+        8,
+        2,
+        partial(
+            MeshStrategy,
+            pp=2,
+            dp_shard=2,
+            tp=2,
+            tensor=TensorConfig(plan=PLAN),
+            pipeline=HALVES,
+        ),
     ),
 }

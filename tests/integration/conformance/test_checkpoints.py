@@ -15,18 +15,18 @@ from lightning_dist.checkpoint import load_full
 from tests.helpers.models import make_module, state_of
 from tests.helpers.workers import WorkerPool
 from tests.integration.conformance.common import (
+    STEPS_OF_AN_EPOCH,
     TOLERANCE,
     Synced,
     assert_close,
     joined,
-    share,
+    loaders_of,
     trainer_of,
 )
 from tests.integration.conformance.strategies import EIGHT, ENTRIES
 
 SINGLE = "one device"
 LAYOUTS = {**ENTRIES, **EIGHT}
-STEPS_OF_AN_EPOCH = 6
 
 
 def train(
@@ -35,13 +35,13 @@ def train(
     """Gives the parameters in the end, and the loss of each step."""
     module = make_module(Synced, optimizer="adamw", schedule_lr=True)
     trainer, entry = trainer_of(None if name == SINGLE else name, max_epochs=epochs)
-    loaders = share(trainer, entry, 44), share(trainer, entry, 24)
     losses: list[float] = []
 
     def keep_loss(*_: Any) -> None:
         losses.append(float(trainer.callback_metrics["train_loss_step"]))
 
     module.on_train_batch_end = keep_loss
+    loaders = loaders_of(trainer, entry)
     trainer.fit(module, *loaders, ckpt_path=resume, weights_only=True)
     if save is not None:
         trainer.save_checkpoint(save)

@@ -9,16 +9,24 @@ import torch
 
 from tests.helpers.models import make_module
 from tests.helpers.workers import WorkerPool
-from tests.integration.conformance.common import TOLERANCE, Synced, share, trainer_of
+from tests.integration.conformance.common import (
+    EVALUATION_SAMPLES,
+    TOLERANCE,
+    Synced,
+    share,
+    trainer_of,
+)
 from tests.integration.conformance.strategies import ENTRIES
 
 
 def evaluate(name: str | None) -> Any:
     module = make_module(Synced)
     trainer, entry = trainer_of(name)
-    (validated,) = trainer.validate(module, share(trainer, entry, 44), verbose=False)
-    (tested,) = trainer.test(module, share(trainer, entry, 44), verbose=False)
-    predicted = trainer.predict(module, share(trainer, entry, 44))
+    (validated,) = trainer.validate(
+        module, share(trainer, entry, EVALUATION_SAMPLES), verbose=False
+    )
+    (tested,) = trainer.test(module, share(trainer, entry, EVALUATION_SAMPLES), verbose=False)
+    predicted = trainer.predict(module, share(trainer, entry, EVALUATION_SAMPLES))
     assert predicted is not None
     place = trainer.strategy.distributed_sampler_kwargs["rank"] if entry else 0
     return {**validated, **tested}, torch.cat(list(predicted)), place

@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.helpers.models import Classifier, make_module
 from tests.helpers.workers import WorkerPool
-from tests.integration.conformance.common import TOLERANCE, share, trainer_of
+from tests.integration.conformance.common import DEPTH, TOLERANCE, loaders_of, trainer_of
 from tests.integration.conformance.strategies import ENTRIES, TYPICAL
 
 
@@ -23,7 +23,7 @@ class Logging(Classifier):
     """Logs each reduction, per step and per epoch, and metrics that sum up over the epoch."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(depth=DEPTH, **kwargs)
         self.train_accuracy = MulticlassAccuracy(3, average="micro")
         self.val_accuracy = MulticlassAccuracy(3, average="macro")
 
@@ -52,7 +52,7 @@ def fit(name: str | None, root: str) -> dict[str, float]:
     directory = Path(root) / os.environ.get("RANK", "single")
     logger = CSVLogger(directory, name="logs", version=0)
     trainer, entry = trainer_of(name, logger=logger, log_every_n_steps=1, max_epochs=2)
-    trainer.fit(make_module(Logging), share(trainer, entry, 44), share(trainer, entry, 24))
+    trainer.fit(make_module(Logging), *loaders_of(trainer, entry))
     return {n: float(v) for n, v in trainer.callback_metrics.items()}
 
 

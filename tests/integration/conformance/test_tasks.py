@@ -16,8 +16,8 @@ from tests.integration.conformance.common import (
     Synced,
     assert_close,
     joined,
+    loaders_of,
     make_trainer,
-    share,
 )
 from tests.integration.conformance.strategies import ENTRIES, TYPICAL
 
@@ -41,7 +41,7 @@ def fit_test_fit(name: str | None, directory: str) -> Any:
         max_epochs=9,
     )
     module = make_module(InDouble, optimizer="adamw")
-    loaders = share(trainer, entry, 44), share(trainer, entry, 24)
+    loaders = loaders_of(trainer, entry)
     trainer.fit(module, *loaders)
     stopped = trainer.current_epoch
     (tested,) = trainer.test(module, loaders[1], ckpt_path="best", verbose=False, weights_only=True)

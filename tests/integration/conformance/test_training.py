@@ -20,7 +20,7 @@ from tests.integration.conformance.common import (
     Synced,
     assert_close,
     joined,
-    share,
+    loaders_of,
     trainer_of,
 )
 from tests.integration.conformance.strategies import ENTRIES
@@ -47,7 +47,7 @@ def fit(name: str | None, optimizer: str, options: dict[str, Any]) -> Any:
                 kept.setdefault(n, []).append(p.grad.clone())
 
     module.on_before_optimizer_step = keep_gradients
-    trainer.fit(module, share(trainer, entry, 44), share(trainer, entry, 24))
+    trainer.fit(module, *loaders_of(trainer, entry))
     gradients = {n: whole(torch.stack(of_steps)) for n, of_steps in kept.items()}
     metrics = {n: float(v) for n, v in trainer.callback_metrics.items()}
     return state_of(module), gradients, metrics, trainer.global_step

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_dist import DDPStrategy
-from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, END_SECONDS, WarmPython
+from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, END_SECONDS, WarmPython, errors_in
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
-from tests.helpers.script_runs import errors_in
 from tests.helpers.workers import WorkerPool
 
 

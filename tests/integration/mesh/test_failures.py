@@ -6,8 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, END_SECONDS, WarmPython
-from tests.helpers.script_runs import errors_in
+from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, END_SECONDS, WarmPython, errors_in
 
 MESH = ("--schedule", "mesh")
 

@@ -11,8 +11,13 @@ from pathlib import Path
 import pytest
 
 from lightning_dist.checkpoint import load_full
-from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, END_SECONDS, WarmPython
-from tests.helpers.script_runs import STARTUP_SECONDS, errors_in, training_script, troubled_script
+from tests.helpers.forked_runs import (
+    END_AFTER_KILL_SECONDS,
+    END_SECONDS,
+    STARTUP_SECONDS,
+    WarmPython,
+    errors_in,
+)
 
 
 def check_users_exception(output: str, stage: int) -> None:
@@ -32,9 +37,11 @@ def test_a_users_exception_ends_all_ranks_and_is_shown_first(
     check_users_exception(run.output, 0)
 
 
-def test_a_users_exception_ends_what_the_launcher_started(tmp_path: Path) -> None:
-    with troubled_script(tmp_path, "--trouble", "raise", "--stage", "1") as run:
-        assert run.wait(END_SECONDS) == 1
+def test_a_users_exception_ends_what_the_launcher_started(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
+    with warm_python.troubled_launcher(tmp_path, "--trouble", "raise", "--stage", "1") as run:
+        assert run.wait(END_SECONDS) == [1]
     check_users_exception(run.output, 1)
 
 
@@ -73,12 +80,13 @@ def test_a_killed_rank_ends_its_neighbours_and_is_named(
     check_checkpoints(root)
 
 
-def test_a_killed_launcher_ends_its_children_and_is_named(tmp_path: Path) -> None:
+def test_a_killed_launcher_ends_its_children_and_is_named(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
     root = tmp_path / "checkpoints"
-    with troubled_script(
-        tmp_path, *KILLED, "--devices", "3", "--stage", "0", "--root", str(root)
-    ) as run:
-        assert run.wait(END_AFTER_KILL_SECONDS) == -signal.SIGKILL
+    arguments = (*KILLED, "--devices", "3", "--stage", "0", "--root", str(root))
+    with warm_python.troubled_launcher(tmp_path, *arguments) as run:
+        assert run.wait(END_AFTER_KILL_SECONDS) == [-signal.SIGKILL]
     assert "the process of rank 0 was lost" in run.output  # its children speak for themselves
     check_checkpoints(root)
 
@@ -90,11 +98,14 @@ def check_end_at_one_boundary(folder: Path, output: str) -> None:
     assert "Error" not in output, output
 
 
-def test_sigterm_of_the_launcher_ends_all_ranks_at_one_batch_boundary(tmp_path: Path) -> None:
-    with training_script(tmp_path, "--schedule", "1f1b", "--pause", "0.02") as run:
+def test_sigterm_of_the_launcher_ends_all_ranks_at_one_batch_boundary(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
+    arguments = ("--schedule", "1f1b", "--pause", "0.02")
+    with warm_python.training_launcher(tmp_path, *arguments) as run:
         time.sleep(0.3)
-        run.process.terminate()
-        assert run.wait(15) == 0, run.output
+        run.send(signal.SIGTERM, 0)
+        assert run.wait(15) == [0], run.output
     check_end_at_one_boundary(tmp_path, run.output)
 
 
@@ -112,10 +123,10 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
     check_end_at_one_boundary(tmp_path, run.output)
 
 
-def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:
-    with training_script(tmp_path, "--pause", "0.02") as run:
-        os.killpg(run.process.pid, signal.SIGINT)
-        assert run.wait(15) == 1, run.output
+def test_ctrl_c_ends_all_ranks_without_a_traceback(warm_python: WarmPython, tmp_path: Path) -> None:
+    with warm_python.training_launcher(tmp_path, "--pause", "0.02") as run:
+        os.killpg(run.pids[0], signal.SIGINT)
+        assert run.wait(15) == [1], run.output
     assert "Traceback" not in run.output, run.output
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.forked_runs import STARTUP_SECONDS, WarmPython
+from tests.helpers.forked_runs import LEAVE, STARTUP_SECONDS, WarmPython
 
 
 @pytest.mark.parametrize(("keeps", "leaves"), [("keeps", True), ("does not", False)])
 def test_a_process_leaves_an_unfinished_collective_behind(
     warm_python: WarmPython, tmp_path: Path, keeps: str, leaves: bool
 ) -> None:
-    with warm_python.ranks(tmp_path, keeps, script="leave_script") as run:
+    with warm_python.ranks(tmp_path, keeps, script=LEAVE) as run:
         deadline = time.monotonic() + STARTUP_SECONDS
         while run.output.count("ready") < 2:
             assert time.monotonic() < deadline, run.output
