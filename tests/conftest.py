@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,15 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     for category, message in NAMED_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports without looking for garbage, of which they make none."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,8 @@ import runpy
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, TypedDict
-
-import tests.helpers.fit_script
-import tests.helpers.leave_script  # noqa: F401  (both for what they import)
 
 
 class Request(TypedDict):
@@ -58,7 +56,11 @@ def _exit_code(pid: int) -> int | None:
 
 def main() -> None:
     """Answers ``["start", request]`` with a process ID, ``["poll", pid]`` with an exit code."""
+    gc.disable()
+    for script in ("fit_script", "leave_script"):
+        import_module(f"tests.helpers.{script}")
     gc.freeze()  # else each process that ends spends seconds on freeing what was imported
+    gc.enable()
     while line := sys.stdin.buffer.raw.readline():  # type: ignore[attr-defined]
         what, about = json.loads(line)
         answer: Any = _exit_code(about) if what == "poll" else os.fork()

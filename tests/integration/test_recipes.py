@@ -21,12 +21,12 @@ from torch import Tensor
 from lightning_dist import DDPStrategy
 from lightning_dist.checkpoint import load_full
 from recipes import study_staleness
+from recipes.command_line import run
 from recipes.digits import DigitsDataModule, LabelledImages, load_images
 from recipes.resnet import ResNet
 from recipes.staleness.results import Results
 from recipes.staleness.training import Look, Sizes
 from recipes.staleness.trial import SYNC, TWO_VERSIONS, Trial
-from recipes.train import main
 from tests.helpers.models import make_trainer
 from tests.helpers.workers import WorkerPool
 
@@ -66,7 +66,7 @@ def run_in_pool(arguments: list[str]) -> str:
     try:
         with warnings.catch_warnings(record=True) as caught, redirect_stdout(output):
             warnings.simplefilter("always")
-            main()
+            run()
     except SystemExit as end:  # a help does so, with code 0
         if end.code:
             raise

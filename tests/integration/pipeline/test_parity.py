@@ -34,7 +34,7 @@ def fit(
         strategy="auto" if strategy is None else PipelineStrategy(**strategy),
         **{"max_epochs": 2, **trainer_args},
     )
-    trainer.fit(model, make_loader(), make_loader(30))
+    trainer.fit(model, make_loader(30), make_loader(22))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return state_of(model), metrics
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes.train import main
+from recipes.command_line import run
 
 CONFIGS = Path(__file__).parents[3] / "recipes" / "configs"
 
@@ -18,7 +18,7 @@ def print_config(
 ) -> dict[str, dict[str, object]]:
     monkeypatch.setattr("sys.argv", ["recipes.train", "fit", *words, "--print_config"])
     with pytest.raises(SystemExit) as stopped:
-        main()
+        run()
     assert stopped.value.code == 0
     printed: dict[str, dict[str, object]] = yaml.safe_load(capsys.readouterr().out)
     return printed
