@@ -89,7 +89,7 @@ def fit(
 ) -> Fitted:
     """Trains for an epoch; all replicas together have the batches of a single device.
 
-    The last two batches and what is left over serve for validation and prediction.
+    The last batch and what is left over serve for validation and prediction.
     """
     module, fitted = make_gpt(fused=fused), Fitted()
     trainer = make_trainer(devices=devices, strategy=strategy, gradient_clip_val=0.5, **options)
@@ -102,8 +102,8 @@ def fit(
         sampler: Any = DistributedSampler(samples, shuffle=False, **share)
         return DataLoader(samples, BATCH_SIZE // share["num_replicas"], sampler=sampler)
 
-    last_batches = range(num_samples - 2 * BATCH_SIZE - num_samples % BATCH_SIZE, num_samples)
-    to_evaluate = loader(Subset(samples, last_batches))
+    last = range(num_samples - BATCH_SIZE - num_samples % BATCH_SIZE, num_samples)
+    to_evaluate = loader(Subset(samples, last))
 
     kept: dict[str, list[Tensor]] = {}
 

@@ -115,6 +115,7 @@ def make_trainer(**kwargs: Any) -> L.Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
         "max_epochs": 1,
     }
     return L.Trainer(**{**defaults, **kwargs})

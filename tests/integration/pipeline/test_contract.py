@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dist import PipelineStrategy
+from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.schedules import SCHEDULE_NAMES, find_schedules
 from lightning_dist.pipeline.stage import Stage
 from tests.helpers.models import (
@@ -175,6 +176,11 @@ def test_bf16_mixed_equals_a_single_device(workers: WorkerPool) -> None:
 # --- timing and memory ---------------------------------------------------------------------------
 
 
+def loader_for(schedule: str) -> Any:
+    """Gives batches enough for what a schedule does to repeat itself, and an uneven one."""
+    return make_loader(22 if find_schedules(schedule).update_rule is UpdateRule.FLUSHED else 38)
+
+
 class Sleepy(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -196,7 +202,7 @@ def fit_sleepy(devices: int, schedule: str, sleepy: bool) -> Any:
     trainer = make_trainer(
         devices=devices, strategy=PipelineStrategy(schedule=schedule, partition="uniform")
     )
-    trainer.fit(module, make_loader(40), make_loader(8))
+    trainer.fit(module, loader_for(schedule), make_loader(8))
     return {name.replace(".layer.", "."): value for name, value in state_of(module).items()}
 
 
@@ -237,10 +243,11 @@ class Census(L.Callback):
 def count_alive(devices: int, schedule: str) -> Any:
     census = Census()
     census.watch()
-    count = 8 if find_schedules(schedule).update_rule == "flushed" else "auto"
+    is_flushed = find_schedules(schedule).update_rule is UpdateRule.FLUSHED
+    count = 8 if is_flushed else "auto"
     strategy = PipelineStrategy(schedule=schedule, num_microbatches=count)
     trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
-    trainer.fit(make_module(), make_loader(64), make_loader(8))
+    trainer.fit(make_module(), make_loader(16 if is_flushed else 64), make_loader(8))
     census.undo()
     assert not census.flights
     return census.peak_versions, census.peak_flights, strategy.peak_stash_bytes
