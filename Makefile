@@ -24,7 +24,9 @@ demo: install  ## Train a byte-level GPT on two pipeline stages with stashed wei
 notebooks: install  ## Run the lessons and store their outputs
 	$(BIN)/python -m tests.helpers.notebooks
 
-test: lint unit integration  ## Run the whole test suite
+test: install  ## Run the whole test suite
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
+	$(MAKE) --no-print-directory integration
 
 lint: install
 	$(BIN)/ruff check .
