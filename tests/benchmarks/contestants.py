@@ -1,4 +1,4 @@
-"""Ways to train the same GPT on two processes, each returning seconds per batch on its rank."""
+"""Ways to train the same GPT on some processes, each returning seconds per batch on its rank."""
 
 from __future__ import annotations
 
@@ -196,13 +196,14 @@ def in_lightning(
     size: int = BATCH,
     module_class: type[PlainGPT] = PlainGPT,
     accumulate: int = 1,
+    devices: int = 2,
 ) -> float:
     torch.manual_seed(0)
     module = module_class(width=WIDTH, depth=DEPTH, num_heads=HEADS)
     watch = Stopwatch(count)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=devices,
         strategy=strategy,
         max_epochs=1,
         callbacks=[watch],

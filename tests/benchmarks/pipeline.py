@@ -32,6 +32,7 @@ from lightning_dist.strategies.measured import MeasuredTimelines
 from tests.benchmarks import contestants as c
 from tests.benchmarks import data_parallel as d
 from tests.benchmarks import tensor_parallel as t
+from tests.benchmarks import two_axes as a
 from tests.helpers.workers import WorkerPool
 
 ONE_PROCESS, IDEAL, BASELINE = "one process", "ideal: two that never speak", "torch 1F1B, m=4"
@@ -52,6 +53,9 @@ CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
     t.RAW_TP: (t.torch_tensor_parallel, ()),
     t.LIGHTNINGS_TP: (t.lightning_tensor_parallel, ()),
     "our TensorParallelStrategy": (t.our_tensor_parallel, ()),
+    a.RAW_2D: (a.torch_2d, ()),
+    a.LIGHTNINGS_2D: (a.lightning_2d, ()),
+    a.OURS_2D: (a.our_2d, ()),
     **{f"torch GPipe, m={m}": (c.torch_gpipe, (m,)) for m in (2, 4, 8)},
     **{f"torch 1F1B, m={m}": (c.torch_1f1b, (m,)) for m in (2, 4, 8)},
     **{f"ours gpipe, m={m}": (c.ours, ("gpipe", m)) for m in (2, 4, 8)},
@@ -62,6 +66,11 @@ CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
     "ours pipedream_2bw, m=2": (c.ours, ("pipedream_2bw", 2)),
 }
 
+IN_LIGHTNING = (
+    *(c.ours, d.lightning_ddp, d.our_ddp, d.lightning_fsdp, d.our_fsdp),
+    *(t.lightning_tensor_parallel, t.our_tensor_parallel, a.lightning_2d, a.our_2d),
+)
+
 
 def on_rank(contestant: Callable[..., float], count: int, arguments: tuple[Any, ...]) -> float:
     """Runs one contestant on this worker."""
@@ -69,10 +78,9 @@ def on_rank(contestant: Callable[..., float], count: int, arguments: tuple[Any, 
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     rank = int(os.environ["RANK"])
-    in_lightning = (c.ours, d.lightning_ddp, d.our_ddp, d.lightning_fsdp, d.our_fsdp)
-    if contestant not in (*in_lightning, t.lightning_tensor_parallel, t.our_tensor_parallel):
-        # Lightning starts the process group itself.
-        dist.init_process_group("gloo", rank=rank, world_size=2)
+    if contestant not in IN_LIGHTNING:  # which starts the process group itself
+        world_size = int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
     return contestant(rank, count, *arguments)
 
 
@@ -82,7 +90,8 @@ def throughput(workers: WorkerPool, rounds: int, count: int, only: str) -> dict[
     turns = [name for _ in range(rounds) for name in times]
     for name in track(turns, description="throughput"):
         contestant, arguments = CONTESTANTS[name]
-        seconds = workers.run(2, on_rank, contestant, count, arguments, timeout=900)
+        num_processes = a.NUM_PROCESSES if name in a.REFERENCES else 2
+        seconds = workers.run(num_processes, on_rank, contestant, count, arguments, timeout=900)
         times[name].append(max(seconds))
     return times
 
@@ -226,7 +235,8 @@ def main() -> None:
         )
         replicas = {name: values for name, values in times.items() if name in d.REFERENCES}
         spread = {name: values for name, values in times.items() if name in t.REFERENCES}
-        pipelines = {n: v for n, v in times.items() if n not in {*replicas, *spread}}
+        meshes = {name: values for name, values in times.items() if name in a.REFERENCES}
+        pipelines = {n: v for n, v in times.items() if n not in {*replicas, *spread, *meshes}}
         pipelines |= {n: v for n, v in times.items() if n == d.LIGHTNINGS_DDP}
         if pipelines.keys() - {d.LIGHTNINGS_DDP}:
             print_throughput(pipelines)
@@ -236,6 +246,9 @@ def main() -> None:
         if spread:
             title = "The same GPT, tensor parallelism: batch 8 x 128, two processes of one thread"
             d.print_beside_references(spread, t.REFERENCES, title)
+        if meshes:
+            title = "The same GPT, 2 shards x 2 tensor ranks: batch 2 x 4 x 128, four processes"
+            d.print_beside_references(meshes, a.REFERENCES, title)
         if not options.skip_bubbles:
             print_bubbles(workers, options.sleep, options.ranks, options.schedules)
     finally:
