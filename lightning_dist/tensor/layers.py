@@ -22,11 +22,14 @@ from lightning_dist.shards import is_spread
 from lightning_dist.tensor import boundary
 from lightning_dist.tensor.embedding import look_up
 from lightning_dist.tensor.placements import stacked
-from lightning_dist.tensor.projection import input_dim, output_dim, project
+from lightning_dist.tensor.projection import (
+    input_dim,
+    is_projection,
+    output_dim,
+    project,
+)
 from lightning_dist.tensor.randomness import RegionRandomness
-
-Place = Callable[[nn.Module, str, Placement], None]
-"""Cuts a layer's parameter, by its name in the layer, wherever else the model uses it too."""
+from lightning_dist.tensor.styles import Style
 
 
 @dataclass(frozen=True)
@@ -104,19 +107,41 @@ class Entry:
         self._outside = self._inside = None
 
 
-def colwise(layer: nn.Linear, place: Place, entry: Entry, num_stacked: int = 1) -> None:
+def cuts_of(layer: nn.Module, style: Style, num_stacked: int = 1) -> dict[str, Placement]:
+    """Tells how a layer's parameters are cut, before it is changed.
+
+    Args:
+        layer: Any.
+        style: In the plan.
+        num_stacked: Matrices of one size that the weight holds on top of each other.
+
+    Returns:
+        Placements on the tensor-parallel ranks, by the parameters' names in the layer; what stays
+        whole is left out.
+    """
+    if style is Style.VOCAB:
+        return {"weight": Shard(0)}
+    if not is_projection(layer):
+        return {}
+    if style.sums_up:
+        return {"weight": Shard(input_dim(layer))}
+    if not style.takes_whole_input:
+        return {}
+    if num_stacked > 1:
+        return {"weight": stacked(output_dim(layer), num_stacked)}
+    cuts: dict[str, Placement] = {"weight": Shard(output_dim(layer))}
+    return cuts if layer.bias is None else {**cuts, "bias": Shard(0)}
+
+
+def colwise(layer: nn.Linear, entry: Entry, num_stacked: int = 1) -> None:
     """Gives each rank some of a layer's output features.
 
     Args:
-        layer: A projection; changed.
-        place: Cuts its parameters.
+        layer: A projection, its parameters cut; changed.
         entry: Shared with the layers that read the same activation.
         num_stacked: Matrices of one size that the weight holds on top of each other.
     """
-    mesh, dim = entry.region.mesh, output_dim(layer)
-    place(layer, "weight", Shard(dim) if num_stacked == 1 else stacked(dim, num_stacked))
-    if layer.bias is not None and num_stacked == 1:
-        place(layer, "bias", Shard(0))
+    mesh = entry.region.mesh
 
     def bias() -> Tensor | None:
         if layer.bias is None or is_spread(layer.bias):
@@ -132,15 +157,14 @@ def colwise(layer: nn.Linear, place: Place, entry: Entry, num_stacked: int = 1) 
     layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def colwise_gather(layer: nn.Linear, place: Place, entry: Entry) -> None:
+def colwise_gather(layer: nn.Linear, entry: Entry) -> None:
     """Computes some output features on each rank, and joins them.
 
     Args:
-        layer: A projection; changed.
-        place: Cuts its parameters.
+        layer: A projection, its parameters cut; changed.
         entry: Shared with the layers that read the same activation.
     """
-    colwise(layer, place, entry)
+    colwise(layer, entry)
     compute: Callable[[Tensor], Tensor] = layer.forward
 
     def forward(x: Tensor) -> Tensor:
@@ -151,15 +175,14 @@ def colwise_gather(layer: nn.Linear, place: Place, entry: Entry) -> None:
     layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def colwise_apart(layer: nn.Linear, place: Place, entry: Entry) -> None:
+def colwise_apart(layer: nn.Linear, entry: Entry) -> None:
     """Computes some output features on each rank, for a loss that takes them so.
 
     Args:
-        layer: A projection; changed. Returns a ``DTensor``.
-        place: Cuts its parameters.
+        layer: A projection, its parameters cut; changed. Returns a ``DTensor``.
         entry: Shared with the layers that read the same activation.
     """
-    colwise(layer, place, entry)
+    colwise(layer, entry)
     compute: Callable[[Tensor], Tensor] = layer.forward
 
     def forward(x: Tensor) -> Tensor:
@@ -171,15 +194,13 @@ def colwise_apart(layer: nn.Linear, place: Place, entry: Entry) -> None:
     layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def rowwise(layer: nn.Linear, place: Place, region: Region) -> None:
+def rowwise(layer: nn.Linear, region: Region) -> None:
     """Lets each rank sum up over its input features, and adds the sums.
 
     Args:
-        layer: A projection; changed.
-        place: Cuts its parameters.
+        layer: A projection, its parameters cut; changed.
         region: What ends here.
     """
-    place(layer, "weight", Shard(input_dim(layer)))
 
     def forward(x: Tensor) -> Tensor:
         region.end()
@@ -190,15 +211,13 @@ def rowwise(layer: nn.Linear, place: Place, region: Region) -> None:
     layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def vocab(layer: nn.Embedding, place: Place, mesh: DeviceMesh) -> None:
+def vocab(layer: nn.Embedding, mesh: DeviceMesh) -> None:
     """Gives each rank some of an embedding's rows.
 
     Args:
-        layer: Changed.
-        place: Cuts its parameters.
+        layer: Its parameters are cut; changed.
         mesh: The tensor-parallel ranks.
     """
-    place(layer, "weight", Shard(0))
     first = layer.num_embeddings // mesh.size() * mesh.get_local_rank()
 
     def forward(tokens: Tensor) -> Tensor:

@@ -67,6 +67,9 @@ class SpreadModule:
         is_kept: Whether this rank will keep the module of a name. What it will not is looked at,
             so that all ranks find the same, but left as it is.
 
+    Attributes:
+        cuts: Placements on the tensor-parallel ranks by parameter name, of the whole model.
+
     Raises:
         ValueError: A size cannot be shared out over the ranks, or a style makes no sense.
     """
@@ -90,10 +93,18 @@ class SpreadModule:
         self._blocks = [name for stack in stacks for name in stack]
         check_blocks(module, self._blocks, styles)
         self._uses = _uses(module)
+        stacks_in = {name: stacked_in(module, styles, name) for name in styles}
+        self.cuts = {
+            f"{name}.{attribute}": placement
+            for name, style in styles.items()
+            for attribute, placement in layers.cuts_of(
+                module.get_submodule(name), style, stacks_in[name]
+            ).items()
+        }
         partial = [name for name in self._partial_names(styles) if is_kept(name)]
         self._entries: dict[str, Entry] = {}
         for name, style in kept.items():
-            self._spread(name, style, stacked_in(module, styles, name))
+            self._spread(name, style, stacks_in[name])
         for parent in attentions(kept):
             keep_own_heads(module.get_submodule(parent), mesh.size())
             explain_shapes(parent, module.get_submodule(parent), mesh.size())
@@ -104,8 +115,8 @@ class SpreadModule:
         for part in module.modules():
             if isinstance(part, nn.TransformerEncoder):
                 part.use_nested_tensor = False  # in evaluation, with padding; none can be spread
-        parameters = dict(module.named_parameters())
-        self._partial = [n for n in partial if n in parameters and not is_spread(parameters[n])]
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._partial = [name for name in partial if not is_spread(parameters[name])]
 
     @torch.no_grad()
     def add_gradients(self) -> None:
@@ -114,25 +125,28 @@ class SpreadModule:
         Once for each update, and not more often.
         """
         parameters = dict(self.module.named_parameters())
-        gradients = [g for n in self._partial if (g := parameters[n].grad) is not None]
+        partial = [parameters[name] for name in self._partial if name in parameters]
+        gradients = [p.grad for p in partial if p.grad is not None]
         boundary.add_up(gradients, self._mesh)
 
     def _spread(self, name: str, style: Style, num_stacked: int) -> None:
         layer = self.module.get_submodule(name)
         region = self._region(name)
+        for attribute, placement in layers.cuts_of(layer, style, num_stacked).items():
+            self._place(layer, attribute, placement)
         if style is Style.VOCAB:
             assert isinstance(layer, nn.Embedding)
-            layers.vocab(layer, self._place, self._mesh)
+            layers.vocab(layer, self._mesh)
         if not is_projection(layer):
             return
         if style.sums_up:
-            layers.rowwise(layer, self._place, region)
+            layers.rowwise(layer, region)
         elif style is Style.COLWISE:
-            layers.colwise(layer, self._place, self._entry(name, region), num_stacked)
+            layers.colwise(layer, self._entry(name, region), num_stacked)
         elif style is Style.COLWISE_GATHER:
             apart = self._options.loss_parallel
             spread = layers.colwise_apart if apart else layers.colwise_gather
-            spread(layer, self._place, Entry(region))
+            spread(layer, Entry(region))
 
     def _region(self, name: str) -> Region:
         if self._options.sequence_parallel and self._is_in_block(name):
@@ -171,8 +185,11 @@ class SpreadModule:
             setattr(holder, attribute, part)
 
     def _partial_names(self, styles: Styles) -> Iterator[str]:
-        """Lists the parameters, cut ones too, whose gradients would be summands if whole."""
-        for name, _ in self.module.named_parameters():
+        """Lists the parameters, cut ones too, whose gradients would be summands if whole.
+
+        By all names of a tied one: what a rank keeps of the model may not have the first of them.
+        """
+        for name, _ in self.module.named_parameters(remove_duplicate=False):
             path, _, attribute = name.rpartition(".")
             parts = path.split(".")
             ancestors = {".".join(parts[: i + 1]) for i in range(len(parts))}
