@@ -59,15 +59,18 @@ def deferred_init(*, only_shapes: bool = False) -> Iterator[Tape]:
         tape.close()
 
 
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+def named_tensors(module: nn.Module, *, every_name: bool = False) -> dict[str, Tensor]:
     """Remembers the parameters and buffers of a module, before it is sharded or moved.
 
     Args:
         module: As it came out of :func:`deferred_init`.
+        every_name: Whether a tied one is there by all of its names, not by the first alone.
 
     Returns:
-        Tensors by name, those that the state dict leaves out among them, a tied one once. They
-        stand for the values even when the module has other tensors by then.
+        Tensors by name, those that the state dict leaves out among them. They stand for the values
+        even when the module has other tensors by then.
     """
-    named = [*module.named_parameters(), *module.named_buffers()]
+    once = not every_name
+    parameters = module.named_parameters(remove_duplicate=once)
+    named = [*parameters, *module.named_buffers(remove_duplicate=once)]
     return {name: tensor.detach() for name, tensor in named}

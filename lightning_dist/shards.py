@@ -98,6 +98,25 @@ def storable(tensor: Tensor) -> Tensor:
     return tensor.redistribute(tensor.device_mesh, [*tensor.placements[:-1], Replicate()])
 
 
+def spread_like(own: Tensor, like: Tensor) -> Tensor:
+    """Makes a tensor of what each rank has of it; no rank waits for another.
+
+    Args:
+        own: The values that are on this rank.
+        like: Spread as the result shall be, or not; then ``own`` is returned.
+    """
+    if not isinstance(like, DTensor):
+        return own
+    return DTensor.from_local(
+        own,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
 def gather(tree: Any, *, keep: bool) -> Any:
     """Puts the sharded tensors of a tree together; all ranks of their mesh must call it.
 

@@ -55,9 +55,9 @@ class ForeignLayer(nn.Module):
 
     def imitation(self) -> nn.Module:
         """Makes what returns tensors like the layer's, on the meta device."""
-        # Of a shared parameter the skeleton has this rank's copy, with values.
+        # Of a shared parameter the skeleton has this rank's copy, with values, or with a part.
         stand_ins: dict[int, Tensor] = {
-            id(p): nn.Parameter(torch.empty_like(p, device="meta", dtype=self._dtype_of(p)), False)
+            id(p): nn.Parameter(torch.empty(p.shape, device="meta", dtype=self._dtype_of(p)), False)
             for p in self.skeleton.parameters()
         }
         return skeleton_of(self.skeleton, stand_ins)

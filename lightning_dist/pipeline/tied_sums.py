@@ -10,6 +10,9 @@ is at hand when the first one has its own. The sum comes back while the later st
 batch, whose end is when they need it: with as many micro-batches per batch as there are stages
 after the first, that is by a forward of each of those stages later. So nobody waits but for the
 wire, and what is clipped by the norm of the whole gradient knows the sum when it posts its norm.
+
+On a mesh each rank of a stage has a part of a copy, and the rank in the same place of another stage
+the same part of its copy. These two speak of the part that they have.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from torch import Tensor, nn
 
 from lightning_dist.pipeline.channel import Receiver, Sender
 from lightning_dist.pipeline.ties import Tie
+from lightning_dist.local_part import local_part
+from lightning_dist.shards import spread_like
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,11 @@ class TiedSums:
         """Names of the copies on this rank, in the pipelined module."""
         return self._names
 
+    @property
+    def sent(self) -> dict[int, list[str]]:
+        """Names of the copies whose gradients go to each other rank with an update."""
+        return {**self._elsewhere, **self._here}
+
     def counts(self, name: str) -> bool:
         """Whether a parameter is this rank's to count, in a norm of the whole gradient.
 
@@ -100,12 +110,12 @@ class TiedSums:
             parameters: Of this rank, trainable or not, by their names in the pipelined module.
         """
         for peer, names in self._here.items():
-            copies = [parameters[name].detach().clone() for name in names]
+            copies = [local_part(parameters[name].detach()).clone() for name in names]
             self._links.outgoing[peer].send(copies)
         for peer, names in self._elsewhere.items():
             received = self._links.incoming[peer].receive()
             for name, values in zip(names, received, strict=True):
-                parameters[name].copy_(values)
+                local_part(parameters[name]).copy_(values)
 
     @torch.no_grad()
     def post(self, update: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -113,7 +123,8 @@ class TiedSums:
 
         Args:
             update: Which; there must be an :meth:`install` for each.
-            gradients: Complete on this rank, by name. Those of copies are given away.
+            gradients: Complete on this rank, by name; of what is spread the part that is here.
+                Those of copies are given away.
 
         Returns:
             The gradients that this rank counts, sums among them.
@@ -142,7 +153,7 @@ class TiedSums:
             sums.update(zip(names, received, strict=True))
         for name, total in sums.items():
             if name in parameters:
-                parameters[name].grad = _laid_out_like(parameters[name], total)
+                parameters[name].grad = _as_gradient_of(parameters[name], total)
 
     def _add_up(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         sums: dict[str, Tensor | None] = {}
@@ -159,8 +170,11 @@ def _sum_of(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return total.add_(part)
 
 
-def _laid_out_like(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
-    """Lets each copy's optimizer meet the same strides, and so compute the same bits."""
-    if gradient is None or gradient.stride() == parameter.stride():
-        return gradient
-    return torch.empty_like(parameter).copy_(gradient).detach()
+def _as_gradient_of(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    own = local_part(parameter.detach())
+    # So that each copy's optimizer meets the same strides, and computes the same bits.
+    if gradient.stride() != own.stride():
+        gradient = torch.empty_like(own).copy_(gradient)
+    return spread_like(gradient, parameter)

@@ -2,16 +2,19 @@
 
 Each stage needs such a parameter at the same moment as the others, so each rank with one of these
 stages has a copy. What keeps the copies equal is :mod:`lightning_dist.pipeline.tied_sums`.
+
+In the structure of the layers that live elsewhere this rank's copy stands for the others', so that
+the whole model is tied there, too (:mod:`lightning_dist.pipeline.cut`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_dist.pipeline.cut import stage_of_layers, structure_of
+from lightning_dist.pipeline.cut import ForeignLayer, stage_of_layers, structure_of
 from lightning_dist.pipeline.layers import Layers, layers_in
 
 
@@ -20,14 +23,15 @@ class Tie:
     """A parameter that several stages use.
 
     Attributes:
-        names: Its first name on each of these stages, in the pipelined module, by ascending stage.
+        names: Its names on each of these stages, in the pipelined module, by ascending stage.
     """
 
-    names: Mapping[int, str]
+    names: Mapping[int, tuple[str, ...]]
 
     def __str__(self) -> str:
         """Lists the names and their stages."""
-        return " and ".join(f"{name!r} (stage {stage})" for stage, name in self.names.items())
+        firsts = {stage: names[0] for stage, names in self.names.items()}
+        return " and ".join(f"{name!r} (stage {stage})" for stage, name in firsts.items())
 
     def ranks(self, rank_of_stage: Sequence[int]) -> tuple[int, ...]:
         """Lists the ranks that have a copy, that of the first of the stages first.
@@ -44,7 +48,7 @@ class Tie:
             rank: The rank.
             rank_of_stage: The rank of each stage.
         """
-        return next(name for stage, name in self.names.items() if rank_of_stage[stage] == rank)
+        return next(names[0] for stage, names in self.names.items() if rank_of_stage[stage] == rank)
 
 
 def find_ties(module: nn.Sequential | Layers, layers_per_stage: Sequence[int]) -> tuple[Tie, ...]:
@@ -54,10 +58,50 @@ def find_ties(module: nn.Sequential | Layers, layers_per_stage: Sequence[int]) -
         module: The pipelined module, cut or not, or its layers.
         layers_per_stage: The partition.
     """
-    found: dict[int, dict[int, str]] = {}
+    found: dict[int, dict[int, list[str]]] = {}
     stages = stage_of_layers(layers_per_stage)
     for part in layers_in(module).parts():
         stage = stages[part.layer_index]
-        for name, parameter in structure_of(part.module).named_parameters():
-            found.setdefault(id(parameter), {}).setdefault(stage, f"{part.name}.{name}")
-    return tuple(Tie(names) for names in found.values() if len(names) > 1)
+        for name, parameter in _named_parameters(structure_of(part.module)):
+            names = found.setdefault(id(parameter), {}).setdefault(stage, [])
+            names.append(f"{part.name}.{name}")
+    return tuple(
+        Tie({stage: tuple(names) for stage, names in by_stage.items()})
+        for by_stage in found.values()
+        if len(by_stage) > 1
+    )
+
+
+def tie_again(layers: Layers, ties: Sequence[Tie]) -> None:
+    """Shows this rank's copies in the structure of layers that live elsewhere.
+
+    Whatever shards a layer gives it new parameters, and does not find that structure.
+
+    Args:
+        layers: Of the pipelined module, which has been cut.
+        ties: All of the pipeline, found while the old parameters were in place.
+    """
+    parts = layers.parts()
+    foreign = {p.name: p.module.skeleton for p in parts if isinstance(p.module, ForeignLayer)}
+    own = {
+        f"{part.name}.{name}": parameter
+        for part in parts
+        if part.name not in foreign
+        for name, parameter in _named_parameters(part.module)
+    }
+    for tie in ties:
+        names = [name for of_stage in tie.names.values() for name in of_stage]
+        copies = [own[name] for name in names if name in own]
+        for part_name, skeleton in foreign.items():
+            for name in names if copies else ():
+                if name.startswith(f"{part_name}."):
+                    _put(skeleton, name.removeprefix(f"{part_name}."), copies[0])
+
+
+def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(remove_duplicate=False)
+
+
+def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(path), attribute, parameter)

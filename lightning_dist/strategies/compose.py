@@ -11,7 +11,7 @@ early on most stages, what runs a stage's layers. So the user's module stays of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
@@ -19,12 +19,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Placement
 
 from lightning_dist.activation_checkpointing import checkpoint_activations
 from lightning_dist.device_mesh import axis
 from lightning_dist.half_precision import HalfPrecision
 from lightning_dist.module_tree import shardable_modules
 from lightning_dist.pipeline.cut import layers_of
+from lightning_dist.pipeline.ties import Tie
 from lightning_dist.sharding import ShardingOptions
 from lightning_dist.sharding import shard as fully_shard
 from lightning_dist.strategies.pipeline_config import PipelineConfig
@@ -39,10 +41,11 @@ from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
 from lightning_dist.wrap import AnyOf, ByClass, Unit, WrapPolicy
 from lightning_dist.wrap_summary import WrapSummary, describe
 
-_NO_SUM_OF_PIECES = (
-    "On a mesh each stage shards and spreads its parameters by itself, and copies on two stages"
-    " need not be cut into the same pieces, so their gradients are not summed here. Use"
-    " PipelineStrategy, whose replicas hold whole stages."
+_OTHER_PIECES = (
+    "The tensor-parallel plan cuts one and leaves the other whole, or cuts them along different"
+    " dimensions, so a rank of one stage has no part that a rank of the other has too, and their"
+    " gradients cannot be summed. Give both a style that cuts rows, an embedding 'vocab' and a head"
+    " 'colwise_gather', or leave both out of the plan."
 )
 
 
@@ -104,6 +107,8 @@ def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) ->
     units = _choose_units(module, asked, split)
     recomputed = _choose_recomputed(module, units, asked.shard)
     spread = _spread(module, axis(mesh, "tp"), asked.tensor, keeps)
+    if split is not None and spread is not None:
+        refuse_ties(_cut_apart(split, spread.cuts), _OTHER_PIECES)
 
     root = StepModule(module) if split is None else _cut(split)
     own = [unit for unit in units if keeps(unit.name)]
@@ -129,9 +134,18 @@ def _find_split(
 ) -> PipelineSplit | None:
     if stages is None:
         return None
-    split = find_split(module, config, stages.size(), stages.get_local_rank())
-    refuse_ties(split.ties, _NO_SUM_OF_PIECES)
-    return split
+    return find_split(module, config, stages.size(), stages.get_local_rank())
+
+
+def _cut_apart(split: PipelineSplit, cuts: Mapping[str, Placement]) -> list[Tie]:
+    """Lists what several stages use and the plan does not cut alike on each."""
+
+    def cuts_on(names: Iterable[str]) -> set[Placement]:
+        full = (f"{split.path}.{name}" for name in names)
+        return {cuts[name] for name in full if name in cuts}
+
+    pieces = ((tie, [cuts_on(names) for names in tie.names.values()]) for tie in split.ties)
+    return [tie for tie, (first, *others) in pieces if any(other != first for other in others)]
 
 
 def _cut(split: PipelineSplit) -> nn.Module:

@@ -17,6 +17,8 @@ from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.dry_channel import DrySender, Sent, dry_links
 from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.tied_sums import TiedSums, TieLinks
+from lightning_dist.shards import local_part
 from lightning_dist.strategies.compose import Composed, Parallelism
 from lightning_dist.strategies.sharded_module import ShardedModule, StepContext
 from lightning_dist.strategies.staged_module import StagedModule
@@ -117,6 +119,11 @@ class DryStep:
         pipeline.train_batch(batch, run)
         pipeline.install_gradients()
         staged.add_gradients()
+        gradients = pipeline.stages.named_parameters()
+        homes = self.asked.pipeline.rank_of_stage(self.mesh.pp)
+        for names in TiedSums(split.ties, homes, stage, TieLinks()).sent.values():
+            copies = [gradients[name].grad for name in names]
+            note(sum(local_part(copy).nbytes for copy in copies if copy is not None))
         return None if sender is None else sender.sent
 
 

@@ -83,6 +83,12 @@ class Session:
     tied: TiedSums
     staleness_log: StalenessLog | None
 
+    @property
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """This rank's parameters that another stage counts in the norm of the whole gradient."""
+        parameters = self.pipeline.stages.named_parameters().items()
+        return [p for name, p in parameters if not self.tied.counts(name)]
+
     def close(self, *, failed: bool) -> None:
         """Ends everything; each rank must call it.
 

@@ -27,7 +27,7 @@ from lightning_dist.sharding import fill
 from lightning_dist.shards import is_spread
 from lightning_dist.strategies import data_parallel_checks
 from lightning_dist.strategies import fsdp_checks as checks
-from lightning_dist.strategies.clipping import clip_by_global_norm, norm_over
+from lightning_dist.strategies.clipping import clip_by_global_norm, leaving_out, norm_over
 from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
@@ -142,7 +142,8 @@ class ShardedStrategy(DataParallelStrategy):
         if is_fitting:
             self.tell()
             stages = self.group("pp") if self.mesh.pp > 1 else None
-            self._undo += (clip_by_global_norm(self.precision_plugin, norm_over(stages)),)
+            norm = leaving_out(self.sharded.counted_elsewhere, norm_over(stages))
+            self._undo += (clip_by_global_norm(self.precision_plugin, norm),)
             self._setup_optimizers_of_whole_model(trainer)
         self.setup_precision_plugin()
         half = half_precision_of(self.precision_plugin)
@@ -181,7 +182,8 @@ class ShardedStrategy(DataParallelStrategy):
         everyone = self.group(*self.mesh.sizes)
         data_parallel_checks.check_module(self.module, everyone)
         checks.check_shardable(self.module, self._policy.is_manual)
-        tensors = named_tensors(self.module)  # before others are put in their place
+        # Before others are put in their place; a stage may know a tied one by a later name.
+        tensors = named_tensors(self.module, every_name=True)
         self.model = self.precision_plugin.convert_module(self.module)
         self.synchronise_layers()
         state = [*self.module.parameters(), *self.module.buffers()]
@@ -190,8 +192,9 @@ class ShardedStrategy(DataParallelStrategy):
         if self._tape is not None:
             tape, self._tape = self._tape, None
             own = named_tensors(self.module)
-            deferred = [name for name, t in tensors.items() if t.is_meta and name in own]
+            deferred = [name for name in own if name in tensors and tensors[name].is_meta]
             fill(self.module, deferred, lambda n: tape.materialize(tensors[n]), self.root_device)
+        sharded.tie_again()
         sharded.move(self.root_device, offloaded=self._shard_config.offload == "cpu")
         return sharded
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
@@ -276,6 +276,13 @@ class ShardedModule:
         Args:
             optimizer: Made while the whole structure was shown.
         """
+
+    def tie_again(self) -> None:
+        """Ties what this rank holds to what other stages share of it, when all has been sharded."""
+
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """Lists the parameters that another stage counts in the norm of the whole gradient."""
+        return []
 
     def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Gives what this stage puts into checkpoints.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dist.strategies.clipping import FindNorm, NormsAhead, leaving_out, norm_over
 from lightning_dist.strategies.overflow import Ahead
@@ -70,10 +70,5 @@ class StageGradients:
         """
         norms = self._norms
         if norms is None:
-            return leaving_out(self._counted_elsewhere, norm_over(stages))
+            return leaving_out(lambda: self._session().counted_elsewhere, norm_over(stages))
         return lambda _: norms.of(self._session().pipeline.due_update)
-
-    def _counted_elsewhere(self) -> list[nn.Parameter]:
-        session = self._session()
-        parameters = session.pipeline.stages.named_parameters().items()
-        return [p for name, p in parameters if not session.tied.counts(name)]

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.named_optimizer import keep_own_parameters
 from lightning_dist.pipeline.cut import whole
 from lightning_dist.pipeline.gradients import Accumulated
+from lightning_dist.pipeline.ties import tie_again
 from lightning_dist.strategies.compose import Composed
 from lightning_dist.strategies.measured import Measurements, gather_measurements
 from lightning_dist.strategies.pipeline_checks import arguments_of_step
@@ -166,6 +167,14 @@ class StagedModule(ShardedModule):
     @override
     def keep_own_parameters(self, optimizer: Optimizer) -> None:
         keep_own_parameters(optimizer, self.module)
+
+    @override
+    def tie_again(self) -> None:
+        tie_again(self._split.layers, self._split.ties)
+
+    @override
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        return self.session.counted_elsewhere
 
     @override
     def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:

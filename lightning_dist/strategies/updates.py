@@ -15,6 +15,7 @@ from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.rate_correction import RateCorrection
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.tied_sums import TiedSums
+from lightning_dist.shards import local_part
 from lightning_dist.strategies.hyperparameters import HyperparameterHistory
 
 
@@ -121,7 +122,7 @@ class Updates:
         self._complete_gradients()
         if self._tied.names:
             parameters = self._pipeline.stages.named_parameters().items()
-            gradients = {n: p.grad for n, p in parameters if p.grad is not None}
+            gradients = {n: local_part(p.grad) for n, p in parameters if p.grad is not None}
             self._tied.post(self._pipeline.due_update, gradients)
 
     def _install(self, optimizer: Optimizer) -> Tensor:

@@ -102,12 +102,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
         8,
         ["4", "3 layers"],
     ),
-    "tied over stages": (
+    "tied over stages that cut it in different ways": (
         tied,
-        {"pp": 2},
+        {"pp": 2, "tp": 2, "tensor": TensorConfig(plan={"model.0.token": "vocab"})},
         {},
         8,
-        ["0.token.weight", "3.logits.weight", "tied", "PipelineStrategy"],
+        ["'0.token.weight' (stage 0)", "'3.logits.weight' (stage 1)", "cuts one", "colwise_gather"],
     ),
     "several optimizers": (
         lambda: TwoOptimizers(width=32, depth=2, num_heads=4),

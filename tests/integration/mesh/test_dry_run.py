@@ -67,6 +67,7 @@ class Case:
     tensor: dict[str, Any] = field(default_factory=dict)
     shard: dict[str, Any] = field(default_factory=dict)
     schedule: Any = "1f1b"
+    tied: bool = False
 
     @property
     def world_size(self) -> int:
@@ -123,6 +124,8 @@ def _group(argument: Any) -> str | None:
 def train_a_step(case: Case) -> Held:
     """Tries a step, trains one on real ranks, and looks at it."""
     held, module = Held(), make_gpt()
+    if case.tied:
+        module.model[-1].logits.weight = module.model[0].token.weight
     batch = torch.empty(2, BATCH_SIZE, 8, dtype=torch.int64, device="meta").unbind()
     held.said = case.strategy().dry_run(module, case.world_size, sample_batch=batch)
     strategy = case.strategy()
@@ -133,8 +136,9 @@ def train_a_step(case: Case) -> Held:
     def counted(*args: Any, **kwargs: Any) -> Any:
         with Counting(strategy._mesh_of_ranks) as counting:
             if case.sizes.get("pp", 1) > 1:
-                links = strategy.sharded.session.channels.links
-                for senders in (links.activations_out, links.gradients_out):
+                channels = strategy.sharded.session.channels
+                links, ties = channels.links, channels.ties
+                for senders in (links.activations_out, links.gradients_out, ties.outgoing):
                     for sender in senders.values():
                         sender.send = partial(_noted, counting, sender.send)
             result = step(*args, **kwargs)
@@ -175,6 +179,7 @@ CASES = {
     "replicas 2": Case({"dp_replicate": 2}),
     "tp 2": Case({"tp": 2}),
     "pp 2, gpipe": Case({"pp": 2}, schedule="gpipe"),
+    "pp 2, head and embedding tied": Case({"pp": 2}, tied=True),
     "shards 2 x tp 2, both, recomputed": Case(
         {"dp_shard": 2, "tp": 2}, BOTH, {"activation_checkpointing": "full"}
     ),

@@ -35,17 +35,20 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
-class TiedText(L.LightningModule):
+def tied_layers(words: int = WORDS) -> nn.Sequential:
     """A language model whose head is its embedding, and three of whose blocks share a weight."""
+    blocks = [Block() for _ in range(6)]
+    for other in (2, 4):
+        blocks[other].linear.weight = blocks[0].linear.weight
+    embedding, head = nn.Embedding(words, WIDTH), nn.Linear(WIDTH, words, bias=False)
+    head.weight = embedding.weight
+    return nn.Sequential(embedding, *blocks, head)
 
+
+class TiedText(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        blocks = [Block() for _ in range(6)]
-        for other in (2, 4):
-            blocks[other].linear.weight = blocks[0].linear.weight
-        head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, head)
-        head.weight = self.model[0].weight
+        self.model = tied_layers()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = loss_of(self.model(batch[0]), batch[1])

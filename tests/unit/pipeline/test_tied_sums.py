@@ -12,9 +12,9 @@ from lightning_dist.pipeline.memory_channel import MemoryChannel
 from lightning_dist.pipeline.tied_sums import TiedSums, TieLinks
 from lightning_dist.pipeline.ties import Tie
 
-PAIR = Tie({0: "0.w", 2: "2.w"})
-THREE = Tie({0: "0.v", 1: "1.v", 2: "2.v"})
-LATER = Tie({1: "1.u", 2: "2.u"})
+PAIR = Tie({0: ("0.w",), 2: ("2.w",)})
+THREE = Tie({0: ("0.v",), 1: ("1.v",), 2: ("2.v",)})
+LATER = Tie({1: ("1.u",), 2: ("2.u",)})
 PLAIN = (0, 1, 2)
 LOOPED = (0, 1, 0, 1)
 
@@ -92,7 +92,7 @@ def test_each_name_is_counted_once() -> None:
     ties = [PAIR, THREE, LATER]
     sums = ranks_of(ties)
     for tie in ties:
-        assert [sums[s].counts(name) for s, name in tie.names.items()].count(True) == 1
+        assert [sums[s].counts(names[0]) for s, names in tie.names.items()].count(True) == 1
     assert [sorted(one.names) for one in sums] == [
         ["0.v", "0.w"],
         ["1.u", "1.v"],
@@ -115,16 +115,16 @@ def test_gradients_that_some_do_not_have() -> None:
 
 
 def test_stages_of_one_rank_need_no_message() -> None:
-    (alone,) = ranks_of([Tie({0: "0.w", 1: "1.w"})], (0, 0), 1)
+    (alone,) = ranks_of([Tie({0: ("0.w",), 1: ("1.w",)})], (0, 0), 1)
     assert not alone.names
     assert alone.counts("0.w")
-    sums = ranks_of([Tie({0: "0.w", 2: "2.w", 3: "3.w"})], LOOPED, 2)
+    sums = ranks_of([Tie({0: ("0.w",), 2: ("2.w",), 3: ("3.w",)})], LOOPED, 2)
     assert [sorted(one.names) for one in sums] == [["0.w"], ["3.w"]]
     assert sums[0].counts("2.w")
 
 
 def test_ranks_that_add_up_for_each_other() -> None:
-    sums = ranks_of([Tie({0: "0.w", 1: "1.w"}), Tie({1: "1.v", 2: "2.v"})], LOOPED, 2)
+    sums = ranks_of([Tie({0: ("0.w",), 1: ("1.w",)}), Tie({1: ("1.v",), 2: ("2.v",)})], LOOPED, 2)
     # Each sends before it waits, or threads would deadlock here.
     import threading
 

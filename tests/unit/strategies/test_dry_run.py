@@ -61,6 +61,33 @@ def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
     assert sizes == (10 * FLOAT, 8 * FLOAT, 8 * FLOAT)
 
 
+class TiedWords(L.LightningModule):
+    """Two stages, whose layers share one weight of 6 x 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+        self.model[1].weight = self.model[0].weight
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.model(batch).mean()
+
+
+@pytest.mark.parametrize("dp_shard", [1, 2])
+def test_stages_that_share_a_weight_send_its_gradient(dp_shard: int) -> None:
+    strategy = MeshStrategy(pp=2, dp_shard=dp_shard)
+    words = torch.zeros(2, 3, dtype=torch.int64)
+    said = strategy.dry_run(TiedWords(), 2 * dp_shard, sample_batch=words)
+    held = 6 * 4 * FLOAT // dp_shard  # what a rank has of the weight
+    activation = 2 * 3 * 4 * FLOAT
+    for rank in (0, dp_shard):  # the later stage sends its own, the first one the sum
+        kind = said.kind_of(rank)
+        assert kind.parameter_bytes == kind.gradient_bytes == held
+        (sent,) = [t for t in kind.traffic if t.axes == ("pp",)]
+        # As many activations go one way as gradients go the other.
+        assert sent.num_bytes == activation + held
+
+
 def test_precision_is_the_plugins() -> None:
     plugin = MixedPrecision("bf16-mixed", "cpu")
     gathered = []

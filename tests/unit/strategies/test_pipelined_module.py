@@ -26,4 +26,4 @@ def test_ties_are_refused_with_the_reason() -> None:
     refuse_ties((), "Never.")
     message = r"'0.w' \(stage 0\) and '2.w' \(stage 1\) are tied. Not here. Or put both layers"
     with pytest.raises(ValueError, match=message):
-        refuse_ties((Tie({0: "0.w", 1: "2.w"}),), "Not here.")
+        refuse_ties((Tie({0: ("0.w",), 1: ("2.w",)}),), "Not here.")
