@@ -56,6 +56,8 @@ class ShardedModule:
         self._shards = composed.shards
         self._has_logits_apart = has_logits_apart and composed.spread is not None
         self._was_entered = False
+        if self._shards is not None:
+            self._root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
         self._agreement: UnitAgreement | None = None
         if groups is not None:
             self._agreement = UnitAgreement(
@@ -82,6 +84,9 @@ class ShardedModule:
         """What this rank holds of each layer, if layers are spread."""
         return None if self._spread is None else summarise(self.module, self._spread.styles)
 
+    def _note_entry(self, *_: object) -> None:
+        self._was_entered = True
+
     # --- a run -------------------------------------------------------------------------------
 
     def open(self, run: RunContext) -> None:
@@ -97,7 +102,7 @@ class ShardedModule:
         Args:
             failed: Whether other ranks may be gone.
         """
-        # Until a step was entered nothing is gathered, and FSDP2 not set up.
+        # Until the root was entered nothing is gathered, and FSDP2 not set up.
         if failed and self._was_entered and self._shards is not None:
             recover(self._root)
 
@@ -153,7 +158,6 @@ class ShardedModule:
         self, step: Callable[..., Any], context: StepContext, args: Any, kwargs: Any, training: bool
     ) -> Any:
         def entered(*args: Any, **kwargs: Any) -> Any:
-            self._was_entered = True
             with self.agreeing(training=training):
                 return self.joining(step)(*args, **kwargs)
 

@@ -106,7 +106,6 @@ class StagedModule(ShardedModule):
     def train(
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
-        self._was_entered = True
         with self.agreeing(training=True):
             return self.session.runner.train(arguments_of_step(args, kwargs), context)
 
@@ -114,7 +113,6 @@ class StagedModule(ShardedModule):
     def evaluate(
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
-        self._was_entered = True
         with torch.inference_mode(False), torch.no_grad(), self.agreeing(training=False):
             try:
                 arguments = arguments_of_step(args, kwargs)

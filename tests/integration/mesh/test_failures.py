@@ -5,8 +5,16 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from lightning_dist import MeshStrategy
+from lightning_dist.strategies.failure_ring import RankFailedError
+from lightning_dist.strategies.pipeline_config import PipelineConfig
 from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, END_SECONDS, WarmPython, errors_in
+from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.workers import WorkerPool
 
 MESH = ("--schedule", "mesh")
 
@@ -40,3 +48,26 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
     reports = [(tmp_path / f"report.{rank}").read_text().splitlines() for rank in range(4)]
     assert len({len(report) for report in reports}) == 1
     assert "Error" not in run.output, run.output
+
+
+class RaisesAtOnce(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_rank < 2:
+            raise KeyError("of the first stage")
+        return super().training_step(batch, batch_idx)
+
+
+def fail_in_the_first_step() -> str:
+    strategy = MeshStrategy(pp=2, dp_shard=2, pipeline=PipelineConfig(num_microbatches=2))
+    trainer = make_trainer(devices=4, strategy=strategy, num_sanity_val_steps=0)
+    with pytest.raises((KeyError, RankFailedError)) as caught:
+        trainer.fit(make_module(RaisesAtOnce), make_loader(16), make_loader(16))
+    return f"{caught.typename}: {caught.value}"
+
+
+def test_shards_of_a_stage_that_nothing_has_reached_say_who_failed(workers: WorkerPool) -> None:
+    *first, second, third = workers.run(4, fail_in_the_first_step)
+    assert all(error.startswith("KeyError") for error in first)
+    for error in (second, third):
+        assert error.startswith("RankFailedError: Rank ")
+        assert "of the first stage" in error
