@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dist import MeshStrategy, PipelineStrategy
+from lightning_dist.shards import whole
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from tests.helpers.block_parity import largest_difference
 from tests.helpers.hugging_face import MODELS, build, build_untied
@@ -154,6 +155,36 @@ def test_an_embedding_on_two_stages_is_trained_as_one(
     expected = fit_sharing(name, None)
     states = workers.run(2, fit_sharing, name, options)
     assert states[0].keys() | states[1].keys() == expected.keys()
+    for state in states:
+        wanted = {name: expected[name] for name in state}
+        torch.testing.assert_close(state, wanted, rtol=0, atol=TOLERANCE)
+
+
+def fit_sharing_on_mesh(name: str, sizes: dict[str, Any], layers: str) -> dict[str, Tensor]:
+    with in_double(), warnings.catch_warnings():
+        # T5's blocks return views, which nobody writes to.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+        module = Sharing(name)
+        pipeline = PipelineConfig(num_microbatches=2, layers=layers)
+        strategy = MeshStrategy(pp=2, pipeline=pipeline, **sizes)
+        make_trainer(devices=4, strategy=strategy).fit(module, loader())
+        every = module.named_parameters(remove_duplicate=False)
+        return {name: whole(p.detach()).clone() for name, p in every}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "layers"),
+    [
+        ("GemmaForCausalLM", {"dp_shard": 1, "tp": 2}, "auto"),  # spread by its own plan
+        (SHARES, {"dp_shard": 2}, T5_BLOCKS),
+    ],
+)
+def test_an_embedding_on_two_stages_of_a_mesh_is_trained_as_one(
+    workers: WorkerPool, name: str, sizes: dict[str, Any], layers: str
+) -> None:
+    expected = fit_sharing(name, None)
+    states = workers.run(4, fit_sharing_on_mesh, name, sizes, layers)
+    assert {name for state in states for name in state} == expected.keys()
     for state in states:
         wanted = {name: expected[name] for name in state}
         torch.testing.assert_close(state, wanted, rtol=0, atol=TOLERANCE)
