@@ -15,7 +15,14 @@ import pytest
 import torch
 import yaml
 
-from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, TensorParallelStrategy
+from lightning_dist import (
+    DDPStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+)
+from lightning_dist.strategies.pipeline_config import PipelineConfig
 from recipes.docstring_data import DocstringDataModule
 from recipes.docstrings import Docstring, load_docstrings
 from recipes.finetune_bert import BertClassifier
@@ -24,6 +31,7 @@ from tests.helpers.tiny_bert import save_tiny_bert
 from tests.helpers.workers import WorkerPool
 from tests.integration.test_recipes import run_in_pool
 
+BLOCKS = "model.encoder.encoder.layer"
 CONFIGS = sorted(Path("recipes/configs").glob("bert_*.yaml"))
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "one": lambda: "auto",
@@ -31,6 +39,10 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "fsdp": FSDPStrategy,
     "tp": TensorParallelStrategy,
     "mesh": lambda: MeshStrategy(dp_shard=2, tp=2),
+    "stages": lambda: PipelineStrategy(layers=BLOCKS, num_microbatches=2),
+    "mesh with stages": lambda: MeshStrategy(
+        pp=2, dp_shard=1, tp=2, pipeline=PipelineConfig(num_microbatches=2, layers=BLOCKS)
+    ),
 }
 
 
@@ -92,7 +104,10 @@ def alone(
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_replicas"),
-    [("tp", 2, 1), ("fsdp", 2, 2), ("ddp", 2, 2), ("mesh", 4, 2)],
+    [
+        *(("tp", 2, 1), ("fsdp", 2, 2), ("ddp", 2, 2), ("mesh", 4, 2)),
+        *(("stages", 2, 1), ("mesh with stages", 4, 1)),
+    ],
 )
 def test_three_steps_equal_those_of_one_device(
     workers: WorkerPool,
