@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.local_part import local_part
 from lightning_dist.pipeline.channel import Receiver, Sender
 from lightning_dist.pipeline.ties import Tie
-from lightning_dist.local_part import local_part
 from lightning_dist.shards import spread_like
 
 

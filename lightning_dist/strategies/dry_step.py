@@ -13,12 +13,12 @@ from typing import Any
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from lightning_dist.local_part import local_part
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.dry_channel import DrySender, Sent, dry_links
 from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.tied_sums import TiedSums, TieLinks
-from lightning_dist.shards import local_part
 from lightning_dist.strategies.compose import Composed, Parallelism
 from lightning_dist.strategies.sharded_module import ShardedModule, StepContext
 from lightning_dist.strategies.staged_module import StagedModule

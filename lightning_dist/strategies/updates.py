@@ -11,11 +11,11 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dist.local_part import local_part
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.rate_correction import RateCorrection
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.tied_sums import TiedSums
-from lightning_dist.shards import local_part
 from lightning_dist.strategies.hyperparameters import HyperparameterHistory
 
 
