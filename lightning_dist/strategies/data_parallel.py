@@ -13,8 +13,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -28,6 +30,7 @@ from lightning_dist.strategies.epoch_ends import EpochEnds
 from lightning_dist.strategies.evaluation_stop import stop_evaluations_together
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.random_state import RandomStream
+from lightning_dist.strategies.rank_notes import RankNotes
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.shared_draws import share_order, with_shared_draws
 from lightning_dist.strategies.synced_batch_norm import SyncedBatchNorm
@@ -59,6 +62,16 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         """Makes running statistics those of the first replica; all ranks must call it."""
         broadcast_state(self.module.buffers(), self.stage_group)
 
+    def make_notes(self, group: dist.ProcessGroup) -> RankNotes:
+        """Makes what ranks leave notes in; all ranks must call it.
+
+        Args:
+            group: The ranks that do.
+        """
+        name = f"lightning_dist/{self.broadcast(uuid4().hex)}"
+        ranks = dist.get_process_group_ranks(group)
+        return RankNotes(lightning_private.default_store(), name, self.global_rank, ranks)
+
     def synchronise_layers(self) -> None:
         """Makes BatchNorm see all ranks where the Trainer was asked for ``sync_batchnorm``."""
         if self.root_device.type == "cpu":
@@ -78,8 +91,8 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         self._num_loaders = Counter()
         self._has_unknown_length, self._ends = False, None
         self.guard.connect_signals(trainer, partial(self.seed_data_rank, reading=True))
+        everyone = self.group(*self.mesh.sizes)
         if trainer.state.fn != TrainerFn.FITTING:
-            everyone = self.group(*self.mesh.sizes)
             self._undo += (stop_evaluations_together(trainer, self.guard, everyone),)
             return
         self._undo += (
@@ -92,7 +105,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
                 on_exception=self.on_exception,
                 on_train_epoch_start=self._begin_epoch,
             ),
-            stop_training_together(trainer, self.group(*self.mesh.sizes), self._end_batch),
+            stop_training_together(trainer, everyone, self._end_batch),
             self._seed_alike,  # the script goes on with numbers that are the ranks' own no more
         )
         if self.mesh.data_size > 1:

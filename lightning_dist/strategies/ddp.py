@@ -40,6 +40,7 @@ from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.gradient_exchange import GradientExchange
 from lightning_dist.strategies.local_sgd import LocalSGD
 from lightning_dist.strategies.measured import MeasuredTimelines
+from lightning_dist.strategies.missing_gradients import MissingGradients
 from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.trainable_set import TrainableSet, average_left_gradients
@@ -66,7 +67,8 @@ class DDPStrategy(DataParallelStrategy):
             which it had nothing to do but to wait for them. :attr:`timeline` shows both. On a GPU
             each step then waits for the device.
         static_graph: Promises that each step uses the same parameters in the same order.
-        find_unused_parameters: Looks in each step for parameters that it has not used.
+        find_unused_parameters: Allow steps that do not use all parameters on any rank, which are an
+            error else. What only some ranks leave out counts as zero there, with this or without.
         uneven_inputs: Ranks may have different numbers of training batches. A rank that has run out
             goes on with empty steps; each step is a mean over the ranks that have data for it. Its
             hooks and callbacks see its last batch again, with a loss of zero, and what it has
@@ -143,6 +145,7 @@ class DDPStrategy(DataParallelStrategy):
         self._local: LocalSGD | None = None
         self._ddp: DistributedDataParallel | None = None
         self._trainable: TrainableSet | None = None
+        self._missing: MissingGradients | None = None
         self._has_synced = False
 
     @override
@@ -195,6 +198,8 @@ class DDPStrategy(DataParallelStrategy):
             self._undo += (add_first_callback(trainer, self._communication),)
         self._wrap()
         self._trainable = TrainableSet(self.module, self.data_group)
+        if not (self._exchange.find_unused_parameters or self._exchange.static_graph):
+            self._missing = MissingGradients(self.module, self.make_notes(self.data_group))
         self._local = LocalSGD(
             self.module, self.data_group, self._sync_every, self._sync_warmup_steps, self._meter
         )
@@ -243,6 +248,7 @@ class DDPStrategy(DataParallelStrategy):
             self._trainable.close(failed=not self.is_running)
         self._uneven = None
         self._trainable = None
+        self._missing = None
         self._ddp = None
         self._local = None
         self._has_synced = False
@@ -315,6 +321,8 @@ class DDPStrategy(DataParallelStrategy):
             self._ddp.require_backward_grad_sync = True
             prepare_for_backward(self._ddp, closure_loss)
             self._ddp.require_backward_grad_sync = False
+        if self._missing is not None:
+            self._missing.begin_backward()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -325,7 +333,13 @@ class DDPStrategy(DataParallelStrategy):
         assert self._trainable is not None
         self._trainable.check_step(exactly=automatic)
         if not self._exchange.find_unused_parameters:
-            checks.check_gradients(self.module, self._trainable.left_out())
+            checks.check_toggled(self._trainable.left_out())
+            checks.check_gradients(self._complete_gradients())
+
+    def _complete_gradients(self) -> list[str]:
+        if self._missing is None:  # a static graph's are known, and no others are waited for
+            return checks.parameters_without_gradient(self.module)
+        return self._missing.end_backward()
 
     @override
     def optimizer_step(

@@ -50,9 +50,11 @@ class FSDPStrategy(ShardedStrategy):
             for memory: between micro-steps a rank holds a shard of them, not all.
         meta_init: Build in ``configure_model`` without memory, and give values shard by shard.
         compile: Compile the units' forwards with ``torch.compile``.
-        find_unused_parameters: Allow steps that do not use all parameters. All ranks must still run
-            the same units in a step. They compare before each one in the first few steps, and
-            behind each later step; with this option before each one in all steps.
+        find_unused_parameters: Allow steps that do not use all parameters on any rank, which are an
+            error else. What only some ranks leave out counts as zero there, with this or without
+            (since torch 2.13). All ranks must run the same units in a step. They compare before
+            each one in the first few steps, and behind each later step; with this option before
+            each one in all steps.
         compression: Only ``"none"``; other strategies have more.
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.

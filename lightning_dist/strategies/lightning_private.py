@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -112,6 +113,24 @@ def remove_gradient_hooks(ddp: DistributedDataParallel) -> None:
         ddp: Will not be used again.
     """
     ddp._remove_autograd_hooks()
+
+
+def default_store() -> dist.Store:
+    """Gives the store by which the processes have found each other.
+
+    Another one would need an address and a port of its own; ``_get_default_store`` is the only way
+    to this one.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def num_changes(tensor: Tensor) -> int:
+    """Counts the changes of a tensor in place, by ``_version``, which autograd's notes explain.
+
+    Args:
+        tensor: Any.
+    """
+    return tensor._version
 
 
 def keep_users_samplers(trainer: pl.Trainer) -> None:

@@ -42,6 +42,7 @@ from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.sharded_module import ShardedModule
 from lightning_dist.strategies.staged_module import StagedModule
 from lightning_dist.strategies.tensor_checks import check_precision
+from lightning_dist.strategies.unused_parameters import UnusedParameters
 from lightning_dist.strategies.whole_model_checks import check_callbacks, check_optimizers
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.summary import TensorSummary
@@ -216,7 +217,12 @@ class ShardedStrategy(DataParallelStrategy):
         apart = self._tensor_config.loss_parallel
         always = self._shard_config.find_unused_parameters
         if composed.split is None:
-            return ShardedModule(composed, groups, has_logits_apart=apart, compares_always=always)
+            notes = None
+            if composed.shards is not None and UnusedParameters.are_supported_by(composed.shards):
+                notes = self.make_notes(groups[0])
+            return ShardedModule(
+                composed, groups, has_logits_apart=apart, compares_always=always, notes=notes
+            )
         return StagedModule(
             composed,
             groups,
@@ -337,8 +343,11 @@ class ShardedStrategy(DataParallelStrategy):
 
     def _complete_gradients(self) -> None:
         self.sharded.add_gradients()
-        if not self._shard_config.find_unused_parameters:
-            data_parallel_checks.check_gradients(self.module)
+        without = self.sharded.without_gradient()
+        if self._shard_config.find_unused_parameters:
+            self.sharded.forget_gradients(without)
+        else:
+            data_parallel_checks.check_gradients(without)
 
     @override
     @contextmanager

@@ -6,7 +6,7 @@ the same for a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,10 +18,16 @@ from torch.optim import Optimizer
 
 from lightning_dist.sharding import move_rest, recover, reshard
 from lightning_dist.strategies.compose import Composed
+from lightning_dist.strategies.data_parallel_checks import (
+    check_gradients,
+    parameters_without_gradient,
+)
 from lightning_dist.strategies.lightning_private import set_device
 from lightning_dist.strategies.measured import Measurements
+from lightning_dist.strategies.rank_notes import RankNotes
 from lightning_dist.strategies.session import RunContext
 from lightning_dist.strategies.unit_agreement import UnitAgreement
+from lightning_dist.strategies.unused_parameters import UnusedParameters
 from lightning_dist.tensor.logits import LogitsApart, joined
 from lightning_dist.tensor.plan_summary import describe_plan
 from lightning_dist.tensor.summary import TensorSummary, summarise
@@ -39,6 +45,7 @@ class ShardedModule:
             forward of them together. None where no other rank exists.
         has_logits_apart: Whether the logits of a step are spread over the vocabulary.
         compares_always: Whether ranks compare the units that they run in each step.
+        notes: Of the ranks that hold the same layers, if each may use other parameters in a step.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class ShardedModule:
         *,
         has_logits_apart: bool,
         compares_always: bool,
+        notes: RankNotes | None = None,
     ) -> None:
         self.module = composed.module
         self.summary: WrapSummary = composed.summary
@@ -62,6 +70,16 @@ class ShardedModule:
         if groups is not None:
             self._agreement = UnitAgreement(
                 self.module, composed.units, *groups, always=compares_always
+            )
+        self._unused: UnusedParameters | None = None
+        if groups is not None and notes is not None and self._shards is not None:
+            self._unused = UnusedParameters(
+                self.module,
+                self._shards,
+                composed.units,
+                notes,
+                groups[0],
+                always=compares_always,
             )
 
     @property
@@ -157,6 +175,9 @@ class ShardedModule:
     def _run(
         self, step: Callable[..., Any], context: StepContext, args: Any, kwargs: Any, training: bool
     ) -> Any:
+        if self._unused is not None and training:
+            self._unused.begin_step()
+
         def entered(*args: Any, **kwargs: Any) -> Any:
             with self.agreeing(training=training):
                 return self.joining(step)(*args, **kwargs)
@@ -226,6 +247,24 @@ class ShardedModule:
         if self._spread is not None:
             self._spread.add_gradients()
 
+    def without_gradient(self) -> list[str]:
+        """Names the parameters that an update's backwards have not reached; all ranks call it.
+
+        Where ranks may use different ones, those that none has used, in this update or the last.
+        """
+        if self._unused is None:
+            return parameters_without_gradient(self.module)
+        return self._unused.end_update()
+
+    def forget_gradients(self, names: Sequence[str]) -> None:
+        """Gives parameters no gradient, as on a single device, in the place of zeros.
+
+        Args:
+            names: Of some that no rank has used.
+        """
+        for name in names:
+            self.module.get_parameter(name).grad = None
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keeps the gradients of backwards inside on this rank, whole.
@@ -261,10 +300,12 @@ class ShardedModule:
         """Checks what the ranks have run so far; all of them call it between two steps.
 
         Raises:
-            ValueError: They have run different units.
+            ValueError: They have run different units, or none has used some parameters.
         """
         if self._agreement is not None:
             self._agreement.settle()
+        if self._unused is not None:
+            check_gradients(self._unused.settle())
 
     def reshard(self) -> None:
         """Makes the module's parameters the sharded ones, whatever has run last."""

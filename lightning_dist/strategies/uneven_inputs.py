@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.strategies.last_resort import never_destroy
+from lightning_dist.strategies.missing_gradients import zero_loss
 from lightning_dist.strategies.prolonged_loader import ProlongedLoader
 
 
@@ -123,9 +123,7 @@ class UnevenInputs:
             return ddp(step, *arguments, **keywords)
 
     def _zero_loss(self) -> Tensor:
-        # Sums of no elements: zero even if a weight is not finite.
-        pieces = (p.reshape(-1)[:0].sum() for p in self._module.parameters() if p.requires_grad)
-        return torch.stack([piece.float() for piece in pieces]).sum()
+        return zero_loss([p for p in self._module.parameters() if p.requires_grad])
 
     @contextmanager
     def _reducing_over(self, group: dist.ProcessGroup) -> Iterator[None]:

@@ -10,6 +10,11 @@ the units that it runs, and posts a fingerprint of the list when the step's forw
 nobody waits for: it is read a step later, and whenever somebody looks at the weights. A run that
 computes with wrong weights ends there. One that hangs inside of a later step gives no sign before
 its timeout; ``always`` finds it, too.
+
+The backward sends a unit's gradients when it comes to the unit's inputs, or at its very end if none
+of them requires a gradient. That differs between ranks if only some have trained what comes before
+the unit in this step, and gradients of different units would meet. So the ranks also tell whether
+the inputs do, and where others' do, a rank's own shall, too.
 """
 
 from __future__ import annotations
@@ -18,10 +23,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from lightning_dist.tree import flatten, map_tensors
 
 _STEPS_LOOKED_AT = 8
 _ADVICE = (
@@ -57,12 +65,16 @@ class UnitAgreement:
         # Apart, for replicas may evaluate different numbers of batches, and train as many.
         self._num_steps = {True: 0, False: 0}
         self._is_training = False
-        self._ran: list[int] = []
+        self._ran: list[tuple[int, bool]] = []
+        # Units with such inputs on some rank, by their place in a step, which may run one twice.
+        self._differentiable: set[tuple[int, int]] = set()
         self._pending: dict[bool, tuple[dist.Work, Tensor]] = {}
         for index, name in enumerate(units):
             hook = partial(self._before_unit, index)
             # Ahead of FSDP2's own, which gathers.
-            module.get_submodule(name).register_forward_pre_hook(hook, prepend=True)
+            module.get_submodule(name).register_forward_pre_hook(
+                hook, prepend=True, with_kwargs=True
+            )
 
     @contextmanager
     def step(self, *, training: bool) -> Iterator[None]:
@@ -100,11 +112,23 @@ class UnitAgreement:
     def _compares_units(self) -> bool:
         return self._always or self._num_steps[self._is_training] < _STEPS_LOOKED_AT
 
-    def _before_unit(self, index: int, *_: object) -> None:
-        if self._compares_units:
-            self._compare(index)
-        else:
-            self._ran.append(index)
+    def _before_unit(
+        self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        tensors, _ = flatten((args, kwargs))
+        is_training = torch.is_grad_enabled()
+        is_own = is_training and any(tensor.requires_grad for tensor in tensors)
+        place = len(self._ran), index
+        # Without a message: alike on all ranks, for what comes before may have been unfrozen.
+        is_any = self._compare(index, is_own) if self._compares_units else is_own
+        if is_any:
+            self._differentiable.add(place)
+        self._ran.append((index, place in self._differentiable))
+        if is_own or not is_training or place not in self._differentiable:
+            return None
+        changed: tuple[tuple[Any, ...], dict[str, Any]]
+        changed = map_tensors(_with_gradient, (args, kwargs))
+        return changed
 
     def _post(self) -> None:
         digest = blake2b(repr(self._ran).encode(), digest_size=7).digest()
@@ -127,14 +151,21 @@ class UnitAgreement:
                 " find_unused_parameters=True the ranks compare before each unit and say which."
             )
 
-    def _compare(self, index: int) -> None:
-        own, group = torch.tensor([index]), self._groups[self._is_training]
+    def _compare(self, index: int, is_differentiable: bool = False) -> bool:
+        own = torch.tensor([index, int(is_differentiable)])
+        group = self._groups[self._is_training]
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everyone, own, group=group)
-        found = [int(other) for other in everyone]
+        found = [int(other[0]) for other in everyone]
         if len(set(found)) > 1:
             pairs = zip(dist.get_process_group_ranks(group), found, strict=True)
             where = ", ".join(f"rank {rank} at {self._names[i]!r}" for rank, i in pairs)
             raise ValueError(
                 f"The ranks run different units of the sharded model: {where}. {_ADVICE}"
             )
+        return any(bool(other[1]) for other in everyone)
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    """Makes the backward come to an input; its gradient is not used."""
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor

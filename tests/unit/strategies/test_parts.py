@@ -297,6 +297,26 @@ def test_callbacks_and_rank_are_where_lightning_looks() -> None:
         rank_zero_only.rank = before
 
 
+def test_changes_of_a_gradient_are_counted() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.sum().backward()
+    assert weight.grad is not None
+    before = lightning_private.num_changes(weight.grad)
+    assert lightning_private.num_changes(weight.grad) == before
+    weight.sum().backward()
+    assert lightning_private.num_changes(weight.grad) == before + 1
+
+
+def test_the_processes_have_a_store() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        lightning_private.default_store().set("a", "b")
+        assert lightning_private.default_store().get("a") == b"b"
+    finally:
+        dist.destroy_process_group()
+
+
 def test_tensor_parallel_ranks_have_one_scale() -> None:
     check_precision("16-mixed", 1)
     check_precision("bf16-mixed", 2)

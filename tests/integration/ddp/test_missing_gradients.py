@@ -1,0 +1,133 @@
+"""Ranks that use other parameters in a step than each other train as a single device does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+
+from lightning_dist import DDPStrategy, FSDPStrategy
+from tests.helpers.models import (
+    Classifier,
+    make_layers,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
+from tests.helpers.workers import WorkerPool
+
+NONE = -1
+Plan = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Choosing(Classifier):
+    """Sends each half of a batch through an expert of its own, or through none.
+
+    Args:
+        plan: For each half its experts, batch by batch, and again from the start.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("adamw")
+        self.plan = plan
+        self.model = make_layers(3)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(1 + max(map(max, plan))))
+        self.experts.append(nn.Linear(6, 6))  # for the data of any half
+        self.fixed = nn.Linear(2, 2).requires_grad_(False)
+
+    def _loss(self, half: int, batch_idx: int, x: Tensor, y: Tensor) -> Tensor:
+        chosen = self.plan[half][batch_idx % len(self.plan[half])]
+        if chosen != NONE:
+            x = self.experts[chosen](x)
+        # Behind the first block and ahead of the last: what it takes is differentiable or not.
+        return F.cross_entropy(self.model[1:](self.experts[-1](self.model[0](x))), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        world_size, rank = (int(os.environ.get(n, d)) for n, d in (("WORLD_SIZE", 1), ("RANK", 0)))
+        halves = [0, 1] if world_size == 1 else [rank]
+        losses = [self._loss(h, batch_idx, *(t[4 * h : 4 * h + 4] for t in batch)) for h in halves]
+        loss: Tensor = sum(losses) / len(losses)
+        return loss
+
+
+def fit(plan: Plan, strategy: Callable[[], Strategy] | None, accumulate: int) -> dict[str, Tensor]:
+    module = make_module(Choosing, plan=plan)
+    trainer = make_trainer(
+        devices=1 if strategy is None else 2,
+        strategy="auto" if strategy is None else strategy(),
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.05,
+    )
+    trainer.fit(module, make_loader(80), make_loader(8))
+    return state_of(module)
+
+
+OWN: Plan = ((0,), (1,))
+FIRST_ONLY: Plan = ((0,), (NONE,))
+TURNS: Plan = ((0, NONE), (NONE, 0))
+ONCE_AN_UPDATE: Plan = ((0, NONE), (NONE, NONE))
+DDP, FSDP = DDPStrategy, FSDPStrategy
+CASES: list[tuple[Plan, Callable[[], Strategy], int]] = [
+    (OWN, DDP, 1),
+    (FIRST_ONLY, partial(DDP, bucket_megabytes=0.0005), 2),
+    (ONCE_AN_UPDATE, DDP, 2),
+    (OWN, FSDP, 1),
+    (FIRST_ONLY, partial(FSDP, sync_every_microstep=True), 2),
+    (TURNS, FSDP, 1),
+    (ONCE_AN_UPDATE, partial(FSDP, find_unused_parameters=True), 1),
+]
+
+
+def fit_all() -> list[dict[str, Tensor]]:
+    return [fit(*case) for case in CASES]
+
+
+def test_what_a_rank_does_not_use_counts_as_zero(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    ranks = workers.run(2, fit_all)
+    for case, *states in zip(CASES, *ranks, strict=True):
+        expected = fit(case[0], None, case[2])
+        for state in states:
+            for name, value in expected.items():
+                assert float((state[name] - value).abs().max()) < 1e-12, (name, case)
+
+
+NOBODY: Plan = ((NONE,), (NONE,))
+NOBODY_LATER: Plan = ((*[0] * 9, NONE, NONE), (*[NONE] * 9, NONE, NONE))
+
+
+class Idle(Choosing):
+    """Has a layer that nobody uses in the end, behind one that the second rank does not."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.experts.insert(0, nn.Linear(6, 6))
+
+
+def refuse_all(num_samples: int) -> list[tuple[str, int]]:
+    answers = []
+    for plan in (NOBODY, NOBODY_LATER):
+        for strategy in (DDPStrategy(), FSDPStrategy()):
+            trainer = make_trainer(devices=2, strategy=strategy)
+            module = make_module(Idle if plan == NOBODY else Choosing, plan=plan)
+            with pytest.raises(ValueError, match="does not depend on") as caught:
+                trainer.fit(module, make_loader(num_samples), make_loader(8))
+            answers.append((str(caught.value), trainer.global_step))
+    return answers
+
+
+@pytest.mark.parametrize("num_samples", [88, 80])
+def test_what_no_rank_uses_is_named_on_each(workers: WorkerPool, num_samples: int) -> None:
+    for answers in workers.run(2, refuse_all, num_samples):
+        assert all("['experts.0.weight', 'experts.0.bias']." in text for text, _ in answers)
+        # Shards tell of a later step behind the next one, or at the end.
+        assert [steps for _, steps in answers] == [0, 0, 9, 10]
