@@ -26,6 +26,7 @@ from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.drain_hook import drain_before_validation
+from lightning_dist.strategies.early_ends import EarlyEnds
 from lightning_dist.strategies.epoch_ends import EpochEnds
 from lightning_dist.strategies.evaluation_stop import stop_evaluations_together
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
@@ -95,12 +96,13 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         if trainer.state.fn != TrainerFn.FITTING:
             self._undo += (stop_evaluations_together(trainer, self.guard, everyone),)
             return
+        early_ends = EarlyEnds(self.make_notes(everyone))
         self._undo += (
             drain_before_validation(self.module, self.drain),
             bracket_callbacks(
                 trainer,
                 show_whole_model=self.summarised_module,
-                on_train_epoch_end=lambda: None,
+                on_train_epoch_end=partial(early_ends.check, trainer),
                 on_train_end=self.end_training,
                 on_exception=self.on_exception,
                 on_train_epoch_start=self._begin_epoch,

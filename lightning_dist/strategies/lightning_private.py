@@ -200,6 +200,23 @@ def set_sampler_epoch(trainer: pl.Trainer, dataloader: object) -> None:
     _set_sampler_epoch(dataloader, epoch)
 
 
+def batches_read(trainer: pl.Trainer) -> tuple[int, int | None, bool]:
+    """Tells how far the training loader has been read in this epoch.
+
+    The loop counts the batches that it has trained on, not those that there were; who reads the
+    loader, ``_data_fetcher``, knows.
+
+    Args:
+        trainer: In an epoch of training, or at its end.
+
+    Returns:
+        Batches read, the loader's length if it has one, and whether it has ended.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    return fetcher.fetched, fetcher.length, fetcher.done
+
+
 def set_received_sigterm(trainer: pl.Trainer) -> None:
     """Makes Lightning's loops end at their next boundary; the public property is read-only."""
     trainer._signal_connector.received_sigterm = True

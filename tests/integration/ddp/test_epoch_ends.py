@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist import DDPStrategy, FSDPStrategy
-from tests.helpers.models import Classifier, make_data, make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from lightning_dist.strategies import early_ends
+from tests.helpers.models import (
+    Classifier,
+    make_data,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
+from tests.helpers.workers import CaseFailedError, WorkerPool
 
 
 class Ending(IterableDataset[Any]):
@@ -56,3 +66,55 @@ def reload() -> str:
 
 def test_reloaded_data_is_compared_too(workers: WorkerPool) -> None:
     assert all("have [2, 1] training batches" in text for text in workers.run(2, reload))
+
+
+class Overstated:
+    """A loader that says that it has more batches than it has."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.loader = make_loader(num_samples, 4)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Any:
+        return iter(self.loader)
+
+
+def overstate(strategy: Any, *sizes: int) -> tuple[int, dict[str, torch.Tensor]]:
+    size = sizes[int(os.environ.get("RANK", "0"))]
+    module = make_module()
+    trainer = make_trainer(devices=len(sizes), strategy=strategy, max_epochs=2)
+    trainer.fit(module, Overstated(size), make_loader(8))
+    return trainer.global_step, state_of(module)
+
+
+def overstate_apart(strategy: Any, path: Path) -> None:
+    early_ends.EarlyEnds.__init__.__defaults__ = (0.1,)
+    try:
+        overstate(strategy, 16, 8)
+    except ValueError as error:
+        path.with_suffix(f".{os.environ['RANK']}").write_text(str(error))
+        os._exit(1)  # as a script ends; the other one waits for its gradients
+
+
+def test_loaders_that_overstate_their_length_alike_end_as_on_a_single_device(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    steps, state = overstate("auto", 16)
+    assert steps == 8
+    for found_steps, found in workers.run(2, overstate, DDPStrategy(), 16, 16):
+        assert found_steps == steps
+        assert all(torch.allclose(found[n], v, 0, 1e-12) for n, v in state.items())
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy(), FSDPStrategy()])
+def test_a_rank_that_overstates_its_length_alone_is_named(
+    workers: WorkerPool, strategy: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(CaseFailedError):
+        workers.run(2, overstate_apart, strategy, tmp_path / "rank")
+    text = "The training loader of rank 1 says that it has 6 batches and has ended after 2"
+    assert text in (tmp_path / "rank.1").read_text()

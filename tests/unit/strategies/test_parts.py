@@ -307,6 +307,52 @@ def test_changes_of_a_gradient_are_counted() -> None:
     assert lightning_private.num_changes(weight.grad) == before + 1
 
 
+class Overstated:
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+
+class Skipping(L.LightningModule):
+    """Skips the rest of an epoch, if it is told to."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.skips = skips
+        self.found: list[Any] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.skips and batch_idx == 1 else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> None: ...
+
+    def on_train_epoch_end(self) -> None:
+        self.found.append(lightning_private.batches_read(self.trainer))
+
+
+@pytest.mark.parametrize(
+    ("loader", "skips", "known"),
+    [
+        (Overstated(), False, (2, 5, True)),
+        (range(2), False, (2, 2, True)),
+        (range(5), True, (2, 5, False)),
+    ],
+)
+def test_who_reads_a_loader_knows_how_far(
+    loader: Any, skips: bool, known: tuple[int, int, bool]
+) -> None:
+    module, trainer = Skipping(skips), quiet_trainer()
+    trainer.fit_loop.max_epochs = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, loader)
+    assert module.found == [known]
+
+
 def test_the_processes_have_a_store() -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
