@@ -1,17 +1,24 @@
-"""The names under which ``L.Trainer(strategy=...)`` finds the strategies."""
+"""What importing the package tells Lightning.
+
+The names under which ``L.Trainer(strategy=...)`` finds the strategies, and whom to ask about a
+precision.
+"""
 
 from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dist.pipeline.schedules import SCHEDULE_NAMES
+from lightning_dist.strategies.lightning_private import watch_precision
 from lightning_dist.strategies.pipeline import PipelineStrategy
+from lightning_dist.strategies.precision_checks import check_asked_precision
 
 
 def register_strategies() -> None:
-    """Registers ``pipeline`` and one name per schedule; does so once."""
+    """Registers ``pipeline`` and one name per schedule, and a check; does so once."""
     if "pipeline" in StrategyRegistry.available_strategies():
         return
+    watch_precision(check_asked_precision)
     StrategyRegistry.register(
         "pipeline", PipelineStrategy, description="Pipeline stages under an unchanged module"
     )

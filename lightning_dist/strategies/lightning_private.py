@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -131,6 +133,26 @@ def num_changes(tensor: Tensor) -> int:
         tensor: Any.
     """
     return tensor._version
+
+
+def watch_precision(check: Callable[[Strategy, str, Accelerator], None]) -> None:
+    """Shows a function the precision that each Trainer is asked for, before anything is made of it.
+
+    On a CPU ``_check_and_init_precision`` warns, makes ``"16-mixed"`` another one, and forgets what
+    it was. A strategy is told of the result only, and of no Trainer before. So the method of the
+    class is wrapped, for all Trainers of this process.
+
+    Args:
+        check: Takes the strategy, the precision and the accelerator; may raise.
+    """
+    own = _AcceleratorConnector._check_and_init_precision
+
+    @wraps(own)
+    def check_and_init_precision(connector: _AcceleratorConnector) -> Precision:
+        check(connector.strategy, connector._precision_flag, connector.accelerator)
+        return own(connector)
+
+    setattr(_AcceleratorConnector, own.__name__, check_and_init_precision)
 
 
 def keep_users_samplers(trainer: pl.Trainer) -> None:

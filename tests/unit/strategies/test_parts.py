@@ -297,6 +297,19 @@ def test_callbacks_and_rank_are_where_lightning_looks() -> None:
         rank_zero_only.rank = before
 
 
+def test_a_trainer_for_the_cpu_is_asked_for_no_fp16() -> None:
+    kinds = (lightning_dist.DDPStrategy, lightning_dist.FSDPStrategy)
+    for strategy in ("pipeline", *(kind() for kind in kinds)):
+        with pytest.raises(ValueError, match=r"'16-mixed' on a CPU: .*'bf16-mixed'.*\('fp16'\)"):
+            L.Trainer(accelerator="cpu", devices=2, strategy=strategy, precision="16-mixed")
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False}
+        if isinstance(strategy, str):
+            assert L.Trainer(**options, strategy=strategy, precision="bf16-mixed")
+    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):  # not ours
+        trainer = L.Trainer(accelerator="cpu", devices=1, precision="16-mixed", logger=False)
+    assert trainer.precision == "bf16-mixed"
+
+
 def test_changes_of_a_gradient_are_counted() -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.sum().backward()
