@@ -68,6 +68,25 @@ def check_local_sgd(sync_every: int, sync_warmup_steps: int, compression: str) -
         )
 
 
+def check_compressible(module: nn.Module, compression: str) -> None:
+    """Checks that each gradient can be compressed.
+
+    Args:
+        module: The user's module.
+        compression: As given to the strategy.
+
+    Raises:
+        ValueError: PowerSGD could not make a matrix of one.
+    """
+    without = [n for n, p in module.named_parameters() if p.ndim == 0 or p.numel() == 0]
+    if compression == "powersgd" and without:
+        raise ValueError(
+            f"compression='powersgd' cannot make matrices of {_some(without)}, which have no"
+            " dimension or no elements. Give them one: `torch.zeros(1)` in place of"
+            " `torch.tensor(0.0)`; or use another compression."
+        )
+
+
 def check_uneven(sync_every: int, static_graph: bool, find_unused_parameters: bool) -> None:
     """Checks what goes with ranks that have different numbers of batches.
 

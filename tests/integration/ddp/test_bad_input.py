@@ -133,6 +133,25 @@ def test_is_refused_on_each_rank(
             raise ValueError(text)
 
 
+class Scalar(Classifier):
+    """Has a parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+def test_parameters_that_make_no_matrix_are_refused_by_powersgd_only(workers: WorkerPool) -> None:
+    for kind, text, _ in workers.run(2, attempt, Scalar, False, {"compression": "powersgd"}):
+        assert kind == "ValueError"
+        assert "cannot make matrices of ['scale']" in text
+    answers = workers.run(2, attempt, Scalar, False, {"compression": "bf16"})
+    assert [kind for kind, *_ in answers] == ["nothing"] * 2
+
+
 def test_unused_parameters_are_fine_when_told(workers: WorkerPool) -> None:
     answers = workers.run(2, attempt, Idle, False, {"find_unused_parameters": True})
     assert [kind for kind, *_ in answers] == ["nothing"] * 2
