@@ -53,7 +53,8 @@ class UnusedParameters:
         self._group = group
         self._always = always
         self._sharded: dict[str, nn.Parameter] = {}
-        self._not_hooked: set[str] = set()
+        self._units = ["", *units]
+        self._not_hooked: dict[str, list[str]] = {}  # in each unit and those inside of it
         self._reached: set[str] = set()
         self._num_updates = 0
         self._unsettled: list[int] = []
@@ -77,7 +78,7 @@ class UnusedParameters:
         """Looks at the parameters while they are sharded; call it before each step's forward."""
         if not self._sharded:
             self._sharded = dict(self._module.named_parameters())
-            self._not_hooked = set(self._sharded)
+            self._not_hooked = {unit: self._names_in(unit) for unit in self._units}
 
     def end_update(self) -> list[str]:
         """Looks behind the backward that completes an update's gradients; all ranks call it.
@@ -114,15 +115,25 @@ class UnusedParameters:
         finish(self._sharded[names[0]].device)
         return [names[i] for i in self._notes.common(self._num_updates, self._unsettled)]
 
+    def _names_in(self, unit: str) -> list[str]:
+        return [name for name in self._sharded if not unit or name.startswith(f"{unit}.")]
+
     def _hook_into(self, unit: str, *_: object) -> None:
-        for name in [
-            n for n in self._not_hooked if f".{n}".startswith(f".{unit}" if unit else ".")
-        ]:
-            parameter = self._module.get_parameter(name)
-            # A unit's parameters are others while they are gathered, the same ones each time.
-            if parameter is not self._sharded[name] and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._reach, name))
-                self._not_hooked.remove(name)
+        waiting = self._not_hooked.get(unit, [])
+        hooked = {name for name in waiting if self._hook(name)}
+        if hooked:
+            for names in self._not_hooked.values():
+                names[:] = [name for name in names if name not in hooked]
+
+    def _hook(self, name: str) -> bool:
+        if not self._sharded[name].requires_grad:
+            return False
+        parameter = self._module.get_parameter(name)
+        # A unit's parameters are others while they are gathered, the same ones each time.
+        if parameter is self._sharded[name]:
+            return False
+        parameter.register_post_accumulate_grad_hook(partial(self._reach, name))
+        return True
 
     def _reach(self, name: str, _: object) -> None:
         self._reached.add(name)
