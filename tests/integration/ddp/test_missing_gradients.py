@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -50,8 +49,8 @@ class Choosing(Classifier):
         return F.cross_entropy(self.model[1:](self.experts[-1](self.model[0](x))), y)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        world_size, rank = (int(os.environ.get(n, d)) for n, d in (("WORLD_SIZE", 1), ("RANK", 0)))
-        halves = [0, 1] if world_size == 1 else [rank]
+        trainer = self.trainer
+        halves = [0, 1] if trainer.world_size == 1 else [trainer.global_rank]
         losses = [self._loss(h, batch_idx, *(t[4 * h : 4 * h + 4] for t in batch)) for h in halves]
         loss: Tensor = sum(losses) / len(losses)
         return loss
