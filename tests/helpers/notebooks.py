@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from nbformat import NotebookNode
 
 # A package that torchmetrics imports would like widgets for its progress bars.
 NAMED_WARNINGS = "ignore:IProgress not found"
+# A kernel is no rank of whoever starts it.
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FOLDER = Path("notebooks")
 SOURCES = sorted(FOLDER.glob("*.py"))
 
@@ -24,16 +27,19 @@ def read_source(source: Path) -> NotebookNode:
     return notebook
 
 
-def execute(notebook: NotebookNode, folder: Path, cell_timeout_s: int = 120) -> None:
+def execute(notebook: NotebookNode, folder: Path, **environment: str) -> None:
     """Fills in the outputs with a fresh kernel that runs in a folder."""
-    NotebookClient(
+    ours = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    client = NotebookClient(
         notebook,
-        timeout=cell_timeout_s,
+        timeout=120,
         kernel_name="python3",
         record_timing=False,
         coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
-    ).execute(env={**os.environ, "PYTHONWARNINGS": NAMED_WARNINGS})
+    )
+    variables = {**ours, **environment, "PYTHONWARNINGS": NAMED_WARNINGS}
+    asyncio.run(client.async_execute(env=variables))  # its own loop would be left unclosed
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.helpers.preload"])
 
 MOST_THREADS = 100
+PARTING_SECONDS = 0.5
 
 
 class CaseFailedError(AssertionError):
@@ -66,7 +67,7 @@ class WorkerPool:
                 deadline = min(deadline, time.monotonic() + 8.0)
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
-            self.close()
+            self._kill()
             raise CaseFailedError("\n".join(failures))
         self._replace_crowded()
         return [result for _, result in answers]
@@ -81,7 +82,14 @@ class WorkerPool:
                 self._workers[index] = _start_worker()
 
     def close(self) -> None:
-        """Ends all workers."""
+        """Ends all workers, which may give back what they have registered."""
+        for _, connection in self._workers:
+            connection.close()
+        for process, _ in self._workers:
+            process.join(PARTING_SECONDS)
+        self._kill()
+
+    def _kill(self) -> None:
         for process, _ in self._workers:
             process.kill()
         for process, connection in self._workers:

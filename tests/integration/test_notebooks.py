@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -12,8 +14,6 @@ from nbformat import NotebookNode
 from tests.helpers.notebooks import FOLDER, SOURCES, execute, read_source
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -26,17 +26,25 @@ def test_each_notebook_has_a_source() -> None:
     assert [path.stem for path in NOTEBOOKS] == [path.stem for path in SOURCES]
 
 
-@pytest.mark.timeout(240)
-@each_notebook
-def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    folder = tmp_path / FOLDER.name
+def run(path: Path, scratch: Path) -> NotebookNode:
+    folder = scratch / FOLDER.name
     shutil.copytree(FOLDER, folder)
     notebook = nbformat.read(folder / path.name, as_version=4)
-    execute(notebook, folder)
+    execute(notebook, folder, IPYTHONDIR=f"{scratch}/i", JUPYTER_RUNTIME_DIR=f"{scratch}/j")
+    return notebook
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[NotebookNode]]]:
+    """All lessons, two at a time: most of the time each is one process, or waits."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {path: pool.submit(run, path, tmp_path_factory.mktemp("run")) for path in NOTEBOOKS}
+
+
+@pytest.mark.timeout(240)
+@each_notebook
+def test_a_notebook_runs(path: Path, runs: dict[Path, Future[NotebookNode]]) -> None:
+    notebook = runs[path].result()
     assert not [o for o in outputs(notebook) if o.output_type == "error"]
 
 
