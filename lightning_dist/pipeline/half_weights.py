@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dist.pipeline.weights import WeightStore, WeightVersion
+from lightning_dist.pipeline.weights import WeightStore, WeightVersion, version_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,7 @@ class HalfWeightStore(WeightStore):
         super().__init__(parameters, max_age)
         self._half = half
         self._frozen: dict[str, Tensor] = {}
-        self._num_bytes = sum(
-            p.numel() * half.dtype_of(p).itemsize
-            for p in self._parameters.values()
-            if p.requires_grad
-        )
+        self._num_bytes = version_bytes(self._parameters.values(), half.dtype_of)
 
     @override
     def look(self) -> WeightVersion:

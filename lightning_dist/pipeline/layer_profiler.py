@@ -31,6 +31,7 @@ from lightning_dist.pipeline.layer_costs import LayerCosts, RankProfile
 from lightning_dist.pipeline.layers import Part
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.timeline import Span, SpanKind
+from lightning_dist.pipeline.weights import version_bytes
 from lightning_dist.profiling.activation_meter import ActivationMeter
 from lightning_dist.tree import flatten
 
@@ -93,17 +94,19 @@ class LayerProfiler:
         steps = [after.end_seconds - before.end_seconds for before, after in pairwise(updates)]
         of_layers: dict[int, list[LayerCosts]] = defaultdict(list)
         for index, part in enumerate(self._parts):
-            version_bytes = self._version_bytes(part.module)
-            beside = 0 if self._half is None else version_bytes  # of the masters
+            own = copied = version_bytes(part.module.parameters())
+            beside = 0
+            if self._half is not None:
+                beside = copied = version_bytes(part.module.parameters(), self._half.dtype_of)
             costs = LayerCosts(
                 part.name,
                 _median(forwards[index]),
                 _median(backwards[index]),
                 self._sent.get(index, 0),
-                _trainable_bytes(part.module),
+                own,
                 self._kept.get(index, 0),
                 _resident_bytes(part.module, states) + beside,
-                version_bytes,
+                copied,
             )
             of_layers[part.layer_index].append(costs)
         return RankProfile(
@@ -143,12 +146,6 @@ class LayerProfiler:
         self._gradients.append((index, self._recorder.mark()))
 
     # --- afterwards --------------------------------------------------------------------------
-
-    def _version_bytes(self, layer: nn.Module) -> int:
-        if self._half is None:
-            return _trainable_bytes(layer)
-        trainable = [p for p in layer.parameters() if p.requires_grad]
-        return sum(p.numel() * self._half.dtype_of(p).itemsize for p in trainable)
 
     def _spans(self, kind: SpanKind) -> list[Span]:
         begin = self._recorder.seconds(self._start)
@@ -217,12 +214,8 @@ def _resident_bytes(layer: nn.Module, states: Mapping[Tensor, Any]) -> int:
     parameters = list(layer.parameters())
     kept = flatten([states[p] for p in parameters if p in states])[0]
     # A pipeline's backwards are over before the gradients of the update before are given up.
-    gradients = 2 * _trainable_bytes(layer)
+    gradients = 2 * version_bytes(parameters)
     return gradients + sum(map(_own_bytes, (*parameters, *layer.buffers(), *kept)))
-
-
-def _trainable_bytes(layer: nn.Module) -> int:
-    return sum(_own_bytes(p) for p in layer.parameters() if p.requires_grad)
 
 
 def _own_bytes(tensor: Tensor) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.pipeline.half_weights import HalfWeights
-from lightning_dist.pipeline.weights import WeightVersion
+from lightning_dist.pipeline.weights import WeightVersion, version_bytes
 
 
 class Predicted:
@@ -81,8 +81,7 @@ class Predicted:
     @property
     def version_bytes(self) -> int:
         """Bytes of the copies for a micro-batch."""
-        trainable = (p for p in self._parameters.values() if p.requires_grad)
-        return sum(p.numel() * self._dtype_of(p).itemsize for p in trainable)
+        return version_bytes(self._parameters.values(), self._dtype_of)
 
     @property
     def stash_bytes(self) -> int:

@@ -18,11 +18,31 @@ norms, which save their weights without a version check through ``.data``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from lightning_dist.local_part import local_part
+
+
+def _own_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return parameter.dtype
+
+
+def version_bytes(
+    parameters: Iterable[nn.Parameter],
+    dtype_of: Callable[[nn.Parameter], torch.dtype] = _own_dtype,
+) -> int:
+    """Counts what one version of some weights takes on this rank.
+
+    Args:
+        parameters: Frozen ones, which all versions share, do not count.
+        dtype_of: What a parameter computes in.
+    """
+    trainable = [p for p in parameters if p.requires_grad]
+    return sum(local_part(p.detach()).numel() * dtype_of(p).itemsize for p in trainable)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -61,9 +81,7 @@ class WeightStore:
         self._parameters = dict(parameters)
         self._max_age = max_age
         self._aging: deque[WeightVersion] = deque()
-        self._num_bytes = sum(
-            p.numel() * p.element_size() for p in self._parameters.values() if p.requires_grad
-        )
+        self._num_bytes = version_bytes(self._parameters.values())
         self._current: WeightVersion | None = None
         self._stashed: list[WeightVersion] = []
         self._num_steps = 0

@@ -12,13 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_dist.fake_ranks import fake_rank
 from lightning_dist.pipeline.gradients import Returned
 from lightning_dist.pipeline.half_weights import HalfWeights, HalfWeightStore
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.weight_policy import Stashed
-from lightning_dist.pipeline.weights import WeightVersion
+from lightning_dist.pipeline.weights import WeightVersion, version_bytes
 from tests.helpers.half_reference import Reference
 from tests.helpers.models import make_optimizer
 from tests.helpers.threads import run_ranks, shapes_of, train_with
@@ -32,6 +35,15 @@ def is_kept(parameter: Tensor) -> bool:
 
 def half(**options: Any) -> HalfWeights:
     return HalfWeights(lambda p: FP32 if is_kept(p) else BF16, **options)
+
+
+def test_a_rank_counts_its_part_of_what_is_spread() -> None:
+    layer = nn.Linear(4, 4)
+    with fake_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(0)]))
+        assert version_bytes(layer.parameters()) == 2 * 4 * 4 + 4 * 4
+        assert version_bytes(layer.parameters(), half().dtype_of) == 2 * 4 * 2 + 4 * 4
 
 
 def test_a_version_is_the_cast() -> None:
