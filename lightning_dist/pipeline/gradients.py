@@ -3,17 +3,18 @@
 The backwards run inside of the user's step, before the training loop clears ``p.grad``, so their
 gradients wait in ``held`` until the loop asks for them.
 
-Autograd can hand gradients over in two ways. :class:`Returned` asks for them as values, which
-leaves the parameters alone: an asynchronous stage differentiates by versions of its weights that
-are no parameters. :class:`Accumulated` lets autograd add to ``p.grad``, for others listen there:
-FSDP2 reduces what has been added to a parameter when the backward has passed it.
+Autograd adds to the ``grad`` of leaves, while a gradient is in the cache and nothing else has been
+made of memory for it; to ask for values and add these later is slower. :class:`Lent` lends what is
+held to the leaves for each backward, which an asynchronous stage differentiates by versions of its
+weights that are no parameters. :class:`Accumulated` leaves it in ``p.grad`` for a round, for others
+listen there: FSDP2 reduces what has been added to a parameter when the backward has passed it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -79,8 +80,8 @@ class Gradients(Protocol):
         """Drops everything, after a failure."""
 
 
-class Returned:
-    """Gradients as values.
+class Lent:
+    """Gradients that are in the leaves of a graph while a backward adds to them.
 
     Args:
         dtype: What they become before they are added up; None leaves their own.
@@ -117,12 +118,17 @@ class Returned:
         update: int,
     ) -> list[Tensor | None]:
         """Runs one backward; see :class:`Gradients`."""
-        sources = [*inputs, *parameters.values()]
-        results: Sequence[Tensor | None] = [None] * len(sources)
-        if outputs and sources:
-            results = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
-        self._hold(parameters, results[len(inputs) :], [*gradients, *results], update)
-        return list(results[: len(inputs)])
+        held = self.held(update)
+        lent = [held.get(name) for name in parameters]
+        if self._dtype is not None:  # autograd adds what is of the leaf's own only
+            lent = [None] * len(lent)
+        with _in_leaves([*inputs, *parameters.values()], [*([None] * len(inputs)), *lent]) as found:
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+        of_inputs, of_parameters = found[: len(inputs)], found[len(inputs) :]
+        new = [None if g is before else g for g, before in zip(of_parameters, lent, strict=True)]
+        self._hold(parameters, new, [*gradients, *of_inputs, *new], update)
+        return of_inputs
 
     def add(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int
@@ -138,8 +144,8 @@ class Returned:
         update: int,
     ) -> None:
         held = self._held.setdefault(update, {})
-        # autograd may return one tensor for several sources (y = a + b); what is held gets added
-        # to and clipped in place, so it must be nobody else's.
+        # autograd may give one tensor to several leaves (y = a + b); what is held gets added to and
+        # clipped in place, so it must be nobody else's.
         users = Counter(_memory_of(t) for t in everything if t is not None)
         for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
             if gradient is None:
@@ -147,7 +153,7 @@ class Returned:
             dtype = self._dtype or gradient.dtype
             if name in held:
                 held[name].add_(gradient)
-            elif users[_memory_of(gradient)] > 1 or gradient.stride() != parameter.stride():
+            elif users[_memory_of(gradient)] > 1 or not _is_laid_out_as(parameter, gradient):
                 held[name] = torch.empty_like(parameter, dtype=dtype).copy_(gradient).detach()
             else:
                 held[name] = gradient.to(dtype)
@@ -227,5 +233,34 @@ class Accumulated:
         return [(name, p) for name, p in self._layers.named_parameters() if p.requires_grad]
 
 
+@contextmanager
+def _in_leaves(
+    leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Iterator[list[Tensor | None]]:
+    """Puts gradients into leaves, and what was there before back at the end.
+
+    Args:
+        leaves: Of a graph.
+        gradients: One for each of them, or None.
+
+    Yields:
+        A list that at the end has what has become of them.
+    """
+    found: list[Tensor | None] = []
+    before = [leaf.grad for leaf in leaves]
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.grad = gradient
+    try:
+        yield found
+        found.extend(leaf.grad for leaf in leaves)
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
+
+
 def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return id(tensor) if tensor.is_sparse else tensor.untyped_storage().data_ptr()
+
+
+def _is_laid_out_as(parameter: Tensor, gradient: Tensor) -> bool:
+    return gradient.is_sparse or gradient.stride() == parameter.stride()

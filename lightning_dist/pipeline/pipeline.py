@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from lightning_dist.pipeline.actions import ActionKind
 from lightning_dist.pipeline.cut import cut
 from lightning_dist.pipeline.fingerprint import fingerprint
-from lightning_dist.pipeline.gradients import Gradients, Returned
+from lightning_dist.pipeline.gradients import Gradients, Lent
 from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.pipeline.held_update import HeldUpdate
 from lightning_dist.pipeline.layers import Layers, layers_in
@@ -81,7 +81,7 @@ class Pipeline:
         layers: Gives what runs a stage's layers, if something has been made of them that does; else
             they run one after the other.
         gradients: Makes what holds a stage's until :meth:`install_gradients`; by default they are
-            asked for.
+            lent to each backward.
         on_complete: Called where gradients are complete before their update is due, under
             ``"pipedream_2bw"``.
         average_weight: Averages what losses weigh over the data replicas, as ``on_complete`` and
@@ -106,7 +106,7 @@ class Pipeline:
         device: torch.device | None = None,
         rank: int | None = None,
         layers: Callable[[int], nn.Module] | None = None,
-        gradients: Callable[[], Gradients] = Returned,
+        gradients: Callable[[], Gradients] = Lent,
         on_complete: OnComplete = _ignore,
         average_weight: AverageWeight = _same,
         predict: Predict | None = None,

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.connect import Channels, connect
-from lightning_dist.pipeline.gradients import Gradients, Returned
+from lightning_dist.pipeline.gradients import Gradients, Lent
 from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.pipeline.tied_sums import TiedSums
@@ -124,7 +124,8 @@ def open_session(
         config: What the user asks for.
         run: What the pipeline runs in.
         layers: Gives what runs a stage's layers, if something has been made of them.
-        gradients: Makes what holds a stage's until an update; by default they are asked for.
+        gradients: Makes what holds a stage's until an update; by default they are lent to each
+            backward.
         optimizer: Of this rank's parameters; None where nothing is trained.
         logged: What to log of how stale the weights are; None for nothing.
         change_step: What is made of each of the user's steps.
@@ -150,7 +151,7 @@ def open_session(
         device=run.device,
         rank=run.rank,
         layers=layers,
-        gradients=gradients or partial(Returned, masters_dtype),
+        gradients=gradients or partial(Lent, masters_dtype),
         on_complete=run.complete_early,
         average_weight=ReplicaWeights(run.replicas).average,
         predict=config.prediction(optimizer),

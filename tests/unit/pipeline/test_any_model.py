@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lightning_dist.pipeline.loss_weights import WeighedGradients
 from lightning_dist.pipeline.memory_channel import MemoryChannel
 from lightning_dist.pipeline.rounds import Rounds
+from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.tree import flatten
 from tests.helpers.models import make_optimizer
 from tests.helpers.oracle import train_late
@@ -125,12 +127,17 @@ def test_trees_lengths_and_frozen_layers(schedule: str, frozen: tuple[int, ...])
     partition = PARTITIONS[schedule]
     num_ranks = 3 if "pipedream" in schedule else 2
     shapes = shapes_of(schedule, 1 if schedule == "pipedream" else 3, partition, num_ranks)
-    ranks = run_ranks(
-        lambda: make(frozen),
-        shapes,
-        train_with(sgd, make_batches(), step),
-    )
-    expected = make(frozen)
+    check_equal_late(lambda: make(frozen), shapes, sgd)
+
+
+def check_equal_late(
+    make: Callable[[], nn.Sequential],
+    shapes: list[PipelineShape],
+    optimize: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    ranks = run_ranks(make, shapes, train_with(optimize, make_batches(), step))
+    expected = make()
+    partition = shapes[0].layers_per_stage
     delays = [Rounds(shape).delay for shape in shapes]
 
     def staleness(name: str) -> int:
@@ -140,7 +147,7 @@ def test_trees_lengths_and_frozen_layers(schedule: str, frozen: tuple[int, ...])
 
     train_late(
         expected,
-        sgd([p for p in expected.parameters() if p.requires_grad]),
+        optimize([p for p in expected.parameters() if p.requires_grad]),
         make_batches(),
         loss_of,
         drains=(),
@@ -149,6 +156,24 @@ def test_trees_lengths_and_frozen_layers(schedule: str, frozen: tuple[int, ...])
     found = {name: value for state in ranks for name, value in state.items()}
     for name, value in expected.named_parameters():
         torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", PARTITIONS)
+def test_sparse_gradients(schedule: str) -> None:
+    def make_sparse() -> nn.Sequential:
+        torch.manual_seed(5)
+        tokens = nn.Embedding(WORDS, WIDTH, sparse=True)
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+        return nn.Sequential(tokens, *blocks, nn.Linear(WIDTH, WORDS)).double()
+
+    def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)  # weight decay takes no sparse gradients
+
+    num_ranks = 3 if "pipedream" in schedule else 2
+    count = 1 if schedule == "pipedream" else 3
+    check_equal_late(
+        make_sparse, shapes_of(schedule, count, PARTITIONS[schedule], num_ranks), plain_sgd
+    )
 
 
 @pytest.mark.parametrize("frozen", [(), (0, 1)], ids=["trained", "frozen"])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.pipeline.extrapolation import extrapolated
-from lightning_dist.pipeline.gradients import Returned
+from lightning_dist.pipeline.gradients import Lent
 from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.pipeline.pipeline import Pipeline
 from tests.helpers.half_reference import half_weights, one_thread
@@ -116,7 +116,7 @@ def actual(optimizer: str, **options: Any) -> tuple[dict[str, Tensor], list[int]
         shapes_of("pipedream", 1, (1,) * NUM_STAGES, NUM_STAGES),
         trained,
         half=HALF,
-        gradients=partial(Returned, torch.float32),
+        gradients=partial(Lent, torch.float32),
         **options,
     )
     return {name: value for part in parts for name, value in part.items()}, stashed

@@ -122,9 +122,17 @@ def test_recomputed_activations_have_the_version_that_is_asked_for(versions: Any
     assert_equal(recomputed, kept)
 
 
-def test_torch_says_what_to_do_with_the_other_kind_of_checkpoint() -> None:
-    with pytest.raises(RuntimeError, match="set use_reentrant=False"):
-        fit("1f1b", made_of(lambda: Layer(0.5), *3 * [lambda: Reentrant(0.5)]))
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
+def test_the_other_kind_of_checkpoint_recomputes_as_well(schedule: str) -> None:
+    kept = fit(schedule, made_of(*4 * [lambda: Layer(0.5)]))
+    recomputed = fit(schedule, made_of(lambda: Layer(0.5), *3 * [lambda: Reentrant(0.5)]))
+    assert_equal(recomputed, kept)
+
+
+def test_torch_says_what_to_do_where_it_parts_a_backward() -> None:
+    with pytest.raises(RuntimeError, match="stage backward input") as raised:
+        fit("zb_h1", made_of(lambda: Layer(0.5), *3 * [lambda: Reentrant(0.5)]))
+    assert "set use_reentrant=False" in str(raised.value.__cause__)
 
 
 # --- dropout -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.pipeline.extrapolation import extrapolated
-from lightning_dist.pipeline.gradients import Returned
+from lightning_dist.pipeline.gradients import Lent
 from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.stage import Stage
@@ -98,7 +98,7 @@ def train(model: nn.Sequential, pipeline: Pipeline) -> Any:
 
 HALF = {
     "half": HalfWeights(lambda _: torch.bfloat16),
-    "gradients": partial(Returned, torch.float32),
+    "gradients": partial(Lent, torch.float32),
 }
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "1f1b": ("1f1b", 3, {}),
