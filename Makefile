@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebooks test lint unit integration bench bench-memory bench-profiler bench-network clean
+.PHONY: help install demo notebooks test lint unit integration all-pairs bench bench-memory bench-profiler bench-network clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,9 @@ unit: install
 
 integration: install
 	$(BIN)/python -m pytest tests/integration
+
+all-pairs: install  ## Let each layout resume each other's checkpoint, where the tests have some pairs
+	$(BIN)/python -m pytest tests/integration/conformance/test_checkpoints.py --all-pairs
 
 bench: install  ## Print the tables of throughput and bubbles
 	$(BIN)/python -m tests.benchmarks.pipeline

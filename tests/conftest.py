@@ -16,6 +16,14 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-pairs",
+        action="store_true",
+        help="let each layout resume the checkpoint of each other, not of some",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     for category, message in NAMED_WARNINGS:

@@ -9,10 +9,8 @@ all of them. The table shows medians over the runs.
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
@@ -33,6 +31,7 @@ from lightning_dist.callbacks import StageBalancer
 from lightning_dist.pipeline.balance import Balance
 from lightning_dist.pipeline.layer_costs import StepCosts
 from tests.benchmarks.pipeline import Sleep
+from tests.benchmarks.quiet import quieten
 from tests.helpers.workers import WorkerPool
 
 WARMUP, EVERY, TIMED = 3, 12, 6
@@ -155,9 +154,7 @@ class Run:
 
 def train(name: str) -> OfRank:
     """Trains on this worker."""
-    warnings.simplefilter("ignore")
-    for logger in ("pytorch", "fabric", "pytorch.utilities.rank_zero"):
-        logging.getLogger(f"lightning.{logger}").setLevel(logging.ERROR)
+    quieten()
     module, num_stages, size, count = CASES[name]
     balancer = StageBalancer(EVERY, WARMUP, TIMED, min_gain=0.05, action="rebalance")
     watch = Watch(balancer)

@@ -29,6 +29,9 @@ from lightning_dist.pipeline.schedules import find_schedules
 from recipes.gpt import GPT, build_gpt
 from recipes.text import load_text, split_text
 
+RunBatch = Callable[[Tensor, Tensor], None]
+"""Trains on inputs and targets."""
+
 WIDTH, DEPTH, HEADS = 256, 8, 4
 BATCH, LENGTH = 8, 128
 WARMUP = 4
@@ -62,7 +65,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def timed_loop(count: int, run: Callable[[Tensor, Tensor], None], size: int = BATCH) -> float:
+def timed_loop(count: int, run: RunBatch, size: int = BATCH) -> float:
     loader = DataLoader(batches(count + WARMUP, size), batch_size=size)
     start = 0.0
     for index, (x, y) in enumerate(loader):
@@ -117,7 +120,7 @@ def ideal(rank: int, count: int) -> float:
     return timed_loop(count, run)
 
 
-def torch_pipelining(rank: int, count: int, schedule: type, num_microbatches: int) -> float:
+def pipelining_loop(rank: int, schedule: type, num_microbatches: int) -> RunBatch:
     layers = list(model())
     module = nn.Sequential(*(layers[: CUT[0]] if rank == 0 else layers[CUT[0] :]))
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
@@ -132,18 +135,22 @@ def torch_pipelining(rank: int, count: int, schedule: type, num_microbatches: in
         optimizer.step()
         optimizer.zero_grad()
 
-    return timed_loop(count, run)
+    return run
 
 
 def torch_gpipe(rank: int, count: int, num_microbatches: int) -> float:
-    return torch_pipelining(rank, count, ScheduleGPipe, num_microbatches)
+    return timed_loop(count, pipelining_loop(rank, ScheduleGPipe, num_microbatches))
 
 
 def torch_1f1b(rank: int, count: int, num_microbatches: int) -> float:
-    return torch_pipelining(rank, count, Schedule1F1B, num_microbatches)
+    return timed_loop(count, pipelining_loop(rank, Schedule1F1B, num_microbatches))
 
 
 def torch_listed(rank: int, count: int, name: str, num_microbatches: int) -> float:
+    return timed_loop(count, listed_loop(rank, name, num_microbatches))
+
+
+def listed_loop(rank: int, name: str, num_microbatches: int) -> RunBatch:
     """Runs one of torch's schedules that take a list of stages."""
     homes = find_schedules(name).rank_of_stage(2)
     layers = iter(model())
@@ -162,7 +169,7 @@ def torch_listed(rank: int, count: int, name: str, num_microbatches: int) -> flo
         optimizer.step()
         optimizer.zero_grad()
 
-    return timed_loop(count, run)
+    return run
 
 
 # --- inside Lightning ----------------------------------------------------------------------------
@@ -198,15 +205,28 @@ def in_lightning(
     accumulate: int = 1,
     devices: int = 2,
 ) -> float:
+    watch = Stopwatch(count)
+    fit(strategy, count + WARMUP, watch, size, module_class, accumulate, devices)
+    return watch.seconds
+
+
+def fit(
+    strategy: Any,
+    count: int,
+    callback: L.Callback,
+    size: int,
+    module_class: type[PlainGPT],
+    accumulate: int,
+    devices: int,
+) -> None:
     torch.manual_seed(0)
     module = module_class(width=WIDTH, depth=DEPTH, num_heads=HEADS)
-    watch = Stopwatch(count)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
         strategy=strategy,
         max_epochs=1,
-        callbacks=[watch],
+        callbacks=[callback],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -215,12 +235,14 @@ def in_lightning(
         limit_val_batches=0,
         accumulate_grad_batches=accumulate,
     )
-    data = batches(count + WARMUP, size)
+    data = batches(count, size)
     trainer.fit(module, DataLoader(data, batch_size=size), DataLoader(data, batch_size=size))
-    return watch.seconds
 
 
 def ours(rank: int, count: int, schedule: str, num_microbatches: int | str) -> float:
+    return in_lightning(our_pipeline(schedule, num_microbatches), count)
+
+
+def our_pipeline(schedule: str, num_microbatches: int | str) -> PipelineStrategy:
     cut = CUT if len(find_schedules(schedule).rank_of_stage(2)) == 2 else CUT_IN_FOUR
-    strategy = PipelineStrategy(schedule=schedule, num_microbatches=num_microbatches, partition=cut)
-    return in_lightning(strategy, count)
+    return PipelineStrategy(schedule=schedule, num_microbatches=num_microbatches, partition=cut)

@@ -19,6 +19,7 @@ from lightning_dist import DDPStrategy, FSDPStrategy
 from tests.benchmarks.contestants import (
     BATCH,
     PlainGPT,
+    RunBatch,
     adamw,
     in_lightning,
     loss_of,
@@ -50,6 +51,10 @@ REFERENCES = {
 
 
 def torch_ddp(rank: int, count: int) -> float:
+    return timed_loop(count, ddp_loop(), SHARE)
+
+
+def ddp_loop() -> RunBatch:
     ddp = DistributedDataParallel(model())
     optimizer = adamw(ddp.parameters())
 
@@ -58,7 +63,7 @@ def torch_ddp(rank: int, count: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    return timed_loop(count, run, SHARE)
+    return run
 
 
 def lightning_ddp(rank: int, count: int) -> float:
@@ -78,6 +83,10 @@ def shard_blocks(net: nn.Sequential, mesh: DeviceMesh) -> None:
 
 
 def torch_fsdp(rank: int, count: int, accumulate: int) -> float:
+    return timed_loop(count, fsdp_loop(accumulate), SHARE)
+
+
+def fsdp_loop(accumulate: int) -> RunBatch:
     net = model()
     shard_blocks(net, init_device_mesh("cpu", (2,)))
     assert isinstance(net, FSDPModule)
@@ -92,7 +101,7 @@ def torch_fsdp(rank: int, count: int, accumulate: int) -> float:
             optimizer.step()
             optimizer.zero_grad()
 
-    return timed_loop(count, run, SHARE)
+    return run
 
 
 class ShardedGPT(PlainGPT):

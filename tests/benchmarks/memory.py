@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import logging
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -33,6 +31,7 @@ from lightning_dist.activation_checkpointing import checkpoint_activations
 from lightning_dist.memory import RankMemory, TrainedPart, pipelined, replicated, sharded
 from recipes.gpt import Block, build_gpt
 from tests.benchmarks.contestants import PlainGPT, batches, loss_of
+from tests.benchmarks.quiet import quieten
 from tests.helpers.workers import WorkerPool
 
 WIDTH, DEPTH, HEADS = 384, 8, 4
@@ -123,12 +122,6 @@ class LateGPT(PlainGPT):
             self.model = build(self.depth)
 
 
-def quiet() -> None:
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 def train(strategy: Any, world_size: int, depth: int) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
@@ -148,7 +141,7 @@ def on_rank(
     make: Callable[..., Any], options: dict[str, Any], world_size: int, depth: int
 ) -> tuple[int, tuple[int, int]]:
     """Gives the measured peak, and the two sizes that FSDP's formula asks for."""
-    quiet()
+    quieten()
     strategy = make(**options)
     peak = peak_of(lambda: train(strategy, world_size, depth))
     if not isinstance(strategy, FSDPStrategy):

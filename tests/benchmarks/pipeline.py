@@ -7,11 +7,9 @@ speed drifts is fair to all; the tables show medians, and medians of the rounds'
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +31,7 @@ from tests.benchmarks import contestants as c
 from tests.benchmarks import data_parallel as d
 from tests.benchmarks import tensor_parallel as t
 from tests.benchmarks import two_axes as a
+from tests.benchmarks.quiet import quieten
 from tests.helpers.workers import WorkerPool
 
 ONE_PROCESS, IDEAL, BASELINE = "one process", "ideal: two that never speak", "torch 1F1B, m=4"
@@ -74,9 +73,7 @@ IN_LIGHTNING = (
 
 def on_rank(contestant: Callable[..., float], count: int, arguments: tuple[Any, ...]) -> float:
     """Runs one contestant on this worker."""
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quieten()
     rank = int(os.environ["RANK"])
     if contestant not in IN_LIGHTNING:  # which starts the process group itself
         world_size = int(os.environ["WORLD_SIZE"])

@@ -26,6 +26,7 @@ from tests.benchmarks.contestants import (
     HEADS,
     WIDTH,
     PlainGPT,
+    RunBatch,
     adamw,
     in_lightning,
     loss_of,
@@ -87,6 +88,10 @@ def parallelize(net: nn.Sequential, mesh: DeviceMesh) -> None:
 
 
 def torch_tensor_parallel(rank: int, count: int) -> float:
+    return timed_loop(count, tensor_parallel_loop())
+
+
+def tensor_parallel_loop() -> RunBatch:
     net = unfused(model())
     parallelize(net, init_device_mesh("cpu", (2,)))
     optimizer = adamw(net.parameters())
@@ -96,7 +101,7 @@ def torch_tensor_parallel(rank: int, count: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    return timed_loop(count, run)
+    return run
 
 
 class UnfusedGPT(PlainGPT):

@@ -12,7 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_dist import MeshStrategy
 from lightning_dist.tensor.config import TensorConfig
-from tests.benchmarks.contestants import adamw, in_lightning, loss_of, model, timed_loop
+from tests.benchmarks.contestants import (
+    RunBatch,
+    adamw,
+    in_lightning,
+    loss_of,
+    model,
+    timed_loop,
+)
 from tests.benchmarks.data_parallel import SHARE, shard_blocks
 from tests.benchmarks.tensor_parallel import PLAN, UnfusedGPT, parallelize, unfused
 
@@ -24,6 +31,10 @@ REFERENCES = {name: (RAW_2D, LIGHTNINGS_2D) for name in (RAW_2D, LIGHTNINGS_2D, 
 
 
 def torch_2d(rank: int, count: int) -> float:
+    return timed_loop(count, loop_2d(), SHARE)
+
+
+def loop_2d() -> RunBatch:
     net = unfused(model())
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     parallelize(net, mesh["tensor"])
@@ -35,7 +46,7 @@ def torch_2d(rank: int, count: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    return timed_loop(count, run, SHARE)
+    return run
 
 
 class SpreadAndShardedGPT(UnfusedGPT):

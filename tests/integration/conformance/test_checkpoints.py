@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,15 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+ALL_PAIRS = list(permutations([SINGLE, *LAYOUTS], 2))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if {"before", "after"} <= set(metafunc.fixturenames):
+        pairs = ALL_PAIRS if metafunc.config.getoption("all_pairs") else PAIRS
+        metafunc.parametrize(("before", "after"), pairs)
+
+
 def test_resumes_under_any_other(
     workers: WorkerPool,
     saved_by: Callable[[str], Path],
@@ -140,5 +149,6 @@ def test_resumes_under_any_other(
 
 
 def test_each_layout_saves_and_resumes() -> None:
+    assert set(PAIRS) <= set(ALL_PAIRS)
     assert {before for before, _ in PAIRS} == {after for _, after in PAIRS} == {SINGLE, *LAYOUTS}
     assert len(uninterrupted()[1]) == 2 * STEPS_OF_AN_EPOCH

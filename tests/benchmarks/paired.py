@@ -1,0 +1,199 @@
+"""Strategies beside raw loops in the same processes: ``python -m tests.benchmarks.paired``.
+
+Not a test. Runs that follow each other by a minute differ by ten per cent on a shared machine,
+which hides what the strategies cost. Here a fit and a raw loop on a model of its own take turns of
+a few batches in the same processes, and each of the fit's turns is compared with the two of the raw
+loop around it. Only for what begins and ends with the batch: a turn that waits for all ranks would
+drain an asynchronous pipeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, TensorParallelStrategy
+from lightning_dist.tensor.config import TensorConfig
+from tests.benchmarks import contestants as c
+from tests.benchmarks import data_parallel as d
+from tests.benchmarks import tensor_parallel as t
+from tests.benchmarks import two_axes as a
+from tests.benchmarks.quiet import quieten
+from tests.helpers.workers import WorkerPool
+
+TURN = 4
+"""Batches; a multiple of those accumulated."""
+WARMUP_TURNS = 3
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A strategy and what it is to be as fast as.
+
+    Attributes:
+        strategy: Makes it.
+        loop: Makes the raw loop of a rank.
+        size: Samples of a rank's batch.
+        module_class: What is fitted.
+        accumulate: Batches per update.
+        devices: Processes.
+    """
+
+    strategy: Callable[[], Any]
+    loop: Callable[[int], c.RunBatch]
+    size: int = c.BATCH
+    module_class: type[c.PlainGPT] = c.PlainGPT
+    accumulate: int = 1
+    devices: int = 2
+
+
+def _pipeline(schedule: str, loop: Callable[[int], c.RunBatch]) -> Pair:
+    return Pair(lambda: c.our_pipeline(schedule, 4), loop)
+
+
+def _listed(schedule: str) -> Pair:
+    return _pipeline(schedule, lambda rank: c.listed_loop(rank, schedule, 4))
+
+
+PAIRS: dict[str, Pair] = {
+    "gpipe, m=4": _pipeline("gpipe", lambda rank: c.pipelining_loop(rank, ScheduleGPipe, 4)),
+    "1f1b, m=4": _pipeline("1f1b", lambda rank: c.pipelining_loop(rank, Schedule1F1B, 4)),
+    **{f"{schedule}, m=4": _listed(schedule) for schedule in c.LISTED},
+    "DDPStrategy": Pair(DDPStrategy, lambda _: d.ddp_loop(), d.SHARE),
+    d.LIGHTNINGS_DDP: Pair(LightningDDPStrategy, lambda _: d.ddp_loop(), d.SHARE),
+    "FSDPStrategy": Pair(FSDPStrategy, lambda _: d.fsdp_loop(1), d.SHARE),
+    "FSDPStrategy, accumulate 4": Pair(
+        FSDPStrategy, lambda _: d.fsdp_loop(4), d.SHARE, accumulate=4
+    ),
+    d.LIGHTNINGS_FSDP: Pair(
+        lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        lambda _: d.fsdp_loop(1),
+        d.SHARE,
+        d.ShardedGPT,
+    ),
+    d.LIGHTNINGS_FSDP_4: Pair(
+        lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        lambda _: d.fsdp_loop(4),
+        d.SHARE,
+        d.ShardedGPT,
+        accumulate=4,
+    ),
+    "TensorParallelStrategy": Pair(
+        lambda: TensorParallelStrategy(plan=t.PLAN),
+        lambda _: t.tensor_parallel_loop(),
+        module_class=t.UnfusedGPT,
+    ),
+    "MeshStrategy, 2-D": Pair(
+        lambda: MeshStrategy(dp_shard=2, tp=2, tensor=TensorConfig(plan=t.PLAN)),
+        lambda _: a.loop_2d(),
+        d.SHARE,
+        t.UnfusedGPT,
+        devices=a.NUM_PROCESSES,
+    ),
+}
+
+
+class Turns(L.Callback):
+    """Lets a raw loop run between a fit's batches.
+
+    Args:
+        make_loop: Makes it, when there is a process group.
+        batches: For it.
+    """
+
+    def __init__(
+        self, make_loop: Callable[[], c.RunBatch], batches: Iterator[tuple[Tensor, Tensor]]
+    ) -> None:
+        self._make_loop = make_loop
+        self._batches = batches
+        self._loop: c.RunBatch | None = None
+        self._began = 0.0
+        self.fit: list[float] = []
+        self.raw: list[float] = []
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx % TURN == 0:
+            dist.barrier()
+            self.fit.append(time.perf_counter() - self._began)
+            self._take_turn()
+            self._began = time.perf_counter()
+
+    def _take_turn(self) -> None:
+        loop = self._loop = self._loop or self._make_loop()
+        began = time.perf_counter()
+        with torch.enable_grad():
+            for _ in range(TURN):
+                loop(*next(self._batches))
+        dist.barrier()
+        self.raw.append(time.perf_counter() - began)
+
+    def ratios(self) -> list[float]:
+        """Gives the fit's throughput beside that of its neighbours."""
+        # What the fit has done before turn n of the raw loop is number n of its own.
+        numbers = range(WARMUP_TURNS, len(self.raw))
+        return [(self.raw[n - 1] + self.raw[n]) / 2 / self.fit[n] for n in numbers]
+
+    def milliseconds(self) -> tuple[float, float]:
+        """Gives medians of a batch, the fit's and the raw loop's."""
+        fit, raw = (statistics.median(v[WARMUP_TURNS:]) for v in (self.fit, self.raw))
+        return 1e3 * fit / TURN, 1e3 * raw / TURN
+
+
+def on_rank(name: str, num_turns: int) -> tuple[list[float], tuple[float, float]]:
+    """Runs one pair on this worker."""
+    quieten()
+    pair, rank = PAIRS[name], int(os.environ["RANK"])
+    count = TURN * (num_turns + WARMUP_TURNS) + 1
+    loader = DataLoader(c.batches(count + TURN, pair.size), batch_size=pair.size)
+    turns = Turns(lambda: pair.loop(rank), iter(loader))
+    c.fit(
+        pair.strategy(), count, turns, pair.size, pair.module_class, pair.accumulate, pair.devices
+    )
+    return turns.ratios(), turns.milliseconds()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=25, help=f"of {TURN} batches each")
+    parser.add_argument("--only", default="", help="pairs whose name contains one of these, by |")
+    options = parser.parse_args()
+    table = Table(title=f"Inside of Lightning beside raw loops, turns of {TURN} batches")
+    for heading in ("", "ms per batch", "raw loop", "x raw loop", "half of the turns"):
+        table.add_column(heading, justify="right" if heading else "left")
+    names = [name for name in PAIRS if any(w in name for w in options.only.split("|"))]
+    workers = WorkerPool()
+    try:
+        for name in track(names, description="pairs"):
+            count = PAIRS[name].devices
+            ratios, (fit, raw) = workers.run(count, on_rank, name, options.turns, timeout=1800)[0]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            spread = f"{low:.3f} - {high:.3f}"
+            table.add_row(name, f"{fit:.0f}", f"{raw:.0f}", f"{middle:.3f}", spread)
+    finally:
+        workers.close()
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
