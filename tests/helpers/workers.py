@@ -2,8 +2,10 @@
 
 A case is a module-level function. It runs on the first ``world_size`` workers at once, each in the
 environment that a launcher would give it, and returns something picklable. A case that fails or
-hangs costs the pool its processes; the next case gets new ones. So does one in which many runs have
-failed on purpose: the threads of their process groups stay, and hundreds of them slow a process.
+hangs costs the pool its processes; the next case gets new ones. A worker whose case has failed ends
+at once, as a rank's process does: others may wait for its connections to close. The next case also
+gets new ones after many runs that have failed on purpose: the threads of their process groups stay,
+and hundreds of them slow a process.
 """
 
 from __future__ import annotations
@@ -121,8 +123,12 @@ def _start_worker() -> tuple[ForkServerProcess, Connection]:
 
 def _work(connection: Connection) -> None:
     import torch
+    from tqdm import tqdm
 
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
+    tqdm.set_lock(
+        threading.RLock()
+    )  # its own is one of processes, which a killed one leaves behind
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     for category, message in NAMED_WARNINGS:
@@ -136,6 +142,7 @@ def _work(connection: Connection) -> None:
             connection.send((True, _run_case(case, args, rank, world_size, port)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
+            os._exit(1)
 
 
 def _end_with_the_tests() -> None:
