@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,13 +56,15 @@ class WarmPython:
             start_new_session=True,
             env=environment,
         )
+        self._turn = threading.Lock()
 
     def ask(self, what: str, about: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([what, about]).encode() + b"\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        with self._turn:
+            self._process.stdin.write(json.dumps([what, about]).encode() + b"\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         self._process.communicate()

@@ -6,11 +6,14 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lightning_dist.checkpoint import load_full
+from tests.helpers.chosen import chosen
 from tests.helpers.forked_runs import (
     END_AFTER_KILL_SECONDS,
     END_SECONDS,
@@ -37,27 +40,6 @@ def test_a_users_exception_ends_all_ranks_and_is_shown_first(
     check_users_exception(run.output, 0)
 
 
-def test_a_users_exception_ends_what_the_launcher_started(
-    warm_python: WarmPython, tmp_path: Path
-) -> None:
-    with warm_python.troubled_launcher(tmp_path, "--trouble", "raise", "--stage", "1") as run:
-        assert run.wait(END_SECONDS) == [1]
-    check_users_exception(run.output, 1)
-
-
-def test_a_failed_rank_does_not_wait_for_one_that_hangs(
-    warm_python: WarmPython, tmp_path: Path
-) -> None:
-    arguments = ("--trouble", "raise later", "--stage", "0")
-    with warm_python.trouble(tmp_path, *arguments, devices=3) as run:
-        run.send(signal.SIGSTOP, 1)
-        deadline = time.monotonic() + END_SECONDS
-        while (codes := run.exit_codes()) != [1, None, 1]:
-            assert time.monotonic() < deadline, f"{codes}\n{run.output}"
-            time.sleep(0.05)
-    check_users_exception(run.output, 0)
-
-
 def check_checkpoints(root: Path) -> None:
     saved = finished_in(root)
     assert saved
@@ -80,33 +62,11 @@ def test_a_killed_rank_ends_its_neighbours_and_is_named(
     check_checkpoints(root)
 
 
-def test_a_killed_launcher_ends_its_children_and_is_named(
-    warm_python: WarmPython, tmp_path: Path
-) -> None:
-    root = tmp_path / "checkpoints"
-    arguments = (*KILLED, "--devices", "3", "--stage", "0", "--root", str(root))
-    with warm_python.troubled_launcher(tmp_path, *arguments) as run:
-        assert run.wait(END_AFTER_KILL_SECONDS) == [-signal.SIGKILL]
-    assert "the process of rank 0 was lost" in run.output  # its children speak for themselves
-    check_checkpoints(root)
-
-
 def check_end_at_one_boundary(folder: Path, output: str) -> None:
     reports = [(folder / f"report.{rank}").read_text().splitlines() for rank in (0, 1)]
     assert reports[0][-1].split()[0] == reports[1][-1].split()[0]
     assert len(reports[0]) == len(reports[1]) < 500
     assert "Error" not in output, output
-
-
-def test_sigterm_of_the_launcher_ends_all_ranks_at_one_batch_boundary(
-    warm_python: WarmPython, tmp_path: Path
-) -> None:
-    arguments = ("--schedule", "1f1b", "--pause", "0.02")
-    with warm_python.training_launcher(tmp_path, *arguments) as run:
-        time.sleep(0.3)
-        run.send(signal.SIGTERM, 0)
-        assert run.wait(15) == [0], run.output
-    check_end_at_one_boundary(tmp_path, run.output)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +81,6 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
             run.send(signal.SIGTERM, rank)
         assert run.wait(15) == [0, 0], run.output
     check_end_at_one_boundary(tmp_path, run.output)
-
-
-def test_ctrl_c_ends_all_ranks_without_a_traceback(warm_python: WarmPython, tmp_path: Path) -> None:
-    with warm_python.training_launcher(tmp_path, "--pause", "0.02") as run:
-        os.killpg(run.pids[0], signal.SIGINT)
-        assert run.wait(15) == [1], run.output
-    assert "Traceback" not in run.output, run.output
 
 
 def finished_in(root: Path) -> list[Path]:
@@ -157,3 +110,79 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before_whole(
     assert len(finished) >= 2
     for path in finished:
         assert load_full(path)["state_dict"]
+
+
+# --- runs that mostly wait, for a process that imports everything or for a grace ------------------
+
+
+def a_failed_rank_does_not_wait_for_one_that_hangs(python: WarmPython, folder: Path) -> None:
+    arguments = ("--trouble", "raise later", "--stage", "0")
+    with python.trouble(folder, *arguments, devices=3) as run:
+        run.send(signal.SIGSTOP, 1)
+        deadline = time.monotonic() + END_SECONDS
+        while (codes := run.exit_codes()) != [1, None, 1]:
+            assert time.monotonic() < deadline, f"{codes}\n{run.output}"
+            time.sleep(0.05)
+    check_users_exception(run.output, 0)
+
+
+def a_users_exception_ends_what_the_launcher_started(python: WarmPython, folder: Path) -> None:
+    with python.troubled_launcher(folder, "--trouble", "raise", "--stage", "1") as run:
+        assert run.wait(END_SECONDS) == [1]
+    check_users_exception(run.output, 1)
+
+
+def a_killed_launcher_ends_its_children_and_is_named(python: WarmPython, folder: Path) -> None:
+    root = folder / "checkpoints"
+    arguments = (*KILLED, "--devices", "3", "--stage", "0", "--root", str(root))
+    with python.troubled_launcher(folder, *arguments) as run:
+        assert run.wait(END_AFTER_KILL_SECONDS) == [-signal.SIGKILL]
+    assert "the process of rank 0 was lost" in run.output  # its children speak for themselves
+    check_checkpoints(root)
+
+
+def sigterm_of_the_launcher_ends_all_ranks_at_one_batch_boundary(
+    python: WarmPython, folder: Path
+) -> None:
+    arguments = ("--schedule", "1f1b", "--pause", "0.02")
+    with python.training_launcher(folder, *arguments) as run:
+        time.sleep(0.3)
+        run.send(signal.SIGTERM, 0)
+        assert run.wait(15) == [0], run.output
+    check_end_at_one_boundary(folder, run.output)
+
+
+def ctrl_c_ends_all_ranks_without_a_traceback(python: WarmPython, folder: Path) -> None:
+    with python.training_launcher(folder, "--pause", "0.02") as run:
+        os.killpg(run.pids[0], signal.SIGINT)
+        assert run.wait(15) == [1], run.output
+    assert "Traceback" not in run.output, run.output
+
+
+Run = Callable[[WarmPython, Path], None]
+RUNS: list[Run] = [
+    a_failed_rank_does_not_wait_for_one_that_hangs,
+    a_users_exception_ends_what_the_launcher_started,
+    a_killed_launcher_ends_its_children_and_is_named,
+    sigterm_of_the_launcher_ends_all_ranks_at_one_batch_boundary,
+    ctrl_c_ends_all_ranks_without_a_traceback,
+]
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest,
+    warm_python: WarmPython,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[Run, Future[None]]]:
+    """All of them: two that import, and the one that waits for a grace."""
+    with ThreadPoolExecutor(3) as pool:
+        yield {
+            run: pool.submit(run, warm_python, tmp_path_factory.mktemp("run"))
+            for run in chosen(request.session, "runs", "run")
+        }
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_how_it_ends(run: Run, runs: dict[Run, Future[None]]) -> None:
+    runs[run].result()
