@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import jupytext
@@ -27,9 +28,13 @@ def read_source(source: Path) -> NotebookNode:
     return notebook
 
 
-def execute(notebook: NotebookNode, folder: Path, **environment: str) -> None:
+def own_environment() -> dict[str, str]:
+    """Gives this process's variables, without those of a launcher."""
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+
+
+def execute(notebook: NotebookNode, folder: Path, environment: Mapping[str, str]) -> None:
     """Fills in the outputs with a fresh kernel that runs in a folder."""
-    ours = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     client = NotebookClient(
         notebook,
         timeout=120,
@@ -38,14 +43,14 @@ def execute(notebook: NotebookNode, folder: Path, **environment: str) -> None:
         coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
     )
-    variables = {**ours, **environment, "PYTHONWARNINGS": NAMED_WARNINGS}
+    variables = {**environment, "PYTHONWARNINGS": NAMED_WARNINGS}
     asyncio.run(client.async_execute(env=variables))  # its own loop would be left unclosed
 
 
 def main() -> None:
     for source in SOURCES:
         notebook = read_source(source)
-        execute(notebook, FOLDER)
+        execute(notebook, FOLDER, own_environment())
         nbformat.write(notebook, source.with_suffix(".ipynb"))
 
 

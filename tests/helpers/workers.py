@@ -126,9 +126,8 @@ def _work(connection: Connection) -> None:
     from tqdm import tqdm
 
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
-    tqdm.set_lock(
-        threading.RLock()
-    )  # its own is one of processes, which a killed one leaves behind
+    # Its own is a semaphore of processes, which one that is killed leaves behind.
+    tqdm.set_lock(threading.RLock())
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     for category, message in NAMED_WARNINGS:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from tests.helpers.notebooks import FOLDER, SOURCES, execute, read_source
+from tests.helpers.lesson_runs import LessonRuns
+from tests.helpers.notebooks import FOLDER, SOURCES, read_source
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -26,25 +24,10 @@ def test_each_notebook_has_a_source() -> None:
     assert [path.stem for path in NOTEBOOKS] == [path.stem for path in SOURCES]
 
 
-def run(path: Path, scratch: Path) -> NotebookNode:
-    folder = scratch / FOLDER.name
-    shutil.copytree(FOLDER, folder)
-    notebook = nbformat.read(folder / path.name, as_version=4)
-    execute(notebook, folder, IPYTHONDIR=f"{scratch}/i", JUPYTER_RUNTIME_DIR=f"{scratch}/j")
-    return notebook
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[NotebookNode]]]:
-    """All lessons, two at a time: most of the time each is one process, or waits."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {path: pool.submit(run, path, tmp_path_factory.mktemp("run")) for path in NOTEBOOKS}
-
-
 @pytest.mark.timeout(240)
 @each_notebook
-def test_a_notebook_runs(path: Path, runs: dict[Path, Future[NotebookNode]]) -> None:
-    notebook = runs[path].result()
+def test_a_notebook_runs(path: Path, lessons: LessonRuns) -> None:
+    notebook = lessons.outcome(path)
     assert not [o for o in outputs(notebook) if o.output_type == "error"]
 
 
