@@ -2,8 +2,8 @@
 
 A *unit* is a module whose parameters are gathered in one collective before its forward, and freed
 behind it. Which modules become units is a wrap policy's business (:mod:`lightning_dist.wrap`); here
-they are sharded, inner ones first, as ``torch.distributed.fsdp.fully_shard`` wants it. The root is
-always one: it takes what no unit has.
+they are sharded, inner ones first, as ``torch.distributed.fsdp.fully_shard`` wants it. A root, what
+is called, is always one: it takes what no unit in it has.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ class ShardingOptions:
 
 
 def shard(
-    root: nn.Module,
+    roots: Sequence[nn.Module],
     module: nn.Module,
     units: Sequence[Unit],
     mesh: DeviceMesh,
     options: ShardingOptions,
-) -> FSDPModule:
+) -> tuple[FSDPModule, ...]:
     """Shards a module in place.
 
     Args:
-        root: What will be called; gets the parameters that no unit has.
-        module: Inside of the root, or the root itself. Parameters may be on the meta device;
-            :func:`fill` gives them values later.
+        roots: What will be called, each by itself; gets the parameters that no unit in it has.
+        module: Holds the units. Parameters may be on the meta device; :func:`fill` gives them
+            values later.
         units: Inner ones before the outer, by their names in the module.
         mesh: One axis to shard over, or two: replicas, then shards (HSDP).
         options: For units that say nothing else.
 
     Returns:
-        The root.
+        The roots.
 
     Raises:
         ValueError: A unit's trainable parameters are of several dtypes.
     """
-    _check_dtypes(module, units)
+    _check_dtypes(roots, module, units)
     precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     is_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=is_cuda) if options.offload else OffloadPolicy()
@@ -85,20 +85,20 @@ def shard(
             offload_policy=offload,
             shard_placement_fn=_shard_dim,
         )
-    # What the root gets is the user's batch, targets too: their dtype is not ours to change.
-    fully_shard(
-        root,
-        mesh=mesh,
-        reshard_after_forward=options.reshard_after_forward,
-        mp_policy=replace(precision, cast_forward_inputs=False),
-        offload_policy=offload,
-        shard_placement_fn=_shard_dim,
-    )
-    assert isinstance(root, FSDPModule)
-    return root
+    # What a root gets is the user's batch, targets too: their dtype is not ours to change.
+    for root in roots:
+        fully_shard(
+            root,
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=replace(precision, cast_forward_inputs=False),
+            offload_policy=offload,
+            shard_placement_fn=_shard_dim,
+        )
+    return tuple(root for root in roots if isinstance(root, FSDPModule))
 
 
-def _check_dtypes(module: nn.Module, units: Sequence[Unit]) -> None:
+def _check_dtypes(roots: Sequence[nn.Module], module: nn.Module, units: Sequence[Unit]) -> None:
     """Checks that a unit's gradients can travel in one buffer, as those of a gather do."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     taken = {
@@ -107,16 +107,17 @@ def _check_dtypes(module: nn.Module, units: Sequence[Unit]) -> None:
         if isinstance(part, FSDPModule)
         for parameter in cast(nn.Module, part).parameters()
     }
-    for unit in [*units, Unit("")]:
+    parts = [(unit.name, module.get_submodule(unit.name)) for unit in units]
+    for unit_name, part in [*parts, *(("(root)", root) for root in roots)]:
         by_dtype: dict[torch.dtype, list[str]] = {}
-        for parameter in module.get_submodule(unit.name).parameters():
+        for parameter in part.parameters():
             if parameter.requires_grad and parameter not in taken:
                 by_dtype.setdefault(parameter.dtype, []).append(names[parameter])
             taken.add(parameter)
         if len(by_dtype) > 1:
             held = [f"{dtype} ({shorten(found)})" for dtype, found in by_dtype.items()]
             raise ValueError(
-                f"The unit {unit.name or '(root)'} would have trainable parameters of several"
+                f"The unit {unit_name} would have trainable parameters of several"
                 f" dtypes: {', '.join(held)}. Give them one, or make the modules with another one"
                 " units of their own: wrap=AnyOf([EachBlock(), ByName([...])])."
             )
@@ -168,17 +169,17 @@ def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(root.get_submodule(path), attribute, tensor)
 
 
-def move_rest(module: nn.Module, root: FSDPModule, device: torch.device) -> None:
+def move_rest(module: nn.Module, roots: Iterable[FSDPModule], device: torch.device) -> None:
     """Moves what is not sharded, while the shards stay where they are, in host memory.
 
-    FSDP2 takes the root's buffers to the device, but nothing outside of the root, and no metric.
+    FSDP2 takes a root's buffers to the device, but nothing outside of the roots, and no metric.
 
     Args:
         module: The user's.
-        root: Sharded; inside of the module, or around it.
+        roots: Sharded; inside of the module, or around it.
         device: Where the module computes.
     """
-    sharded = {id(parameter) for parameter in cast(nn.Module, root).parameters()}
+    sharded = {id(p) for root in roots for p in cast(nn.Module, root).parameters()}
     # What `.to` calls; metrics and FSDP2's modules have their own.
     module._apply(lambda t: t if id(t) in sharded else t.to(device))
 
@@ -194,6 +195,17 @@ def reshard(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def unshard(root: nn.Module) -> None:
+    """Gathers the parameters that are not; those of the modules are the whole ones then.
+
+    Args:
+        root: Sharded, and called before.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
 
 
 def recover(root: nn.Module) -> None:

@@ -10,7 +10,7 @@ are resharded to fewer ranks.
 That is the most for modules that run in the order of the module tree; FSDP2 goes by the order in
 which they do run. One more exception: a unit none of whose inputs needs a gradient (the decoder's
 first layer, which sees embedded targets that are not trained) stays whole to the end of the
-backward.
+backward. And a rank with several stages of a pipeline has a root for each; they are one line here.
 
 Only whole parameters are counted: not the shards, gradients, optimizer state, nor the buffer of a
 collective, which is as large as its unit and lives until the next one begins.

@@ -6,26 +6,30 @@ gradients wait in ``held`` until the loop asks for them.
 Autograd adds to the ``grad`` of leaves, while a gradient is in the cache and nothing else has been
 made of memory for it; to ask for values and add these later is slower. :class:`Lent` lends what is
 held to the leaves for each backward, which an asynchronous stage differentiates by versions of its
-weights that are no parameters. :class:`Accumulated` leaves it in ``p.grad`` for a round, for others
-listen there: FSDP2 reduces what has been added to a parameter when the backward has passed it.
+weights that are no parameters. Where others listen to parameters,
+:class:`~lightning_dist.pipeline.accumulated.Accumulated` leaves it in ``p.grad`` for a round.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Gradients(Protocol):
     """Runs the backwards of one stage and holds what they bring, by update."""
 
     def begin_round(self, num_backwards: int) -> None:
-        """Prepares for a number of backwards after which the gradients are wanted."""
+        """Prepares for a number of backwards after which the gradients are wanted.
+
+        Args:
+            num_backwards: Calls of :meth:`run` and of :meth:`add` that will come.
+        """
 
     def run(
         self,
@@ -48,10 +52,13 @@ class Gradients(Protocol):
             One gradient for each input.
         """
 
+    def parting(self) -> AbstractContextManager[None]:
+        """Gives what each part of a backward runs in; its parameters are the stage's only there."""
+
     def add(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int
     ) -> None:
-        """Holds the gradients of a backward that was run elsewhere.
+        """Holds the gradients of a backward in parts, all of which have been run.
 
         Args:
             parameters: What stands for the stage's trainable parameters in its graph.
@@ -130,10 +137,14 @@ class Lent:
         self._hold(parameters, new, [*gradients, *of_inputs, *new], update)
         return of_inputs
 
+    def parting(self) -> AbstractContextManager[None]:
+        """Gives nothing; see :class:`Gradients`."""
+        return nullcontext()
+
     def add(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int
     ) -> None:
-        """Holds gradients from elsewhere; see :class:`Gradients`."""
+        """Holds the gradients of a backward in parts; see :class:`Gradients`."""
         self._hold(parameters, gradients, gradients, update)
 
     def _hold(
@@ -157,80 +168,6 @@ class Lent:
                 held[name] = torch.empty_like(parameter, dtype=dtype).copy_(gradient).detach()
             else:
                 held[name] = gradient.to(dtype)
-
-
-class Accumulated:
-    """Gradients where autograd adds them up.
-
-    Args:
-        layers: The stage's.
-        around: Gives what a backward runs in; is told whether it is the last one of its round.
-    """
-
-    def __init__(
-        self, layers: nn.Module, around: Callable[[bool], AbstractContextManager[None]]
-    ) -> None:
-        self._held: dict[str, Tensor] = {}
-        self._layers = layers
-        self._around = around
-        self._num_left = 0
-        self._before: dict[str, Tensor | None] = {}
-
-    def begin_round(self, num_backwards: int) -> None:
-        """Sets the gradients of earlier rounds aside."""
-        self._num_left = num_backwards
-        self._before = {name: p.grad for name, p in self._parameters()}
-        for _, parameter in self._parameters():
-            parameter.grad = None
-
-    def end_round(self) -> None:
-        """Takes the gradients of this round, and puts those of earlier ones back."""
-        assert self._num_left == 0
-        for name, parameter in self._parameters():
-            if parameter.grad is not None:
-                self._held[name] = parameter.grad
-            parameter.grad = self._before.pop(name)
-
-    def held(self, update: int) -> dict[str, Tensor]:
-        """Gives the gradients; see :class:`Gradients`."""
-        return self._held
-
-    def take(self, update: int) -> dict[str, Tensor]:
-        """Gives the gradients away; see :class:`Gradients`."""
-        held, self._held = self._held, {}
-        return held
-
-    def add(
-        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int
-    ) -> None:
-        """Adds gradients from elsewhere; see :class:`Gradients`."""
-        raise NotImplementedError
-
-    def clear(self) -> None:
-        """Drops what is held and what was set aside."""
-        self._held.clear()
-        self._before.clear()
-
-    def run(
-        self,
-        outputs: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        parameters: Mapping[str, Tensor],
-        update: int,
-    ) -> list[Tensor | None]:
-        """Runs one backward; see :class:`Gradients`."""
-        self._num_left -= 1
-        if outputs:
-            with self._around(self._num_left == 0):
-                torch.autograd.backward(outputs, gradients)
-        found = [tensor.grad for tensor in inputs]
-        for tensor in inputs:
-            tensor.grad = None
-        return found
-
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._layers.named_parameters() if p.requires_grad]
 
 
 @contextmanager

@@ -56,6 +56,7 @@ from lightning_dist.rng import python_state_kept
 
 OnComplete = Callable[[int, Mapping[str, Tensor]], None]
 """Takes an update, counted since the last drain, and its gradients by parameter name."""
+_COMPLETES_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 def _ignore(*_: object) -> None:
@@ -64,6 +65,10 @@ def _ignore(*_: object) -> None:
 
 def _same(weight: float | None) -> float | None:
     return weight
+
+
+def _lent(_: int) -> Gradients:
+    return Lent()
 
 
 class Pipeline:
@@ -80,8 +85,8 @@ class Pipeline:
         rank: Name of this rank in the timeline.
         layers: Gives what runs a stage's layers, if something has been made of them that does; else
             they run one after the other.
-        gradients: Makes what holds a stage's until :meth:`install_gradients`; by default they are
-            lent to each backward.
+        gradients: Makes what holds those of a stage until :meth:`install_gradients`; by default
+            they are lent to each backward.
         on_complete: Called where gradients are complete before their update is due, under
             ``"pipedream_2bw"``.
         average_weight: Averages what losses weigh over the data replicas, as ``on_complete`` and
@@ -106,7 +111,7 @@ class Pipeline:
         device: torch.device | None = None,
         rank: int | None = None,
         layers: Callable[[int], nn.Module] | None = None,
-        gradients: Callable[[], Gradients] = Lent,
+        gradients: Callable[[int], Gradients] = _lent,
         on_complete: OnComplete = _ignore,
         average_weight: AverageWeight = _same,
         predict: Predict | None = None,
@@ -364,7 +369,7 @@ class Pipeline:
 
     def _run(self, actions: Round, work: Work | None) -> dict[int, Any]:
         runs, owned = self._rounds.parted(actions)
-        backwards = Counter(a.stage_index for a in runs if a.kind is ActionKind.BACKWARD)
+        backwards = Counter(a.stage_index for a in runs if a.kind in _COMPLETES_GRADIENTS)
         for number, count in backwards.items():
             self.stages[number].gradients.begin_round(count)
         results = self._runtime.run(runs, work)

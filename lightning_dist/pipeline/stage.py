@@ -201,9 +201,11 @@ class Stage:
         flight = self._in_flight[index]
         assert flight.weights.index == self.policy.num_steps, "only synchronous schedules do that"
         outputs, gradients = self._roots(flight, flight.weights, gradients)
-        trainable = self._trainable(flight.weights)
-        parted = self._parted[index] = PartedBackward(outputs, gradients, flight.inputs, trainable)
-        return self._reweighted.run(flight.weights, parted.run_inputs)
+        with self.gradients.parting():
+            trainable = self._trainable(flight.weights)
+            parted = PartedBackward(outputs, gradients, flight.inputs, trainable)
+            self._parted[index] = parted
+            return self._reweighted.run(flight.weights, parted.run_inputs)
 
     def backward_weight(self, index: int, update: int = 0) -> None:
         """Runs what :meth:`backward_input` has left, and holds the parameters' gradients.
@@ -213,8 +215,10 @@ class Stage:
             update: What the gradients are for.
         """
         flight = self._in_flight.pop(index)
-        found = self._reweighted.run(flight.weights, self._parted.pop(index).run_weights)
-        self.gradients.add(self._trainable(flight.weights), found, update)
+        with self.gradients.parting():
+            trainable = self._trainable(flight.weights)
+            found = self._reweighted.run(flight.weights, self._parted.pop(index).run_weights)
+        self.gradients.add(trainable, found, update)
         self.meter.end_backward(flight.weights, update)
 
     def begin_update(self, update: int) -> None:

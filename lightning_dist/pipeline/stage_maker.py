@@ -42,7 +42,7 @@ class StageMaker:
     seed: int
     device: torch.device
     layers: Callable[[int], nn.Module] | None
-    gradients: Callable[[], Gradients]
+    gradients: Callable[[int], Gradients]
     predict: Predict | None
     measure_discrepancy: bool
     half: HalfWeights | None
@@ -82,7 +82,7 @@ class StageMaker:
             shape.num_stages,
             own if self.layers is None else self.layers(number),
             policy,
-            self.gradients(),
+            self.gradients(number),
             StalenessMeter(policy.release, history, measures_discrepancy=self.measure_discrepancy),
             layer_input=self.found.layer_input,
             seed=(self.seed, shape.replica_index),

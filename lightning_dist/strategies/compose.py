@@ -6,7 +6,8 @@ before the first cut, so that all ranks find the same, or raise alike.
 
 The root of the shards is not the user's module, for FSDP2 hooks into a forward, and a Lightning
 step is none: it is a :class:`StepModule` around the module, or, since a step of a pipeline ends
-early on most stages, what runs a stage's layers. So the user's module stays of the user's class.
+early on most stages, what runs a stage's layers: one for each stage of a rank. So the user's module
+stays of the user's class.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ _OTHER_PIECES = (
     " gradients cannot be summed. Give both a style that cuts rows, an embedding 'vocab' and a head"
     " 'colwise_gather', or leave both out of the plan."
 )
+_TWO_SHARDS = (
+    "These stages are on one rank, and each of them is sharded by itself, so the parameter would"
+    " become two. Use schedule='1f1b', whose ranks have one stage each."
+)
 
 
 @dataclass(frozen=True)
@@ -74,20 +79,20 @@ class Composed:
 
     Attributes:
         module: The user's.
-        root: What is called, with the step or the stage's input.
+        roots: What is called: with the step, or with the input of each stage of this rank.
         split: How it was cut into stages, if it was.
         spread: Its layers, if they are spread.
         units: Names of what is sharded as one.
-        shards: The root, if it is sharded.
+        shards: The roots, if they are sharded.
         summary: Of the units on this rank.
     """
 
     module: pl.LightningModule
-    root: nn.Module
+    roots: tuple[nn.Module, ...]
     split: PipelineSplit | None
     spread: SpreadModule | None
     units: list[str]
-    shards: FSDPModule | None
+    shards: tuple[FSDPModule, ...]
     summary: WrapSummary
 
 
@@ -106,27 +111,30 @@ def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) ->
     keeps = _keep_all if split is None else split.keeps
     units = _choose_units(module, asked, split)
     recomputed = _choose_recomputed(module, units, asked.shard)
-    spread = _spread(module, axis(mesh, "tp"), asked.tensor, keeps)
+    spread = _spread(module, axis(mesh, "tp"), asked.tensor, split)
+    data_mesh = axis(mesh, "dp_replicate", "dp_shard")
     if split is not None and spread is not None:
         refuse_ties(_cut_apart(split, spread.cuts), _OTHER_PIECES)
+    if split is not None and data_mesh is not None:
+        refuse_ties(split.ties_within_a_rank, _TWO_SHARDS)
 
-    root = StepModule(module) if split is None else _cut(split)
+    roots = (StepModule(module),) if split is None else _cut(split)
     own = [unit for unit in units if keeps(unit.name)]
     sharding = asked.sharding if split is None else _kept_whole(asked.sharding)
     summary = _describe(module, own, sharding)
 
     if asked.shard.compile:  # first, for the compiler does not see through checkpointing
-        for part in _outermost(module, own) or [module if split is None else root]:
+        for part in _outermost(module, own) or ([module] if split is None else roots):
             part.forward = torch.compile(part.forward)
     again = [unit for unit in recomputed if keeps(unit.name)]
     is_selective = asked.shard.activation_checkpointing == "selective"
     checkpoint_activations(_outermost(module, again), keep_products=is_selective)
 
-    shards, data_mesh = None, axis(mesh, "dp_replicate", "dp_shard")
+    shards: tuple[FSDPModule, ...] = ()
     if data_mesh is not None:
         new = [] if asked.shard.policy.is_manual else own
-        shards = fully_shard(root, module, new, data_mesh, sharding)
-    return Composed(module, root, split, spread, [unit.name for unit in own], shards, summary)
+        shards = fully_shard(roots, module, new, data_mesh, sharding)
+    return Composed(module, roots, split, spread, [unit.name for unit in own], shards, summary)
 
 
 def _find_split(
@@ -148,10 +156,9 @@ def _cut_apart(split: PipelineSplit, cuts: Mapping[str, Placement]) -> list[Tie]
     return [tie for tie, (first, *others) in pieces if any(other != first for other in others)]
 
 
-def _cut(split: PipelineSplit) -> nn.Module:
-    (stage,) = split.stages  # several would be as many roots; `check_mesh` refuses them
+def _cut(split: PipelineSplit) -> tuple[nn.Module, ...]:
     split.cut()
-    return layers_of(split.layers, split.layers_per_stage, stage)
+    return tuple(layers_of(split.layers, split.layers_per_stage, own) for own in split.stages)
 
 
 @dataclass(frozen=True)
@@ -223,7 +230,7 @@ def _choose_recomputed(module: nn.Module, units: list[Unit], shard: ShardConfig)
 
 
 def _spread(
-    module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig, keeps: Callable[[str], bool]
+    module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig, split: PipelineSplit | None
 ) -> SpreadModule | None:
     if mesh is None:
         return None
@@ -232,7 +239,9 @@ def _spread(
     else:
         styles = resolve_plan(module, config.plan)
     options = SpreadOptions(config.sequence_parallel, config.loss_parallel)
-    return SpreadModule(module, styles, mesh, options, keeps)
+    if split is None:
+        return SpreadModule(module, styles, mesh, options)
+    return SpreadModule(module, styles, mesh, options, split.keeps, split.stage_of)
 
 
 def _describe(module: nn.Module, units: list[Unit], sharding: ShardingOptions) -> WrapSummary:

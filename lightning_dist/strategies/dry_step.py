@@ -101,12 +101,12 @@ class DryStep:
         )
         note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
         sender = None if split.has_last else DrySender(note)
-        (stage,) = split.stages
+        (stage,), (root,) = split.stages, self.composed.roots
         pipeline = Pipeline(
             split.layers,
             self.asked.pipeline.shape(self.mesh, self.rank, split.layers_per_stage),
             dry_links(stage, received, sender, note),
-            layers=lambda _: self.composed.root,
+            layers=lambda _: root,
             gradients=staged.gradients,
             mark_batches=False,
         )

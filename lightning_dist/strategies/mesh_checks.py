@@ -25,13 +25,6 @@ def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -
             " which would have to be sharded and gathered by itself. Use schedule='1f1b' here, or"
             " PipelineStrategy(schedule='pipedream'), whose replicas hold whole stages."
         )
-    if len(pipeline.schedules.rank_of_stage(pp)) > pp or pipeline.schedules.splits_backward:
-        raise ValueError(
-            f"schedule={pipeline.schedule!r} has several stages on a rank or parts backwards,"
-            " and shards are gathered and reduced once for a whole rank and a whole backward. Use"
-            " schedule='1f1b' or 'gpipe' here, or PipelineStrategy, whose replicas hold whole"
-            " stages."
-        )
     if pipeline.partition == "profile":
         raise ValueError(
             "partition='profile' moves layers when it has measured, and here each rank has shards"

@@ -37,6 +37,7 @@ class PipelineSplit:
         layers: Of the pipelined module.
         layers_per_stage: The partition.
         stages: This rank's.
+        rank_of_stage: The rank of each stage, in the pipeline.
         ties: Parameters that several stages use.
     """
 
@@ -44,6 +45,7 @@ class PipelineSplit:
     layers: Layers
     layers_per_stage: tuple[int, ...]
     stages: tuple[int, ...]
+    rank_of_stage: tuple[int, ...]
     ties: tuple[Tie, ...]
 
     @property
@@ -62,15 +64,29 @@ class PipelineSplit:
         Args:
             name: Of a module, a parameter or a buffer.
         """
-        stages = stage_of_layers(self.layers_per_stage)
+        stage = self.stage_of(name)
+        return stage is None or stage in self.stages
+
+    def stage_of(self, name: str) -> int | None:
+        """Gives the stage of what bears a name in the whole model; None outside of the layers.
+
+        Args:
+            name: Of a module, a parameter or a buffer.
+        """
         layer = self._layer_of(name)
-        return layer is None or stages[layer] in self.stages
+        return None if layer is None else stage_of_layers(self.layers_per_stage)[layer]
 
     @property
-    def own_names(self) -> list[str]:
-        """Names of this rank's layers in the pipelined module."""
+    def own_names(self) -> list[list[str]]:
+        """Names of this rank's layers in the pipelined module, by stage."""
         stages = stage_of_layers(self.layers_per_stage)
-        return [p.name for p in self.layers.parts() if stages[p.layer_index] in self.stages]
+        parts = self.layers.parts()
+        return [[p.name for p in parts if stages[p.layer_index] == own] for own in self.stages]
+
+    @property
+    def ties_within_a_rank(self) -> list[Tie]:
+        """Ties of several stages that are on one rank, whichever that is."""
+        return [tie for tie in self.ties if len(tie.ranks(self.rank_of_stage)) < len(tie.names)]
 
     def is_in_a_layer(self, name: str) -> bool:
         """Whether a module is a part of a layer of the pipelined module, or inside of one.
@@ -144,4 +160,4 @@ def find_split(
     if config.schedules.update_rule is UpdateRule.EACH:
         refuse_ties(ties, _NO_SUM_IN_TIME)
     own = tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
-    return PipelineSplit(path, layers, layers_per_stage, own, ties)
+    return PipelineSplit(path, layers, layers_per_stage, own, rank_of_stage, ties)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -110,7 +109,7 @@ def open_session(
     run: RunContext,
     *,
     layers: Callable[[int], nn.Module] | None = None,
-    gradients: Callable[[], Gradients] | None = None,
+    gradients: Callable[[int], Gradients] | None = None,
     optimizer: Optimizer | None = None,
     logged: LoggedStaleness | None = None,
     change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
@@ -124,8 +123,8 @@ def open_session(
         config: What the user asks for.
         run: What the pipeline runs in.
         layers: Gives what runs a stage's layers, if something has been made of them.
-        gradients: Makes what holds a stage's until an update; by default they are lent to each
-            backward.
+        gradients: Makes what holds those of a stage until an update; by default they are lent to
+            each backward.
         optimizer: Of this rank's parameters; None where nothing is trained.
         logged: What to log of how stale the weights are; None for nothing.
         change_step: What is made of each of the user's steps.
@@ -151,7 +150,7 @@ def open_session(
         device=run.device,
         rank=run.rank,
         layers=layers,
-        gradients=gradients or partial(Lent, masters_dtype),
+        gradients=gradients or (lambda _: Lent(masters_dtype)),
         on_complete=run.complete_early,
         average_weight=ReplicaWeights(run.replicas).average,
         predict=config.prediction(optimizer),

@@ -218,7 +218,7 @@ class ShardedStrategy(DataParallelStrategy):
         always = self._shard_config.find_unused_parameters
         if composed.split is None:
             notes = None
-            if composed.shards is not None and UnusedParameters.are_supported_by(composed.shards):
+            if composed.shards and UnusedParameters.are_supported_by(composed.shards[0]):
                 notes = self.make_notes(groups[0])
             return ShardedModule(
                 composed, groups, has_logits_apart=apart, compares_always=always, notes=notes

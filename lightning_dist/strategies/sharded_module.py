@@ -59,23 +59,24 @@ class ShardedModule:
     ) -> None:
         self.module = composed.module
         self.summary: WrapSummary = composed.summary
-        self._root = composed.root
+        self._roots = composed.roots
         self._spread = composed.spread
         self._shards = composed.shards
         self._has_logits_apart = has_logits_apart and composed.spread is not None
-        self._was_entered = False
-        if self._shards is not None:
-            self._root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
+        self._entered: set[nn.Module] = set()
+        for root in self._roots if self._shards else ():
+            root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
         self._agreement: UnitAgreement | None = None
         if groups is not None:
             self._agreement = UnitAgreement(
                 self.module, composed.units, *groups, always=compares_always
             )
         self._unused: UnusedParameters | None = None
-        if groups is not None and notes is not None and self._shards is not None:
+        if groups is not None and notes is not None and self._shards:
+            (shards,) = self._shards
             self._unused = UnusedParameters(
                 self.module,
-                self._shards,
+                shards,
                 composed.units,
                 notes,
                 groups[0],
@@ -85,7 +86,7 @@ class ShardedModule:
     @property
     def is_sharded(self) -> bool:
         """Whether parameters are gathered for a forward."""
-        return self._shards is not None
+        return bool(self._shards)
 
     @property
     def plan(self) -> str:
@@ -102,8 +103,8 @@ class ShardedModule:
         """What this rank holds of each layer, if layers are spread."""
         return None if self._spread is None else summarise(self.module, self._spread.styles)
 
-    def _note_entry(self, *_: object) -> None:
-        self._was_entered = True
+    def _note_entry(self, root: nn.Module, _: object) -> None:
+        self._entered.add(root)
 
     # --- a run -------------------------------------------------------------------------------
 
@@ -120,9 +121,9 @@ class ShardedModule:
         Args:
             failed: Whether other ranks may be gone.
         """
-        # Until the root was entered nothing is gathered, and FSDP2 not set up.
-        if failed and self._was_entered and self._shards is not None:
-            recover(self._root)
+        # Until a root was entered nothing is gathered, and FSDP2 not set up.
+        for root in self._entered if failed else ():
+            recover(root)
 
     def measure(self, group: dist.ProcessGroup) -> Measurements:
         """Gathers what the stages of a pipeline have measured; each rank must call it.
@@ -182,8 +183,9 @@ class ShardedModule:
             with self.agreeing(training=training):
                 return self.joining(step)(*args, **kwargs)
 
+        (root,) = self._roots
         with context():
-            return self._root(entered, *args, **kwargs)
+            return root(entered, *args, **kwargs)
 
     def agreeing(self, *, training: bool) -> AbstractContextManager[None]:
         """Gives what compares the units that ranks run in a step.
@@ -272,14 +274,13 @@ class ShardedModule:
         Yields:
             Nothing.
         """
-        if self._shards is None:
-            yield
-            return
-        self._shards.set_requires_gradient_sync(False)
+        for shards in self._shards:
+            shards.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._shards.set_requires_gradient_sync(True)
+            for shards in self._shards:
+                shards.set_requires_gradient_sync(True)
 
     # --- parameters --------------------------------------------------------------------------
 
@@ -290,7 +291,7 @@ class ShardedModule:
             device: That is.
             offloaded: Whether shards stay in host memory.
         """
-        if offloaded and self._shards is not None:
+        if offloaded and self._shards:
             move_rest(self.module, self._shards, device)
             set_device(self.module, device)
         else:
@@ -309,7 +310,8 @@ class ShardedModule:
 
     def reshard(self) -> None:
         """Makes the module's parameters the sharded ones, whatever has run last."""
-        reshard(self._root)
+        for root in self._roots:
+            reshard(root)
 
     def whole_structure(self) -> AbstractContextManager[None]:
         """Shows the whole model while entered, without the values that are on other ranks."""

@@ -2,7 +2,8 @@
 
 Micro-batches are run by the same :class:`~lightning_dist.pipeline.pipeline.Pipeline` that
 :class:`~lightning_dist.PipelineStrategy` uses. What differs is the backward: FSDP2 learns of
-gradients where autograd adds them up, and sends them in the last backward of a round.
+gradients where autograd adds them up, and sends them in the last backward of a round; see
+:mod:`lightning_dist.strategies.stage_backwards`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.named_optimizer import keep_own_parameters
+from lightning_dist.pipeline.accumulated import Accumulated
 from lightning_dist.pipeline.cut import whole
-from lightning_dist.pipeline.gradients import Accumulated
 from lightning_dist.pipeline.ties import tie_again
 from lightning_dist.strategies.compose import Composed
 from lightning_dist.strategies.measured import Measurements, gather_measurements
@@ -27,10 +28,11 @@ from lightning_dist.strategies.pipeline_checks import arguments_of_step
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.session import RunContext, Session, open_session
 from lightning_dist.strategies.sharded_module import ShardedModule, StepContext
+from lightning_dist.strategies.stage_backwards import StageBackwards
 
 
 class StagedModule(ShardedModule):
-    """This rank's stage.
+    """This rank's stages.
 
     Args:
         composed: The user's module, made parallel.
@@ -56,6 +58,7 @@ class StagedModule(ShardedModule):
         self._split = composed.split
         self._config = config
         self._session: Session | None = None
+        self._root_of = dict(zip(composed.split.stages, composed.roots, strict=True))
         self._sends = True
 
     @property
@@ -67,9 +70,9 @@ class StagedModule(ShardedModule):
     @property
     @override
     def layers(self) -> str:
-        names = self._split.own_names
-        first, last = f"{self._split.path}.{names[0]}", names[-1]
-        return first if len(names) == 1 else f"{first} to {last}"
+        own = [names for names in self._split.own_names if names]
+        ranges = [n[0] if len(n) == 1 else f"{n[0]} to {n[-1]}" for n in own]
+        return f"{self._split.path}.{', '.join(ranges)}"
 
     @override
     def open(self, run: RunContext) -> None:
@@ -79,7 +82,7 @@ class StagedModule(ShardedModule):
             self._split.layers_per_stage,
             self._config,
             run,
-            layers=lambda _: self._root,
+            layers=self._root_of.__getitem__,
             gradients=self.gradients,
             change_step=self.joining,
         )
@@ -122,18 +125,14 @@ class StagedModule(ShardedModule):
 
     # --- gradients ---------------------------------------------------------------------------
 
-    def gradients(self) -> Accumulated:
-        """Makes what runs the backwards of this stage."""
-        return Accumulated(self._root, self._around_backward)
+    def gradients(self, number: int) -> Accumulated:
+        """Makes what runs the backwards of a stage.
 
-    @contextmanager
-    def _around_backward(self, is_last: bool) -> Iterator[None]:
-        if self._shards is not None:
-            self._shards.set_is_last_backward(is_last)
-            self._shards.set_reshard_after_backward(is_last)
-            self._shards.set_requires_gradient_sync(is_last and self._sends)
-        with self.backward_context():
-            yield
+        Args:
+            number: Of the stage, one of the rank's.
+        """
+        root = self._root_of[number]
+        return Accumulated(root, StageBackwards(root, self.backward_context, lambda: self._sends))
 
     @override
     def backward(

@@ -110,7 +110,14 @@ def find_traced_split(
     layers = TracedLayers(sequence)
     partition = _choose_partition(layers, sequence.program, config, len(rank_of_stage), path)
     own = tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
-    return TracedSplit(path, layers, partition, own, ties=())  # a layer has all uses of its own
+    return TracedSplit(
+        path,
+        layers,
+        partition,
+        own,
+        rank_of_stage,
+        ties=(),  # a layer has all uses of its own
+    )
 
 
 def _find_trainable(module: pl.LightningModule) -> str:

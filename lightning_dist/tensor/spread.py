@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 import torch
 from torch import nn
@@ -66,6 +66,7 @@ class SpreadModule:
         options: How.
         is_kept: Whether this rank will keep the module of a name. What it will not is looked at,
             so that all ranks find the same, but left as it is.
+        stage_of: Gives the stage of a pipeline that has the module of a name.
 
     Attributes:
         cuts: Placements on the tensor-parallel ranks by parameter name, of the whole model.
@@ -81,6 +82,7 @@ class SpreadModule:
         mesh: DeviceMesh,
         options: SpreadOptions,
         is_kept: Callable[[str], bool] = lambda _: True,
+        stage_of: Callable[[str], int | None] = lambda _: None,
     ) -> None:
         check_styles(module, styles, mesh.size(), options.sequence_parallel)
         self.module = module
@@ -109,8 +111,9 @@ class SpreadModule:
             keep_own_heads(module.get_submodule(parent), mesh.size())
             explain_shapes(parent, module.get_submodule(parent), mesh.size())
         for stack in stacks:
-            blocks = [module.get_submodule(name) for name in stack if is_kept(name)]
-            if blocks:
+            # What crosses from stage to stage is whole.
+            for _, of_stage in groupby(filter(is_kept, stack), key=stage_of):
+                blocks = [module.get_submodule(name) for name in of_stage]
                 cut_sequence(blocks[0], blocks[-1], mesh, self._randomness)
         for part in module.modules():
             if isinstance(part, nn.TransformerEncoder):

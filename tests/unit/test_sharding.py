@@ -15,7 +15,15 @@ from torchmetrics import MeanMetric
 
 from lightning_dist import sharding
 from lightning_dist.fake_ranks import fake_rank
-from lightning_dist.sharding import ShardingOptions, fill, move_rest, recover, reshard, shard
+from lightning_dist.sharding import (
+    ShardingOptions,
+    fill,
+    move_rest,
+    recover,
+    reshard,
+    shard,
+    unshard,
+)
 from lightning_dist.tensor.placements import stacked
 from lightning_dist.wrap import Unit
 
@@ -47,7 +55,7 @@ def make(device: str = "cpu") -> nn.Sequential:
 
 
 def shard_whole(module: nn.Module, units: list[Unit], mesh: DeviceMesh, **options: Any) -> None:
-    shard(module, module, units, mesh, ShardingOptions(**options))
+    shard([module], module, units, mesh, ShardingOptions(**options))
 
 
 def whole_parts(module: nn.Module) -> list[str]:
@@ -77,6 +85,8 @@ def test_what_stays_whole_behind_a_forward(
     assert whole_parts(module) == whole
     reshard(module)
     assert whole_parts(module) == []
+    unshard(module)
+    assert whole_parts(module) == ["0", "1", "2"]
 
 
 def test_a_unit_may_compute_in_single_precision(mesh: DeviceMesh) -> None:
@@ -197,9 +207,9 @@ class WithState(nn.Module):
 def test_what_is_not_sharded_goes_to_the_device(mesh: DeviceMesh) -> None:
     module, device = WithState(), torch.device("meta")
     names = list(dict(module.named_parameters()))
-    root = shard(module.layer, module.layer, [], mesh, ShardingOptions(offload=True))
+    roots = shard([module.layer], module.layer, [], mesh, ShardingOptions(offload=True))
     before = module.layer.weight
-    move_rest(module, root, device)
+    move_rest(module, roots, device)
     assert module.frozen.device == module.scale.device == device
     assert module.mean.mean_value.device == device
     assert module.layer.weight is before

@@ -117,17 +117,43 @@ def cases_of_products() -> Iterator[tuple[str, Case]]:
 
 FULL = {"activation_checkpointing": "full"}
 BOTH = TENSOR_DIALS[", both"]
+IN_TURNS = ("interleaved_1f1b", "looped_bfs", "zb_h1", "zbv")
+"""Schedules with several stages on a rank, or with backwards in parts."""
+FEW_SAMPLES = 10  # of three batches the last one is half as large
 
 CASES = {
     **dict(cases_of_products()),
     "2 stages, gpipe, recomputed": Case({"pp": 2}, shard=FULL, schedule="gpipe"),
     "2 stages x 2 replicas, gpipe": Case({"pp": 2, "dp_replicate": 2}, schedule="gpipe"),
+    "2 stages x 2 replicas, zbv": Case(
+        {"pp": 2, "dp_replicate": 2}, {}, {}, "zbv", "auto", num_samples=FEW_SAMPLES
+    ),
     "2 stages x 2 shards, gpipe": Case({"pp": 2, "dp_shard": 2}, schedule="gpipe"),
     "2 stages x 2 tensor ranks, both, gpipe": Case({"pp": 2, "tp": 2}, BOTH, schedule="gpipe"),
     "2 stages x 2 shards, recomputed and gathered again": Case(
         {"pp": 2, "dp_shard": 2}, shard={**FULL, "reshard_after_forward": True}
     ),
     "2 stages x 2 shards, offloaded": Case({"pp": 2, "dp_shard": 2}, shard={"offload": "cpu"}),
+    **{
+        f"2 stages x 2 shards, {schedule}, accumulated": replace(
+            accumulated(Case({"pp": 2, "dp_shard": 2}, schedule=schedule)), num_samples=FEW_SAMPLES
+        )
+        for schedule in IN_TURNS
+    },
+    **{
+        f"2 stages x 2 tensor ranks, both, {schedule}, recomputed": Case(
+            {"pp": 2, "tp": 2}, BOTH, FULL, schedule, num_samples=FEW_SAMPLES
+        )
+        for schedule in IN_TURNS
+    },
+    "2 stages x 2 shards, zbv, recomputed and gathered again": Case(
+        {"pp": 2, "dp_shard": 2},
+        {},
+        {**FULL, "reshard_after_forward": True},
+        "zbv",
+        "auto",
+        num_samples=FEW_SAMPLES,
+    ),
     "2 replicas, recomputed": Case({"dp_replicate": 2}, shard=FULL),
     "2 shards x 2 tensor ranks, recomputed": Case({"dp_shard": 2, "tp": 2}, BOTH, FULL),
     "2 stages x 2 shards x 2 tensor ranks, both": Case({"pp": 2, "dp_shard": 2, "tp": 2}, BOTH),

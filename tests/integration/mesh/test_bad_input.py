@@ -109,6 +109,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
         8,
         ["'0.token.weight' (stage 0)", "'3.logits.weight' (stage 1)", "cuts one", "colwise_gather"],
     ),
+    "tied over stages of one rank that are sharded": (
+        tied,
+        {"pp": 2, "pipeline": PipelineConfig(schedule="zbv")},
+        {},
+        8,
+        ["'0.token.weight' (stage 0)", "'3.logits.weight' (stage 3)", "one rank", "'1f1b'"],
+    ),
     "several optimizers": (
         lambda: TwoOptimizers(width=32, depth=2, num_heads=4),
         {"pp": 2},

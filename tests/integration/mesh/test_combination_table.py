@@ -62,9 +62,8 @@ def tried() -> Iterator[Tried]:
 
 
 SCHEDULES = {
-    "stages, `gpipe` and `1f1b`": "",
+    "stages, `gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `zb_h1` and `zbv`": "",
     "stages, `pipedream` and `pipedream_2bw`": "would have to be sharded and gathered by itself",
-    "stages, `interleaved_1f1b`, `looped_bfs`, `zb_h1` and `zbv`": "once for a whole rank",
 }
 """Rows with stages, and why MeshStrategy refuses them."""
 

@@ -55,9 +55,11 @@ class Module(L.LightningModule):
 
 
 @contextmanager
-def made(shape: MeshShape, rank: int, shard: ShardConfig) -> Iterator[Composed]:
+def made(
+    shape: MeshShape, rank: int, shard: ShardConfig, schedule: Any = "1f1b"
+) -> Iterator[Composed]:
     with fake_rank(rank, shape.world_size):
-        config = PipelineConfig(partition="uniform")
+        config = PipelineConfig(schedule, partition="uniform")
         asked = Parallelism(config, TensorConfig(), shard, shard.under(Precision()))
         yield compose(Module(), build_mesh(shape, "cpu"), asked)
 
@@ -74,9 +76,10 @@ class Counting(TorchDispatchMode):
 
 def forward(composed: Composed) -> Tensor:
     x = torch.ones(1, SIZE, requires_grad=True)
-    if composed.split is not None:  # the root is what runs a stage's layers
-        return composed.root(x)
-    return composed.root(composed.module.model, x)
+    (root,) = composed.roots
+    if composed.split is not None:  # it is what runs a stage's layers
+        return root(x)
+    return root(composed.module.model, x)
 
 
 def operations(composed: Composed) -> Counter[str]:
@@ -119,7 +122,18 @@ def test_a_stage_has_units_of_its_own_layers(rank: int, own: range) -> None:
         assert composed.units == names
         parts = composed.module.named_modules()
         assert [name for name, part in parts if isinstance(part, FSDPModule)] == names
-        assert composed.shards is composed.root
+        assert composed.shards == composed.roots
+
+
+def test_each_stage_of_a_rank_is_sharded_by_itself() -> None:
+    shard = ShardConfig(wrap=ByClass(["Inner"]))
+    with made(MeshShape(pp=2, dp_shard=2), 0, shard, "zbv") as composed:
+        first, last = composed.shards
+        assert composed.shards == composed.roots
+        assert [list(dict(root.named_children())) for root in (first, last)] == [
+            ["0", "1"],
+            ["6", "7"],
+        ]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_it_is_found_again_in_what_a_cut_has_left() -> None:
 def test_a_split_knows_which_names_are_whose() -> None:
     holder = Holder(Causal(), metric=nn.BatchNorm1d(2, affine=False))
     split = find_split(holder, PipelineConfig("1f1b", partition=[2, 3]), 2, 0)
-    assert split.own_names == ["body.embed", "body.blocks.0", "body.blocks.1"]
+    assert split.own_names == [["body.embed", "body.blocks.0", "body.blocks.1"]]
     assert split.keeps("model.body.blocks.1.norm.weight")
     assert not split.keeps("model.body.blocks.2")
     assert not split.keeps("model.head.weight")

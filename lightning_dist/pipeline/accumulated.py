@@ -1,0 +1,120 @@
+"""A stage's gradients in ``p.grad`` for a round, where others listen.
+
+FSDP2 reduces what has been added to a parameter when a backward has passed it, so gradients must be
+there, and whoever shards must know which backward is the last. What earlier rounds have left for
+the same update is set aside meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Listener(Protocol):
+    """Who wants to know of each backward of a stage, and which one is the last of its round."""
+
+    def backward(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Gives what a backward runs in.
+
+        Args:
+            is_last: Whether no other one of the round comes behind it.
+        """
+
+    def part(self) -> AbstractContextManager[None]:
+        """Gives what a part of a backward runs in, whose gradients autograd adds nowhere."""
+
+    def end_parts(self, *, is_last: bool) -> None:
+        """Notes that such gradients have been added to ``p.grad``.
+
+        Args:
+            is_last: As for :meth:`backward`.
+        """
+
+
+class Accumulated:
+    """Gradients in ``p.grad``; see :class:`~lightning_dist.pipeline.gradients.Gradients`.
+
+    Args:
+        layers: The stage's.
+        listener: Of the stage.
+    """
+
+    def __init__(self, layers: nn.Module, listener: Listener) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._layers = layers
+        self._listener = listener
+        self._num_left = 0
+        self._before: dict[str, Tensor | None] = {}
+
+    def begin_round(self, num_backwards: int) -> None:
+        """Sets the gradients of earlier rounds aside."""
+        self._num_left = num_backwards
+        self._before = {name: p.grad for name, p in self._parameters()}
+        for _, parameter in self._parameters():
+            parameter.grad = None
+
+    def end_round(self) -> None:
+        """Takes the gradients of this round, and puts those of earlier ones back."""
+        assert self._num_left == 0
+        for name, parameter in self._parameters():
+            if parameter.grad is not None:
+                self._held[name] = parameter.grad
+            parameter.grad = self._before.pop(name)
+
+    def held(self, update: int) -> dict[str, Tensor]:
+        """Gives the gradients."""
+        return self._held
+
+    def take(self, update: int) -> dict[str, Tensor]:
+        """Gives the gradients away."""
+        held, self._held = self._held, {}
+        return held
+
+    def parting(self) -> AbstractContextManager[None]:
+        """Gives what the listener wants."""
+        return self._listener.part()
+
+    def add(
+        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int
+    ) -> None:
+        """Adds the gradients of a backward in parts."""
+        self._num_left -= 1
+        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:  # autograd may have given the same tensor to another one
+                parameter.grad = gradient.clone()
+            else:
+                parameter.grad.add_(gradient)
+        self._listener.end_parts(is_last=self._num_left == 0)
+
+    def clear(self) -> None:
+        """Drops what is held and what was set aside."""
+        self._held.clear()
+        self._before.clear()
+
+    def run(
+        self,
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
+        update: int,
+    ) -> list[Tensor | None]:
+        """Runs one backward."""
+        self._num_left -= 1
+        if outputs:
+            with self._listener.backward(is_last=self._num_left == 0):
+                torch.autograd.backward(outputs, gradients)
+        found = [tensor.grad for tensor in inputs]
+        for tensor in inputs:
+            tensor.grad = None
+        return found
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self._layers.named_parameters() if p.requires_grad]
