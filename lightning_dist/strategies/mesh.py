@@ -144,11 +144,16 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
 
         Raises:
             ValueError: The sizes do not multiply to the world size, the module cannot be made
-                parallel so, its step needs the values of tensors, or this process is a rank
-                already.
+                parallel so, its step needs the values of tensors, a rank has several stages, or
+                this process is a rank already.
         """
         shape = self.mesh_shape(world_size)
-        check_dry_run(self._policy.is_manual, optimizer_states_per_parameter)
+        check_dry_run(
+            self._policy.is_manual,
+            optimizer_states_per_parameter,
+            shape.pp,
+            self._pipeline_config,
+        )
         check_precision(str(self.precision_plugin.precision), shape.tp)
         run = DryRun(
             shape,

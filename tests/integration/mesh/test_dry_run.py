@@ -187,6 +187,7 @@ CASES = {
         {"dp_replicate": 2, "dp_shard": 2}, shard={"reshard_after_forward": False}
     ),
     "pp 2 x tp 2": Case({"pp": 2, "tp": 2}),
+    "pp 2 x shards 2, zb_h1": Case({"pp": 2, "dp_shard": 2}, schedule="zb_h1"),
     "pp 2 x shards 2, gathered again": Case(
         {"pp": 2, "dp_shard": 2}, shard={"reshard_after_forward": True}
     ),

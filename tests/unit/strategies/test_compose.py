@@ -24,6 +24,7 @@ from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.wrap import AnyOf, ByClass, ByName
+from recipes.gpt import GPT
 
 SIZE, DEPTH = 4, 8
 
@@ -134,6 +135,19 @@ def test_each_stage_of_a_rank_is_sharded_by_itself() -> None:
             ["0", "1"],
             ["6", "7"],
         ]
+
+
+def test_what_crosses_from_stage_to_stage_is_not_cut() -> None:
+    width, tokens = 8, torch.zeros(1, 4, dtype=torch.int64)
+    with fake_rank(0, 4):
+        pipeline = PipelineConfig("interleaved_1f1b", partition="uniform")
+        tensor, shard = TensorConfig(sequence_parallel=True), ShardConfig()
+        asked = Parallelism(pipeline, tensor, shard, shard.under(Precision()))
+        module = GPT(width=width, depth=6, num_heads=2)
+        first, third = compose(module, build_mesh(MeshShape(pp=2, tp=2), "cpu"), asked).roots
+        for root in (first, third):
+            tokens = root(tokens)
+            assert tokens.shape == (1, 4, width)
 
 
 @pytest.mark.parametrize(
