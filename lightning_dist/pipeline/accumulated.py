@@ -7,8 +7,8 @@ the same update is set aside meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -75,9 +75,11 @@ class Accumulated:
         held, self._held = self._held, {}
         return held
 
-    def parting(self) -> AbstractContextManager[None]:
-        """Gives what the listener wants."""
-        return self._listener.part()
+    @contextmanager
+    def parting(self, parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        """Gives the parameters that are heard there, whatever has been made of them for a graph."""
+        with self._listener.part():
+            yield dict(self._parameters())
 
     def add(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int

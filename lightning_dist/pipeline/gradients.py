@@ -52,8 +52,14 @@ class Gradients(Protocol):
             One gradient for each input.
         """
 
-    def parting(self) -> AbstractContextManager[None]:
-        """Gives what each part of a backward runs in; its parameters are the stage's only there."""
+    def parting(
+        self, parameters: Mapping[str, Tensor]
+    ) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Gives what each part of a backward runs in, and there the leaves to ask for gradients.
+
+        Args:
+            parameters: As for :meth:`run`.
+        """
 
     def add(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int
@@ -61,7 +67,7 @@ class Gradients(Protocol):
         """Holds the gradients of a backward in parts, all of which have been run.
 
         Args:
-            parameters: What stands for the stage's trainable parameters in its graph.
+            parameters: What :meth:`parting` has given.
             gradients: One for each of them, or None.
             update: What they are for.
         """
@@ -137,9 +143,11 @@ class Lent:
         self._hold(parameters, new, [*gradients, *of_inputs, *new], update)
         return of_inputs
 
-    def parting(self) -> AbstractContextManager[None]:
-        """Gives nothing; see :class:`Gradients`."""
-        return nullcontext()
+    def parting(
+        self, parameters: Mapping[str, Tensor]
+    ) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Gives the same parameters; see :class:`Gradients`."""
+        return nullcontext(parameters)
 
     def add(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int

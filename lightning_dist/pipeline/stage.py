@@ -201,8 +201,7 @@ class Stage:
         flight = self._in_flight[index]
         assert flight.weights.index == self.policy.num_steps, "only synchronous schedules do that"
         outputs, gradients = self._roots(flight, flight.weights, gradients)
-        with self.gradients.parting():
-            trainable = self._trainable(flight.weights)
+        with self.gradients.parting(self._trainable(flight.weights)) as trainable:
             parted = PartedBackward(outputs, gradients, flight.inputs, trainable)
             self._parted[index] = parted
             return self._reweighted.run(flight.weights, parted.run_inputs)
@@ -215,8 +214,7 @@ class Stage:
             update: What the gradients are for.
         """
         flight = self._in_flight.pop(index)
-        with self.gradients.parting():
-            trainable = self._trainable(flight.weights)
+        with self.gradients.parting(self._trainable(flight.weights)) as trainable:
             found = self._reweighted.run(flight.weights, self._parted.pop(index).run_weights)
         self.gradients.add(trainable, found, update)
         self.meter.end_backward(flight.weights, update)

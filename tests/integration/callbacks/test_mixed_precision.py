@@ -24,6 +24,7 @@ from lightning_dist import (
 )
 from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.checkpoint import load_full
+from lightning_dist.strategies.pipeline_config import PipelineConfig
 from tests.helpers.half_reference import half_weights, keep_norms, make_half, one_thread
 from tests.helpers.models import (
     ConvLayer,
@@ -57,6 +58,7 @@ MAKE: dict[str, Callable[[], Strategy]] = {
     "1f1b": PipelineStrategy,
     "pipedream": lambda: PipelineStrategy(schedule="pipedream", partition="uniform"),
     "mesh": lambda: MeshStrategy(pp=2),
+    "mesh, in parts": lambda: MeshStrategy(pp=2, pipeline=PipelineConfig("zb_h1", 8)),
     "tp": lambda: TensorParallelStrategy(plan=PLAN),
 }
 
@@ -100,7 +102,13 @@ def test_what_is_computed_again_is_half_again() -> None:
 
 @pytest.mark.parametrize(
     ("name", "shares", "num_microbatches"),
-    [("ddp", 2, 1), ("lightning", 2, 1), ("gpipe", 1, 8), ("mesh", 1, 8)],
+    [
+        ("ddp", 2, 1),
+        ("lightning", 2, 1),
+        ("gpipe", 1, 8),
+        ("mesh", 1, 8),
+        ("mesh, in parts", 1, 8),
+    ],
 )
 def test_two_ranks(workers: WorkerPool, name: str, shares: int, num_microbatches: int) -> None:
     ranks = workers.run(2, run, name, Asked(shares=shares))

@@ -74,13 +74,11 @@ def run_round(stage: Fork, gradients: Accumulated) -> None:
     outputs = [stage(x) for x in inputs]
     parts: list[PartedBackward] = []
     for x, y in zip(inputs, outputs, strict=True):
-        with gradients.parting():
-            parameters = dict(stage.named_parameters())
+        with gradients.parting({}) as parameters:
             parts.append(PartedBackward([y], [torch.ones_like(y)], [x], parameters))
             assert parts[-1].run_inputs()[0] is not None
     for parted in parts:
-        with gradients.parting():
-            parameters = dict(stage.named_parameters())
+        with gradients.parting({}) as parameters:
             found = parted.run_weights()
         gradients.add(parameters, found, 0)
     gradients.end_round()
