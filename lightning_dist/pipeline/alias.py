@@ -2,8 +2,7 @@
 
 The tensors that a stage receives are leaves, so that their gradients can be asked for, and autograd
 lets nobody write into a leaf in place, nor into a view of one. On a single device the same layer
-(``nn.ReLU(inplace=True)``, say) would get the output of the one before. Nor does autograd cut a
-view from its graph in place.
+(``nn.ReLU(inplace=True)``, say) would get the output of the one before.
 """
 
 from __future__ import annotations
@@ -31,18 +30,6 @@ def behind_leaf(tensor: Tensor) -> Tensor:
         tensor: Any; what requires no gradient, or is no leaf, is returned as it is.
     """
     if not tensor.requires_grad or not tensor.is_leaf:
-        return tensor
-    alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
-    return alias
-
-
-def no_view(tensor: Tensor) -> Tensor:
-    """Gives the same memory as a tensor that is no view of another.
-
-    Args:
-        tensor: Any; what is no view is returned as it is.
-    """
-    if not tensor._is_view():
         return tensor
     alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
     return alias

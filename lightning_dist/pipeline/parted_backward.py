@@ -1,20 +1,25 @@
 """A backward in two parts: gradients of the inputs first, those of the weights when there is time.
 
-Asking autograd twice would compute the chain through the layers twice. torch knows how to stop at
-the nodes from which only weights are reached and to go on from there later; its functions for that
-are private, and this is the one place that uses them.
+Asking autograd twice would compute the chain through the layers twice. The first part runs the
+chain alone, and keeps what arrives where the ways to the weights leave it; the second goes on from
+there. ``torch.distributed.pipelining`` has private functions for that, but they lose the gradients
+of what only an output beside the chain depends on, fail where a layer stands between two uses of a
+weight, and before torch 2.13 count some gradients of such weights twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from lightning_dist.pipeline.alias import no_view
+from lightning_dist.pipeline.backward_graph import BackwardGraph, Branch, node_of
+
+Arrived = tuple[Tensor | None, ...]
 
 
 class PartedBackward:
@@ -37,9 +42,10 @@ class PartedBackward:
         self._outputs = list(outputs)
         self._gradients = list(gradients)
         self._inputs = list(inputs)
-        # Leaves all the same where they stand for parameters.
-        self._parameters: list[Any] = list(parameters.values())
-        self._groups: list[dict[str, Any]] = []
+        self._parameters = list(parameters.values())
+        self._branches: list[Branch] = []
+        self._arrived: dict[Node, Arrived] = {}
+        self._beside: list[tuple[GradientEdge, Tensor]] = []
 
     def run_inputs(self) -> list[Tensor | None]:
         """Runs the first part.
@@ -49,14 +55,16 @@ class PartedBackward:
         """
         if not self._inputs or not self._outputs:
             return [None] * len(self._inputs)
-        outputs = [no_view(output) for output in self._outputs]  # they are cut off in place
-        found, self._groups = stage_backward_input(
-            outputs, self._gradients, self._inputs, iter(self._parameters)
-        )
-        for tensor in self._inputs:
-            tensor.grad = None
-        self._outputs, self._gradients = [], []  # the graph behind them is not needed any more
-        return list(found)
+        graph = BackwardGraph(self._outputs, self._inputs)
+        self._branches = graph.branches(self._parameters)
+        kept = {node for branch in self._branches for node in branch.beginnings}
+        found = self._run_chain(graph, [node for node in kept if graph.is_on_chain(node)])
+        for output in self._outputs:
+            # Others hold it still, and the graph behind it is not needed any more.
+            if graph.is_top(node_of(output)) and node_of(output) not in kept:
+                _cut_off(output)
+        self._outputs, self._gradients = [], []
+        return found
 
     def run_weights(self) -> list[Tensor | None]:
         """Runs the second part; on a stage without inputs, all of it.
@@ -66,14 +74,56 @@ class PartedBackward:
         """
         if not self._inputs:
             return self._run_whole()
-        before = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        stage_backward_weight(iter(self._parameters), self._groups)
-        found = [parameter.grad for parameter in self._parameters]
-        for parameter, gradient in zip(self._parameters, before, strict=True):
-            parameter.grad = gradient
+        found: list[Tensor | None] = [None] * len(self._parameters)
+        # From one of several joints a backward passes the chain down to the next, where what the
+        # other branches need must still be: these come first, and free nothing.
+        for branch in sorted(self._branches, key=lambda b: len(b.beginnings), reverse=True):
+            for i, gradient in zip(branch.parameters, self._run_branch(branch), strict=True):
+                found[i] = gradient
+        self._branches, self._beside = [], []
+        self._arrived.clear()
         return found
+
+    def _run_chain(self, graph: BackwardGraph, joints: Sequence[Node]) -> list[Tensor | None]:
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for output, gradient in zip(self._outputs, self._gradients, strict=True):
+            if graph.is_on_chain(node_of(output)):
+                outputs.append(output)
+                gradients.append(gradient)
+            else:
+                self._beside.append((get_gradient_edge(output), gradient))
+        if not outputs:
+            return [None] * len(self._inputs)
+        with _noted(joints, self._arrived):
+            return list(
+                torch.autograd.grad(
+                    outputs, self._inputs, gradients, retain_graph=True, allow_unused=True
+                )
+            )
+
+    def _run_branch(self, branch: Branch) -> list[Tensor | None]:
+        arrived = {n: self._arrived[n] for n in branch.beginnings if n in self._arrived}
+        roots = [
+            (GradientEdge(node, i), gradient)
+            for node, gradients in arrived.items()
+            for i, gradient in enumerate(gradients)
+            if gradient is not None
+        ]
+        roots += [(e, gradient) for e, gradient in self._beside if e.node in branch.beginnings]
+        parameters = [self._parameters[i] for i in branch.parameters]
+        if not roots:
+            return [None] * len(parameters)
+        with _replaced(arrived):
+            return list(
+                torch.autograd.grad(
+                    [edge for edge, _ in roots],
+                    parameters,
+                    [gradient for _, gradient in roots],
+                    retain_graph=len(arrived) > 1,
+                    allow_unused=True,
+                )
+            )
 
     def _run_whole(self) -> list[Tensor | None]:
         if not self._outputs or not self._parameters:
@@ -81,3 +131,39 @@ class PartedBackward:
         return list(
             torch.autograd.grad(self._outputs, self._parameters, self._gradients, allow_unused=True)
         )
+
+
+@contextmanager
+def _noted(nodes: Sequence[Node], arrived: dict[Node, Arrived]) -> Iterator[None]:
+    """Notes the gradients that arrive at nodes."""
+
+    def note(node: Node, gradients: Arrived) -> None:
+        arrived[node] = gradients
+
+    handles = [node.register_prehook(partial(note, node)) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _replaced(arrived: Mapping[Node, Arrived]) -> Iterator[None]:
+    """Lets nodes see what arrived the first time, and nothing that comes down the chain again."""
+
+    def replace(gradients: Arrived, _: Arrived) -> Arrived:
+        return gradients
+
+    handles = [node.register_prehook(partial(replace, g)) for node, g in arrived.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _cut_off(output: Tensor) -> None:
+    # Autograd cuts no view in place, and a leaf would not require grad any more.
+    if not output._is_view() and not output.is_leaf:
+        output.detach_()

@@ -130,9 +130,8 @@ def test_the_other_kind_of_checkpoint_recomputes_as_well(schedule: str) -> None:
 
 
 def test_torch_says_what_to_do_where_it_parts_a_backward() -> None:
-    with pytest.raises(RuntimeError, match="stage backward input") as raised:
+    with pytest.raises(RuntimeError, match="set use_reentrant=False"):
         fit("zb_h1", made_of(lambda: Layer(0.5), *3 * [lambda: Reentrant(0.5)]))
-    assert "set use_reentrant=False" in str(raised.value.__cause__)
 
 
 # --- dropout -------------------------------------------------------------------------------------
