@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
-from lightning_dist.tensor.placements import stacked_dim
+from lightning_dist.tensor.placements import stacked_dim, unstacked
 from lightning_dist.tree import map_leaves
 
 
@@ -75,7 +75,14 @@ def whole(tensor: Tensor) -> Tensor:
     Args:
         tensor: Sharded, or not; then it is returned.
     """
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    dim = stacked_dim(tensor)
+    return (
+        tensor.full_tensor()
+        if dim is None
+        else unstacked(tensor).full_tensor().flatten(dim, dim + 1)
+    )
 
 
 def is_storable(tensor: Tensor) -> bool:
@@ -93,9 +100,20 @@ def storable(tensor: Tensor) -> Tensor:
     Args:
         tensor: Any. If a rank has several pieces of it, they become one.
     """
-    if not isinstance(tensor, DTensor) or stacked_dim(tensor) is None:
+    dim = stacked_dim(tensor)
+    if not isinstance(tensor, DTensor) or dim is None:
         return tensor
-    return tensor.redistribute(tensor.device_mesh, [*tensor.placements[:-1], Replicate()])
+    apart = unstacked(tensor)
+    gathered = apart.redistribute(apart.device_mesh, [*apart.placements[:-1], Replicate()])
+    own = gathered.to_local().flatten(dim, dim + 1)
+    return DTensor.from_local(
+        own,
+        tensor.device_mesh,
+        [*tensor.placements[:-1], Replicate()],
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def spread_like(own: Tensor, like: Tensor) -> Tensor:

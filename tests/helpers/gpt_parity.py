@@ -118,7 +118,7 @@ def fit(
     predicted = trainer.predict(module, to_evaluate)
     assert predicted is not None
     fitted.predicted = torch.cat(list(predicted))
-    fitted.gradients = {name: whole(torch.stack(of_updates)) for name, of_updates in kept.items()}
+    fitted.gradients = {name: torch.stack(list(map(whole, of))) for name, of in kept.items()}
     fitted.state = {name: whole(p.detach()).clone() for name, p in module.named_parameters()}
     fitted.replica = share["rank"]
     return fitted

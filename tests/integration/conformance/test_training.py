@@ -48,7 +48,7 @@ def fit(name: str | None, optimizer: str, options: dict[str, Any]) -> Any:
 
     module.on_before_optimizer_step = keep_gradients
     trainer.fit(module, *loaders_of(trainer, entry))
-    gradients = {n: whole(torch.stack(of_steps)) for n, of_steps in kept.items()}
+    gradients = {n: torch.stack(list(map(whole, of_steps))) for n, of_steps in kept.items()}
     metrics = {n: float(v) for n, v in trainer.callback_metrics.items()}
     return state_of(module), gradients, metrics, trainer.global_step
 
