@@ -206,18 +206,3 @@ def unshard(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-
-
-def recover(root: nn.Module) -> None:
-    """Frees gathered parameters after an exception inside of a forward or backward.
-
-    There :func:`reshard` does nothing to units that stay whole until the backward.
-
-    Args:
-        root: Sharded.
-    """
-    assert isinstance(root, FSDPModule)
-    if hasattr(root, "reset_iter_state"):  # since torch 2.13
-        root.reset_iter_state()
-    else:
-        reshard(root)

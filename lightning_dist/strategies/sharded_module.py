@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
-from lightning_dist.sharding import move_rest, recover, reshard
+from lightning_dist.interrupted_step import forget_step
+from lightning_dist.sharding import move_rest, reshard
 from lightning_dist.strategies.compose import Composed
 from lightning_dist.strategies.data_parallel_checks import (
     check_gradients,
@@ -123,7 +124,7 @@ class ShardedModule:
         """
         # Until a root was entered nothing is gathered, and FSDP2 not set up.
         for root in self._entered if failed else ():
-            recover(root)
+            forget_step(root)
 
     def measure(self, group: dist.ProcessGroup) -> Measurements:
         """Gathers what the stages of a pipeline have measured; each rank must call it.

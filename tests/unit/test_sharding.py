@@ -15,15 +15,8 @@ from torchmetrics import MeanMetric
 
 from lightning_dist import sharding
 from lightning_dist.fake_ranks import fake_rank
-from lightning_dist.sharding import (
-    ShardingOptions,
-    fill,
-    move_rest,
-    recover,
-    reshard,
-    shard,
-    unshard,
-)
+from lightning_dist.interrupted_step import forget_step
+from lightning_dist.sharding import ShardingOptions, fill, move_rest, reshard, shard, unshard
 from lightning_dist.tensor.placements import stacked
 from lightning_dist.wrap import Unit
 
@@ -162,7 +155,8 @@ def test_filling_keeps_dtypes_ties_and_what_is_frozen(mesh: DeviceMesh) -> None:
     assert module[2].weight.to_local().shape == (2, 4)
 
 
-def test_an_exception_leaves_nothing_gathered(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_leaves_nothing_gathered(mesh: DeviceMesh, where: str) -> None:
     module = make()
     shard_whole(module, [Unit("0"), Unit("1")], mesh, reshard_after_forward=False)
 
@@ -170,12 +164,18 @@ def test_an_exception_leaves_nothing_gathered(mesh: DeviceMesh) -> None:
         raise KeyError
 
     handle = module[2].register_forward_hook(fail)
+    if where == "backward":
+        handle.remove()
+        handle = module[1].register_full_backward_hook(fail)
     with pytest.raises(KeyError):
-        module(torch.ones(1, 4))
+        module(torch.ones(1, 4)).sum().backward()
     handle.remove()
-    recover(module)
+    assert whole_parts(module)
+    forget_step(module)
     assert whole_parts(module) == []
-    module(torch.ones(1, 4)).sum().backward()
+    module(torch.ones(1, 4)).sum().backward()  # nor does it take itself for a part of that step
+    assert whole_parts(module) == []
+    assert all(p.grad is not None for p in module.parameters())
 
 
 @pytest.mark.parametrize(("offload", "policy"), [(True, CPUOffloadPolicy), (False, OffloadPolicy)])
