@@ -23,7 +23,8 @@ class TorchTrace:
 
     def start(self) -> None:
         """Begins."""
-        self._profile = profile(activities=activities(self._device))
+        # There is one cycle, and torch before 2.13 warns even so that others' events get lost.
+        self._profile = profile(activities=activities(self._device), acc_events=True)
         self._profile.start()
 
     def stop(self) -> None:
