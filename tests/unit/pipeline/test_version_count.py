@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -98,7 +97,7 @@ def train(model: nn.Sequential, pipeline: Pipeline) -> Any:
 
 HALF = {
     "half": HalfWeights(lambda _: torch.bfloat16),
-    "gradients": partial(Lent, torch.float32),
+    "gradients": lambda _: Lent(torch.float32),
 }
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "1f1b": ("1f1b", 3, {}),
