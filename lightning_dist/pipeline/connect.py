@@ -155,6 +155,9 @@ def connect_in_memory(
 ) -> list[Links]:
     """Gives each rank of a pipeline whose ranks are all in this process its channels.
 
+    Ranks that are threads must take turns: they share torch's generators, whose lock and Python's
+    can wait for each other.
+
     Args:
         rank_of_stage: The rank of each stage.
         make_channel: Makes one direction between two stages.

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.connect import connect_in_memory
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.runtime import Links
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
+from tests.helpers.threads import connect_turns
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -76,13 +76,15 @@ def largest_difference(
     splits = [find_split(holder, config, 2, rank) for rank, holder in enumerate(holders)]
     losses: dict[int, list[float]] = {}
     errors: list[BaseException] = []
-    ends = connect_in_memory(config.rank_of_stage(2))
+    turn = threading.Lock()
+    ends = connect_turns(config.rank_of_stage(2), turn)
 
     def run(rank: int) -> None:
         try:
-            losses[rank] = train_rank(
-                holders[rank], splits[rank], rank, ends[rank], config.schedule, batches, loss_of
-            )
+            with turn:
+                losses[rank] = train_rank(
+                    holders[rank], splits[rank], rank, ends[rank], config.schedule, batches, loss_of
+                )
         except BaseException as error:
             errors.append(error)
             ends[1 - rank].interrupt(error)

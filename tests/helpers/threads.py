@@ -1,6 +1,9 @@
 """Ranks of a pipeline as threads of this process: milliseconds, where processes take seconds.
 
-Threads share torch's generators, so only one of them runs, until it waits for a message.
+Threads share torch's generators, so only one of them runs, until it waits for a message. Without
+turns they draw each other's numbers, and now and then wait for ever: torch holds a generator's lock
+while it makes a tensor of its state, and what frees garbage there lets another thread go on, which
+asks for that lock with Python's in its hand.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from lightning_dist.pipeline.connect import connect_in_memory
 from lightning_dist.pipeline.memory_channel import MemoryChannel
 from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.runtime import Links
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.shape import PipelineShape
 
@@ -38,6 +42,16 @@ class Yielding(MemoryChannel):
             self._turn.acquire()
 
 
+def connect_turns(homes: Sequence[int], turn: threading.Lock) -> list[Links]:
+    """Connects ranks that run while they hold a lock, which they let go while they wait.
+
+    Args:
+        homes: The rank of each stage.
+        turn: The lock.
+    """
+    return connect_in_memory(homes, partial(Yielding, turn))
+
+
 def run_ranks(
     make: Callable[[], nn.Sequential],
     shapes: Sequence[PipelineShape],
@@ -50,7 +64,7 @@ def run_ranks(
     Channels of the caller's own are :class:`Yielding` ones of the same turn.
     """
     turn = turn or threading.Lock()
-    links = connect_in_memory(shapes[0].rank_of_stage, partial(Yielding, turn))
+    links = connect_turns(shapes[0].rank_of_stage, turn)
     models = [make() for _ in shapes]
     results: dict[int, Any] = {}
     failures: list[BaseException] = []

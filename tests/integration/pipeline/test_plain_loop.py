@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_dist.mesh import MeshShape
-from lightning_dist.pipeline.connect import connect, connect_in_memory
+from lightning_dist.pipeline.connect import connect
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.runtime import Links
 from lightning_dist.pipeline.shape import PipelineShape
@@ -20,6 +20,7 @@ from lightning_dist.pipeline.transport import DistributedReceiver, DistributedSe
 from lightning_dist.pipeline.weight_policy import WeightVersions
 from lightning_dist.tree import flatten
 from tests.helpers.models import make_data, make_layers, make_optimizer
+from tests.helpers.threads import connect_turns
 from tests.helpers.workers import WorkerPool
 
 
@@ -94,12 +95,14 @@ def test_under_2bw_all_stages_have_the_same_version_anyway(workers: WorkerPool) 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_queues_in_one_process_do_the_same(workers: WorkerPool, schedule: str) -> None:
     count = 1 if schedule == "pipedream" else 3
-    ends = connect_in_memory((0, 1))
+    turn = threading.Lock()
+    ends = connect_turns((0, 1), turn)
     states: dict[int, Any] = {}
     nets = [model(), model()]  # here, for the threads share one random generator
 
     def run(rank: int) -> None:
-        states[rank] = train(nets[rank], rank, ends[rank], schedule, count)
+        with turn:
+            states[rank] = train(nets[rank], rank, ends[rank], schedule, count)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
     for thread in threads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.connect import connect_in_memory
 from lightning_dist.pipeline.extrapolation import extrapolated
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.runtime import Links
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.staleness import StalenessMeter, UpdateReport
 from lightning_dist.pipeline.weights import WeightVersion
+from tests.helpers.threads import connect_turns
 
 NUM_STAGES = 4
 STRETCHES = (6, 2, 5)
@@ -84,11 +85,13 @@ def train_all(schedule: str, *, predicts: bool = False, **options: Any) -> list[
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(NUM_STAGES)))
     nets = [copy.deepcopy(net.double()) for _ in range(NUM_STAGES)]
-    ends = connect_in_memory(range(NUM_STAGES))
+    turn = threading.Lock()
+    ends = connect_turns(range(NUM_STAGES), turn)
 
     def run(stage: int) -> Seen:
         try:
-            return train(nets[stage], stage, ends[stage], schedule, predicts, **options)
+            with turn:
+                return train(nets[stage], stage, ends[stage], schedule, predicts, **options)
         except BaseException as error:
             for links in ends:
                 links.interrupt(error)
