@@ -140,6 +140,9 @@ class Lent:
                 torch.autograd.backward(outputs, gradients)
         of_inputs, of_parameters = found[: len(inputs)], found[len(inputs) :]
         new = [None if g is before else g for g, before in zip(of_parameters, lent, strict=True)]
+        for name, before, sum_of_both in zip(parameters, lent, new, strict=True):
+            if before is not None and sum_of_both is not None:
+                del held[name]  # autograd has not added in place: it was sparse, the other is not
         self._hold(parameters, new, [*gradients, *of_inputs, *new], update)
         return of_inputs
 
