@@ -26,10 +26,10 @@ class Listener(Protocol):
         """
 
     def part(self) -> AbstractContextManager[None]:
-        """Gives what a part of a backward runs in, whose gradients autograd adds nowhere."""
+        """Gives what a part of a backward runs in, which goes by where others listen."""
 
     def end_parts(self, *, is_last: bool) -> None:
-        """Notes that such gradients have been added to ``p.grad``.
+        """Notes that gradients have been added to ``p.grad`` in parts.
 
         Args:
             is_last: As for :meth:`backward`.
@@ -81,18 +81,12 @@ class Accumulated:
         with self._listener.part():
             yield dict(self._parameters())
 
-    def add(
-        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int
-    ) -> None:
-        """Adds the gradients of a backward in parts."""
+    @contextmanager
+    def adding(self, parameters: Mapping[str, Tensor], update: int) -> Iterator[None]:
+        """Leaves what autograd adds where it is, and says so."""
         self._num_left -= 1
-        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
-            if gradient is None:
-                continue
-            if parameter.grad is None:  # autograd may have given the same tensor to another one
-                parameter.grad = gradient.clone()
-            else:
-                parameter.grad.add_(gradient)
+        with self._listener.part():
+            yield
         self._listener.end_parts(is_last=self._num_left == 0)
 
     def clear(self) -> None:

@@ -28,7 +28,7 @@ class Gradients(Protocol):
         """Prepares for a number of backwards after which the gradients are wanted.
 
         Args:
-            num_backwards: Calls of :meth:`run` and of :meth:`add` that will come.
+            num_backwards: Calls of :meth:`run` and of :meth:`adding` that will come.
         """
 
     def run(
@@ -55,21 +55,18 @@ class Gradients(Protocol):
     def parting(
         self, parameters: Mapping[str, Tensor]
     ) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Gives what each part of a backward runs in, and there the leaves to ask for gradients.
+        """Gives what the inputs' part of a backward runs in, and there the leaves of its graph.
 
         Args:
             parameters: As for :meth:`run`.
         """
 
-    def add(
-        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int
-    ) -> None:
-        """Holds the gradients of a backward in parts, all of which have been run.
+    def adding(self, parameters: Mapping[str, Tensor], update: int) -> AbstractContextManager[None]:
+        """Gives what the weights' part runs in, which adds to the ``grad`` of those leaves.
 
         Args:
-            parameters: What :meth:`parting` has given.
-            gradients: One for each of them, or None.
-            update: What they are for.
+            parameters: As for :meth:`run`.
+            update: What the gradients are for.
         """
 
     def end_round(self) -> None:
@@ -131,19 +128,13 @@ class Lent:
         update: int,
     ) -> list[Tensor | None]:
         """Runs one backward; see :class:`Gradients`."""
-        held = self.held(update)
-        lent = [held.get(name) for name in parameters]
-        if self._dtype is not None:  # autograd adds what is of the leaf's own only
-            lent = [None] * len(lent)
-        with _in_leaves([*inputs, *parameters.values()], [*([None] * len(inputs)), *lent]) as found:
+        with (
+            _in_leaves(inputs, [None] * len(inputs)) as of_inputs,
+            _in_leaves([*parameters.values()], self._to_lend(parameters, update)) as found,
+        ):
             if outputs:
                 torch.autograd.backward(outputs, gradients)
-        of_inputs, of_parameters = found[: len(inputs)], found[len(inputs) :]
-        new = [None if g is before else g for g, before in zip(of_parameters, lent, strict=True)]
-        for name, before, sum_of_both in zip(parameters, lent, new, strict=True):
-            if before is not None and sum_of_both is not None:
-                del held[name]  # autograd has not added in place: it was sparse, the other is not
-        self._hold(parameters, new, [*gradients, *of_inputs, *new], update)
+        self._take_back(parameters, found, [*gradients, *of_inputs], update)
         return of_inputs
 
     def parting(
@@ -152,11 +143,32 @@ class Lent:
         """Gives the same parameters; see :class:`Gradients`."""
         return nullcontext(parameters)
 
-    def add(
-        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor | None], update: int
+    @contextmanager
+    def adding(self, parameters: Mapping[str, Tensor], update: int) -> Iterator[None]:
+        """Lends what is held; see :class:`Gradients`."""
+        with _in_leaves([*parameters.values()], self._to_lend(parameters, update)) as found:
+            yield
+        self._take_back(parameters, found, [], update)
+
+    def _to_lend(self, parameters: Mapping[str, Tensor], update: int) -> list[Tensor | None]:
+        if self._dtype is not None:  # autograd adds what is of the leaf's own only
+            return [None] * len(parameters)
+        return [self.held(update).get(name) for name in parameters]
+
+    def _take_back(
+        self,
+        parameters: Mapping[str, Tensor],
+        found: Sequence[Tensor | None],
+        others: Sequence[Tensor | None],
+        update: int,
     ) -> None:
-        """Holds the gradients of a backward in parts; see :class:`Gradients`."""
-        self._hold(parameters, gradients, gradients, update)
+        lent = self._to_lend(parameters, update)
+        new = [None if g is before else g for g, before in zip(found, lent, strict=True)]
+        for name, before, sum_of_both in zip(parameters, lent, new, strict=True):
+            if before is not None and sum_of_both is not None:
+                # autograd has not added in place: it was sparse, the other is not
+                del self._held[update][name]
+        self._hold(parameters, new, [*others, *new], update)
 
     def _hold(
         self,

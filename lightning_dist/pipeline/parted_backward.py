@@ -66,23 +66,17 @@ class PartedBackward:
         self._outputs, self._gradients = [], []
         return found
 
-    def run_weights(self) -> list[Tensor | None]:
-        """Runs the second part; on a stage without inputs, all of it.
-
-        Returns:
-            One gradient for each parameter.
-        """
+    def run_weights(self) -> None:
+        """Runs the second part, which adds to the parameters' ``grad``; without inputs, all."""
         if not self._inputs:
-            return self._run_whole()
-        found: list[Tensor | None] = [None] * len(self._parameters)
+            self._run_whole()
+            return
         # From one of several joints a backward passes the chain down to the next, where what the
         # other branches need must still be: these come first, and free nothing.
         for branch in sorted(self._branches, key=lambda b: len(b.beginnings), reverse=True):
-            for i, gradient in zip(branch.parameters, self._run_branch(branch), strict=True):
-                found[i] = gradient
+            self._run_branch(branch)
         self._branches, self._beside = [], []
         self._arrived.clear()
-        return found
 
     def _run_chain(self, graph: BackwardGraph, joints: Sequence[Node]) -> list[Tensor | None]:
         outputs: list[Tensor] = []
@@ -102,7 +96,7 @@ class PartedBackward:
                 )
             )
 
-    def _run_branch(self, branch: Branch) -> list[Tensor | None]:
+    def _run_branch(self, branch: Branch) -> None:
         arrived = {n: self._arrived[n] for n in branch.beginnings if n in self._arrived}
         roots = [
             (GradientEdge(node, i), gradient)
@@ -111,26 +105,19 @@ class PartedBackward:
             if gradient is not None
         ]
         roots += [(e, gradient) for e, gradient in self._beside if e.node in branch.beginnings]
-        parameters = [self._parameters[i] for i in branch.parameters]
         if not roots:
-            return [None] * len(parameters)
+            return
         with _replaced(arrived):
-            return list(
-                torch.autograd.grad(
-                    [edge for edge, _ in roots],
-                    parameters,
-                    [gradient for _, gradient in roots],
-                    retain_graph=len(arrived) > 1,
-                    allow_unused=True,
-                )
+            torch.autograd.backward(
+                [edge for edge, _ in roots],
+                [gradient for _, gradient in roots],
+                retain_graph=len(arrived) > 1,
+                inputs=[self._parameters[i] for i in branch.parameters],
             )
 
-    def _run_whole(self) -> list[Tensor | None]:
-        if not self._outputs or not self._parameters:
-            return [None] * len(self._parameters)
-        return list(
-            torch.autograd.grad(self._outputs, self._parameters, self._gradients, allow_unused=True)
-        )
+    def _run_whole(self) -> None:
+        if self._outputs and self._parameters:
+            torch.autograd.backward(self._outputs, self._gradients, inputs=self._parameters)
 
 
 @contextmanager

@@ -214,9 +214,8 @@ class Stage:
             update: What the gradients are for.
         """
         flight = self._in_flight.pop(index)
-        with self.gradients.parting(self._trainable(flight.weights)) as trainable:
-            found = self._reweighted.run(flight.weights, self._parted.pop(index).run_weights)
-        self.gradients.add(trainable, found, update)
+        with self.gradients.adding(self._trainable(flight.weights), update):
+            self._reweighted.run(flight.weights, self._parted.pop(index).run_weights)
         self.meter.end_backward(flight.weights, update)
 
     def begin_update(self, update: int) -> None:

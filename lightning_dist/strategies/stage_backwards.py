@@ -4,9 +4,8 @@ FSDP2 learns of a backward from hooks on what its root has returned, and when it
 what autograd has added to the gathered parameters. The last one of a round shall do that, the
 others not.
 
-Where a schedule parts backwards, the gradients of weights come as values: autograd goes from the
-middle of the graph to the weights, and adds nothing anywhere. They are added to the parameters by
-hand then, and nobody would tell FSDP2. So the root gets one more method that FSDP2 takes for a
+Where a schedule parts backwards, autograd goes from the middle of the graph to the weights, past
+those hooks, and nobody would tell FSDP2. So the root gets one more method that FSDP2 takes for a
 forward. What it returns depends on no parameter, and its backward is over at once; behind it FSDP2
 does what it does behind each.
 """
