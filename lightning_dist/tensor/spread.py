@@ -6,12 +6,13 @@ that sums up over them. :mod:`lightning_dist.tensor.layers` spreads the layers;
 (:mod:`lightning_dist.tensor.sequence`) what lies between the regions is cut, too.
 
 Parameters that are whole on each rank, but meet other features or another part of the sequence on
-each, get a summand of their gradient there; :meth:`SpreadModule.add_gradients` adds them up.
+each, get a summand of their gradient there (:mod:`lightning_dist.tensor.summands`);
+:meth:`SpreadModule.add_gradients` adds them up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 
@@ -35,6 +36,7 @@ from lightning_dist.tensor.sequence import (
     find_stacks,
 )
 from lightning_dist.tensor.styles import Style
+from lightning_dist.tensor.summands import check_shared, find_summands
 
 Styles = Mapping[str, Style]
 
@@ -103,7 +105,9 @@ class SpreadModule:
                 module.get_submodule(name), style, stacks_in[name]
             ).items()
         }
-        partial = [name for name in self._partial_names(styles) if is_kept(name)]
+        summands = find_summands(module, styles, self._is_in_block)
+        check_shared(module, summands, self.cuts)
+        partial = [name for name in summands if is_kept(name)]
         self._entries: dict[str, Entry] = {}
         for name, style in kept.items():
             self._spread(name, style, stacks_in[name])
@@ -186,20 +190,6 @@ class SpreadModule:
         part = nn.Parameter(cut(whole, self._mesh, [placement]), requires_grad=whole.requires_grad)
         for holder, attribute in self._uses[whole]:
             setattr(holder, attribute, part)
-
-    def _partial_names(self, styles: Styles) -> Iterator[str]:
-        """Lists the parameters, cut ones too, whose gradients would be summands if whole.
-
-        By all names of a tied one: what a rank keeps of the model may not have the first of them.
-        """
-        for name, _ in self.module.named_parameters(remove_duplicate=False):
-            path, _, attribute = name.rpartition(".")
-            parts = path.split(".")
-            ancestors = {".".join(parts[: i + 1]) for i in range(len(parts))}
-            found = {styles[a] for a in ancestors if a in styles}
-            is_stacked_bias = attribute == "bias" and styles.get(path) is Style.COLWISE
-            if Style.LOCAL in found or is_stacked_bias or self._is_in_block(name):
-                yield name
 
 
 def stacked_in(module: nn.Module, styles: Styles, name: str) -> int:
