@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -47,8 +48,9 @@ LISTED = {
 
 
 def batches(count: int, size: int = BATCH) -> TensorDataset:
-    """Real text, always the same."""
-    text = split_text(load_text())[0][: count * size * LENGTH + 1]
+    """Real text, always the same; from its beginning again where it ends."""
+    text, length = split_text(load_text())[0], count * size * LENGTH + 1
+    text = text.repeat(math.ceil(length / len(text)))[:length]
     return TensorDataset(text[:-1].view(-1, LENGTH), text[1:].view(-1, LENGTH))
 
 
@@ -103,6 +105,11 @@ def one_process(rank: int, count: int) -> float:
 
 def ideal(rank: int, count: int) -> float:
     """Two processes that each train their own stage and never speak."""
+    return timed_loop(count, ideal_loop(rank))
+
+
+def ideal_loop(rank: int) -> RunBatch:
+    """Trains a stage on what no other one has made."""
     layers = list(model())
     stage = nn.Sequential(*(layers[: CUT[0]] if rank == 0 else layers[CUT[0] :]))
     optimizer = adamw(stage.parameters())
@@ -117,7 +124,7 @@ def ideal(rank: int, count: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    return timed_loop(count, run)
+    return run
 
 
 def pipelining_loop(rank: int, schedule: type, num_microbatches: int) -> RunBatch:

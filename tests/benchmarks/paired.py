@@ -3,13 +3,14 @@
 Not a test. Runs that follow each other by a minute differ by ten per cent on a shared machine,
 which hides what the strategies cost. Here a fit and a raw loop on a model of its own take turns of
 a few batches in the same processes, and each of the fit's turns is compared with the two of the raw
-loop around it. Only for what begins and ends with the batch: a turn that waits for all ranks would
-drain an asynchronous pipeline.
+loop around it. A turn ends with all of its batches, so an asynchronous pipeline fills and drains in
+each: its turns are of many batches, and its raw loop is two processes that never speak.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -30,7 +31,13 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, TensorParallelStrategy
+from lightning_dist import (
+    DDPStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+)
 from lightning_dist.tensor.config import TensorConfig
 from tests.benchmarks import contestants as c
 from tests.benchmarks import data_parallel as d
@@ -41,7 +48,8 @@ from tests.helpers.workers import WorkerPool
 
 TURN = 4
 """Batches; a multiple of those accumulated."""
-WARMUP_TURNS = 3
+LONG_TURN = 100
+WARMUP_BATCHES = 12
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class Pair:
         module_class: What is fitted.
         accumulate: Batches per update.
         devices: Processes.
+        turn: Batches of a turn.
     """
 
     strategy: Callable[[], Any]
@@ -63,10 +72,20 @@ class Pair:
     module_class: type[c.PlainGPT] = c.PlainGPT
     accumulate: int = 1
     devices: int = 2
+    turn: int = TURN
+
+    @property
+    def warmup_turns(self) -> int:
+        """Those that are not counted."""
+        return math.ceil(WARMUP_BATCHES / self.turn)
 
 
 def _pipeline(schedule: str, loop: Callable[[int], c.RunBatch]) -> Pair:
     return Pair(lambda: c.our_pipeline(schedule, 4), loop)
+
+
+def _asynchronous(schedule: str, num_microbatches: int) -> Pair:
+    return Pair(lambda: c.our_pipeline(schedule, num_microbatches), c.ideal_loop, turn=LONG_TURN)
 
 
 def _listed(schedule: str) -> Pair:
@@ -77,6 +96,8 @@ PAIRS: dict[str, Pair] = {
     "gpipe, m=4": _pipeline("gpipe", lambda rank: c.pipelining_loop(rank, ScheduleGPipe, 4)),
     "1f1b, m=4": _pipeline("1f1b", lambda rank: c.pipelining_loop(rank, Schedule1F1B, 4)),
     **{f"{schedule}, m=4": _listed(schedule) for schedule in c.LISTED},
+    "pipedream beside the ideal": _asynchronous("pipedream", 1),
+    "pipedream_2bw, m=2, beside the ideal": _asynchronous("pipedream_2bw", 2),
     "DDPStrategy": Pair(DDPStrategy, lambda _: d.ddp_loop(), d.SHARE),
     d.LIGHTNINGS_DDP: Pair(LightningDDPStrategy, lambda _: d.ddp_loop(), d.SHARE),
     "FSDPStrategy": Pair(FSDPStrategy, lambda _: d.fsdp_loop(1), d.SHARE),
@@ -115,13 +136,18 @@ class Turns(L.Callback):
     """Lets a raw loop run between a fit's batches.
 
     Args:
-        make_loop: Makes it, when there is a process group.
+        pair: What takes turns.
+        make_loop: Makes the raw loop, when there is a process group.
         batches: For it.
     """
 
     def __init__(
-        self, make_loop: Callable[[], c.RunBatch], batches: Iterator[tuple[Tensor, Tensor]]
+        self,
+        pair: Pair,
+        make_loop: Callable[[], c.RunBatch],
+        batches: Iterator[tuple[Tensor, Tensor]],
     ) -> None:
+        self._pair = pair
         self._make_loop = make_loop
         self._batches = batches
         self._loop: c.RunBatch | None = None
@@ -133,7 +159,9 @@ class Turns(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx % TURN == 0:
+        if batch_idx % self._pair.turn == 0:
+            if isinstance(trainer.strategy, PipelineStrategy):
+                trainer.strategy.drain()
             dist.barrier()
             self.fit.append(time.perf_counter() - self._began)
             self._take_turn()
@@ -143,7 +171,7 @@ class Turns(L.Callback):
         loop = self._loop = self._loop or self._make_loop()
         began = time.perf_counter()
         with torch.enable_grad():
-            for _ in range(TURN):
+            for _ in range(self._pair.turn):
                 loop(*next(self._batches))
         dist.barrier()
         self.raw.append(time.perf_counter() - began)
@@ -151,22 +179,23 @@ class Turns(L.Callback):
     def ratios(self) -> list[float]:
         """Gives the fit's throughput beside that of its neighbours."""
         # What the fit has done before turn n of the raw loop is number n of its own.
-        numbers = range(WARMUP_TURNS, len(self.raw))
+        numbers = range(self._pair.warmup_turns, len(self.raw))
         return [(self.raw[n - 1] + self.raw[n]) / 2 / self.fit[n] for n in numbers]
 
     def milliseconds(self) -> tuple[float, float]:
         """Gives medians of a batch, the fit's and the raw loop's."""
-        fit, raw = (statistics.median(v[WARMUP_TURNS:]) for v in (self.fit, self.raw))
-        return 1e3 * fit / TURN, 1e3 * raw / TURN
+        begin, turn = self._pair.warmup_turns, self._pair.turn
+        fit, raw = (statistics.median(v[begin:]) for v in (self.fit, self.raw))
+        return 1e3 * fit / turn, 1e3 * raw / turn
 
 
 def on_rank(name: str, num_turns: int) -> tuple[list[float], tuple[float, float]]:
     """Runs one pair on this worker."""
     quieten()
     pair, rank = PAIRS[name], int(os.environ["RANK"])
-    count = TURN * (num_turns + WARMUP_TURNS) + 1
-    loader = DataLoader(c.batches(count + TURN, pair.size), batch_size=pair.size)
-    turns = Turns(lambda: pair.loop(rank), iter(loader))
+    count = pair.turn * (num_turns + pair.warmup_turns) + 1
+    loader = DataLoader(c.batches(count + pair.turn, pair.size), batch_size=pair.size)
+    turns = Turns(pair, lambda: pair.loop(rank), iter(loader))
     c.fit(
         pair.strategy(), count, turns, pair.size, pair.module_class, pair.accumulate, pair.devices
     )
@@ -175,10 +204,11 @@ def on_rank(name: str, num_turns: int) -> tuple[list[float], tuple[float, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=25, help=f"of {TURN} batches each")
+    turns = f"of {TURN} batches each; of {LONG_TURN} for what is asynchronous"
+    parser.add_argument("--turns", type=int, default=25, help=turns)
     parser.add_argument("--only", default="", help="pairs whose name contains one of these, by |")
     options = parser.parse_args()
-    table = Table(title=f"Inside of Lightning beside raw loops, turns of {TURN} batches")
+    table = Table(title="Inside of Lightning beside raw loops, in turns")
     for heading in ("", "ms per batch", "raw loop", "x raw loop", "half of the turns"):
         table.add_column(heading, justify="right" if heading else "left")
     names = [name for name in PAIRS if any(w in name for w in options.only.split("|"))]
