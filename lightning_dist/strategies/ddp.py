@@ -248,6 +248,8 @@ class DDPStrategy(DataParallelStrategy):
         if self._trainable is not None:
             self._trainable.close(failed=not self.is_running)
         self._uneven = None
+        if self._missing is not None:
+            self._missing.close()
         self._trainable = None
         self._missing = None
         self._ddp = None

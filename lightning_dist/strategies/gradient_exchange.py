@@ -48,7 +48,7 @@ class GradientExchange:
             bucket_cap_mb=self._megabytes(module),
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
-            gradient_as_bucket_view=False,
+            gradient_as_bucket_view=True,
             init_sync=False,
         )
         if self.compression == "none" and meter is None:

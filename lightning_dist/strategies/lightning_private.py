@@ -126,15 +126,6 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def num_changes(tensor: Tensor) -> int:
-    """Counts the changes of a tensor in place, by ``_version``, which autograd's notes explain.
-
-    Args:
-        tensor: Any.
-    """
-    return tensor._version
-
-
 def watch_precision(check: Callable[[Strategy, str, Accelerator], None]) -> None:
     """Shows a function the precision that each Trainer is asked for, before anything is made of it.
 

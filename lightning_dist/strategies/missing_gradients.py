@@ -11,11 +11,12 @@ averages has got them from all ranks, and finds the notes of all that have left 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from lightning_dist.strategies.lightning_private import num_changes
 from lightning_dist.strategies.rank_notes import RankNotes, finish
 
 
@@ -33,11 +34,18 @@ class MissingGradients:
         self._parameters: tuple[nn.Parameter, ...] = parameters
         self._notes = notes
         self._num_rounds = 0
-        self._before: list[int | None] = []
+        self._had_gradient: list[bool] = []
+        self._arrived: set[int] = set()
+        self._hooks: dict[int, RemovableHandle] = {}
 
     def begin_backward(self) -> None:
-        """Looks which gradients earlier backwards have left."""
-        self._before = [_changes_of(parameter) for parameter in self._parameters]
+        """Looks which gradients earlier backwards have left, and begins to watch what arrives."""
+        self._arrived.clear()
+        self._had_gradient = [parameter.grad is not None for parameter in self._parameters]
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and index not in self._hooks:
+                note = partial(self._note, index)
+                self._hooks[index] = parameter.register_post_accumulate_grad_hook(note)
 
     def end_backward(self) -> list[str]:
         """Sends zeros for the gradients that are missing, and waits for the averages.
@@ -46,19 +54,27 @@ class MissingGradients:
             Names of parameters that no rank has a gradient of; the same on all ranks.
         """
         self._num_rounds += 1
-        rows = zip(self._parameters, self._before, strict=True)
         missing = [
             index
-            for index, (parameter, before) in enumerate(rows)
-            if parameter.requires_grad and _changes_of(parameter) == before
+            for index, parameter in enumerate(self._parameters)
+            if parameter.requires_grad and index not in self._arrived
         ]
         if not missing:
             return []
-        without = [index for index in missing if self._before[index] is None]
+        without = [index for index in missing if not self._had_gradient[index]]
         self._notes.leave(self._num_rounds, without)
         zero_loss([self._parameters[index] for index in missing]).backward()
         finish(self._parameters[0].device)
         return [self._names[index] for index in self._notes.common(self._num_rounds, without)]
+
+    def close(self) -> None:
+        """Stops watching."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def _note(self, index: int, _: Tensor) -> None:
+        self._arrived.add(index)
 
 
 def zero_loss(parameters: Sequence[Tensor]) -> Tensor:
@@ -69,7 +85,3 @@ def zero_loss(parameters: Sequence[Tensor]) -> Tensor:
     """
     # Sums of no elements: zero even if a weight is not finite.
     return torch.stack([p.reshape(-1)[:0].sum().float() for p in parameters]).sum()
-
-
-def _changes_of(parameter: nn.Parameter) -> int | None:
-    return None if parameter.grad is None else num_changes(parameter.grad)

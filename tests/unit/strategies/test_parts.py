@@ -310,16 +310,6 @@ def test_a_trainer_for_the_cpu_is_asked_for_no_fp16() -> None:
     assert trainer.precision == "bf16-mixed"
 
 
-def test_changes_of_a_gradient_are_counted() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    weight.sum().backward()
-    assert weight.grad is not None
-    before = lightning_private.num_changes(weight.grad)
-    assert lightning_private.num_changes(weight.grad) == before
-    weight.sum().backward()
-    assert lightning_private.num_changes(weight.grad) == before + 1
-
-
 class Overstated:
     def __len__(self) -> int:
         return 5
