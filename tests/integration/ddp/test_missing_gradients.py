@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from lightning_dist import DDPStrategy, FSDPStrategy
 from tests.helpers.models import (
@@ -57,8 +58,20 @@ class Choosing(Classifier):
         return loss
 
 
-def fit(plan: Plan, strategy: Callable[[], Strategy] | None, accumulate: int) -> dict[str, Tensor]:
-    module = make_module(Choosing, plan=plan)
+class Zeroing(Choosing):
+    """Keeps the memory of gradients."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+def fit(
+    plan: Plan,
+    strategy: Callable[[], Strategy] | None,
+    accumulate: int,
+    module_class: type[Choosing] = Choosing,
+) -> dict[str, Tensor]:
+    module = make_module(module_class, plan=plan)
     trainer = make_trainer(
         devices=1 if strategy is None else 2,
         strategy="auto" if strategy is None else strategy(),
@@ -111,6 +124,16 @@ def test_what_a_rank_does_not_use_counts_as_zero(
         for state in states:
             for name, value in expected.items():
                 assert float((state[name] - value).abs().max()) < 1e-12, (name, case)
+
+
+def test_it_does_where_gradients_stay_from_step_to_step(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected = fit(OWN, None, 1, Zeroing)
+    for state in workers.run(2, fit, OWN, DDP, 1, Zeroing):
+        for name, value in expected.items():
+            assert float((state[name] - value).abs().max()) < 1e-12, name
 
 
 NOBODY: Plan = ((NONE,), (NONE,))
