@@ -68,12 +68,15 @@ class RankMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def replicated(part: TrainedPart, num_replicas: int) -> RankMemory:
+def replicated(part: TrainedPart, num_replicas: int, *, accumulates: bool = False) -> RankMemory:
     """Counts a rank of DDP.
+
+    Its gradients are in the buckets that travel, but for those that are accumulated before.
 
     Args:
         part: The model.
-        num_replicas: Ranks; more than one keep buckets, which gradients are copied to.
+        num_replicas: Ranks.
+        accumulates: Whether an update has several batches.
 
     Raises:
         ValueError: There is no replica.
@@ -84,7 +87,7 @@ def replicated(part: TrainedPart, num_replicas: int) -> RankMemory:
         gradients=part.parameter_bytes,
         optimizer_state=part.states_per_parameter * part.parameter_bytes,
         activations=part.activation_bytes,
-        buffers=part.parameter_bytes if num_replicas > 1 else 0,
+        buffers=part.parameter_bytes if num_replicas > 1 and accumulates else 0,
     )
 
 

@@ -144,8 +144,10 @@ class RankProbe:
             whole = TrainedPart(summary.num_bytes, count.forward_bytes, states)
             largest = max(row.num_bytes for row in summary.rows)
             return sharded(whole, mesh.dp_shard, summary.peak_whole_bytes, largest)
-        is_replica = isinstance(strategy, DDPStrategy) or mesh.world_size == 1
-        return replicated(part, mesh.data_size) if is_replica else None
+        if not (isinstance(strategy, DDPStrategy) or mesh.world_size == 1):
+            return None
+        accumulates = self._trainer.accumulate_grad_batches > 1
+        return replicated(part, mesh.data_size, accumulates=accumulates)
 
     def _predicted_stage(self, pipeline: Pipeline, part: TrainedPart) -> RankMemory:
         shape, stages = pipeline.shape, pipeline.stages

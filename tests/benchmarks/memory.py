@@ -122,7 +122,7 @@ class LateGPT(PlainGPT):
             self.model = build(self.depth)
 
 
-def train(strategy: Any, world_size: int, depth: int) -> None:
+def train(strategy: Any, world_size: int, depth: int, accumulate: int) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world_size,
@@ -133,17 +133,18 @@ def train(strategy: Any, world_size: int, depth: int) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        accumulate_grad_batches=accumulate,
     )
     trainer.fit(LateGPT(depth), DataLoader(batches(STEPS, ROWS), batch_size=ROWS))
 
 
 def on_rank(
-    make: Callable[..., Any], options: dict[str, Any], world_size: int, depth: int
+    make: Callable[..., Any], options: dict[str, Any], world_size: int, depth: int, accumulate: int
 ) -> tuple[int, tuple[int, int]]:
     """Gives the measured peak, and the two sizes that FSDP's formula asks for."""
     quieten()
     strategy = make(**options)
-    peak = peak_of(lambda: train(strategy, world_size, depth))
+    peak = peak_of(lambda: train(strategy, world_size, depth, accumulate))
     if not isinstance(strategy, FSDPStrategy):
         return peak, (0, 0)
     summary = strategy.describe()
@@ -180,16 +181,18 @@ def activations(depth: int, stage: slice, rows: int, checkpointing: str) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy, its ranks, and the model's depth."""
+    """A strategy, its ranks, the model's depth, and batches per update."""
 
     strategy: Callable[..., Any]
     world_size: int = 2
     depth: int = DEPTH
+    accumulate: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
     "DDP, 2 ranks": Case(DDPStrategy),
+    "DDP, 2 ranks, 2 batches per update": Case(DDPStrategy, accumulate=2),
     "FSDP, 2 ranks": Case(FSDPStrategy),
     "FSDP, 4 ranks": Case(FSDPStrategy, 4),
     "FSDP, 4 ranks, 2 blocks only": Case(FSDPStrategy, 4, depth=2),
@@ -237,7 +240,7 @@ def formula(case: Case, units: tuple[int, int]) -> RankMemory:
         return pipelined(stage, in_flight, in_flight if asynchronous else 1)
     model = trained_part(case, slice(0, case.depth + 2), ROWS)
     if case.strategy is DDPStrategy:
-        return replicated(model, case.world_size)
+        return replicated(model, case.world_size, accumulates=case.accumulate > 1)
     return sharded(model, case.options.get("shard_size", case.world_size), *units)
 
 
@@ -258,7 +261,7 @@ def main() -> None:
         table.add_column(heading.replace("_", "\n"), justify="right")
     cases = {name: case for name, case in CASES.items() if any(w in name for w in wanted)}
     for name, case in track(cases.items(), description="memory"):
-        arguments = (case.strategy, case.options, case.world_size, case.depth)
+        arguments = (case.strategy, case.options, case.world_size, case.depth, case.accumulate)
         measured, units = in_fresh_processes(case.world_size, on_rank, *arguments)[0]
         counted = formula(case, units)
         numbers = [*(getattr(counted, kind) for kind in kinds), counted.peak, measured]

@@ -9,10 +9,11 @@ from lightning_dist.memory import RankMemory, TrainedPart, pipelined, replicated
 ADAM = TrainedPart(parameter_bytes=4000, activation_bytes=700)
 
 
-def test_a_replica_has_all_and_buckets() -> None:
-    assert replicated(ADAM, 2) == RankMemory(4000, 4000, 8000, 700, buffers=4000)
-    assert replicated(ADAM, 2).peak == 20_700
-    assert replicated(ADAM, 1).peak == 16_700  # nobody to send to, no buckets
+def test_a_replica_has_all_and_buckets_beside_what_it_accumulates() -> None:
+    assert replicated(ADAM, 2) == RankMemory(4000, 4000, 8000, 700)
+    assert replicated(ADAM, 2).peak == 16_700
+    assert replicated(ADAM, 2, accumulates=True).buffers == 4000
+    assert replicated(ADAM, 1, accumulates=True).peak == 16_700  # nobody to send to, no buckets
 
 
 def test_shards_have_their_share_and_the_units_that_are_whole() -> None:
