@@ -46,6 +46,7 @@ class ShardedWeightAveraging(pl.Callback):
         self._every_n_steps = every_n_steps
         self._start_at_step = start_at_step
         self._averages: dict[str, Tensor] = {}
+        self._are_shown = False
         self._last_step = 0
         self._num_updates = 0
 
@@ -61,6 +62,9 @@ class ShardedWeightAveraging(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._averages:  # they are there when a checkpoint has been loaded
             self._take(pl_module)
+        # Some strategies load a checkpoint before they move the module to its device.
+        devices = {name: p.device for name, p in pl_module.named_parameters()}
+        self._averages = {n: t.to(devices.get(n, t.device)) for n, t in self._averages.items()}
         self._last_step = trainer.global_step
 
     def _take(self, module: pl.LightningModule) -> None:
@@ -104,6 +108,7 @@ class ShardedWeightAveraging(pl.Callback):
 
     @torch.no_grad()
     def _swap(self, module: pl.LightningModule) -> None:
+        """Exchanges the module's values and the averages'."""
         parameters = dict(module.named_parameters())
         if self.averages and parameters.keys() != self._averages.keys():
             self._follow_moved_layers(module)
@@ -112,6 +117,7 @@ class ShardedWeightAveraging(pl.Callback):
             kept = latest.clone()
             latest.copy_(average)
             average.copy_(kept)
+        self._are_shown = not self._are_shown
 
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -122,9 +128,16 @@ class ShardedWeightAveraging(pl.Callback):
         self._swap(pl_module)
 
     @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if self._are_shown:  # a validation has not come to its end
+            self._swap(pl_module)
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._swap(pl_module)
-        self._averages = {}
+        self._averages, self._are_shown = {}, False
 
     @override
     def state_dict(self) -> dict[str, Any]:

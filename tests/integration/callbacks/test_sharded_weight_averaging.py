@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -80,6 +81,48 @@ def test_equals_a_single_device_when_resumed_too(
     for _, found, _ in ranks:
         assert found == pytest.approx(metrics, abs=TOLERANCE)
     assert_close(joined([rank[0] for rank in ranks]), state)
+
+
+class SavesWhatFails(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+class FailsInSecondValidation(Kept):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == 1:
+            raise RuntimeError("in the midst of it")
+        super().validation_step(batch, batch_idx)
+
+
+def test_a_validation_that_fails_leaves_the_latest_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    module = make_module(FailsInSecondValidation, optimizer="adamw")
+    averaging = ShardedWeightAveraging(DECAY, start_at_step=2)
+    path = tmp_path / "failed.ckpt"
+    callbacks = [averaging, SavesWhatFails(path)]
+    trainer, entry = trainer_of(None, max_epochs=2, callbacks=callbacks)
+    with pytest.raises(RuntimeError, match="in the midst of it"):
+        trainer.fit(module, *loaders_of(trainer, entry))
+    assert_close(state_of(module), module.history[-1])
+    assert_close(averaging.averages, averaged(module.history))
+    saved = load_full(path)
+    assert_close(saved["state_dict"], averaged(module.history))
+    assert_close(saved["current_model_state"], module.history[-1])
+
+
+def test_averages_follow_the_module_to_its_device() -> None:
+    averaging, module = ShardedWeightAveraging(), make_module(Synced)
+    trainer: Any = SimpleNamespace(global_step=0)
+    averaging.on_train_start(trainer, module)
+    assert {average.device.type for average in averaging._averages.values()} == {"cpu"}
+    averaging.on_train_start(trainer, module.to("meta"))
+    assert {average.device.type for average in averaging._averages.values()} == {"meta"}
 
 
 @pytest.mark.parametrize("arguments", [{"decay": 1.0}, {"every_n_steps": 0}, {"start_at_step": -1}])
