@@ -25,6 +25,7 @@ from lightning_dist.rng import seed_all
 from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.bracket import bracket_callbacks
+from lightning_dist.strategies.changed_loaders import ChangedLoaders
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.early_ends import EarlyEnds
 from lightning_dist.strategies.epoch_ends import EpochEnds
@@ -44,6 +45,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
     """Base of strategies with data axes only; see the module's docstring."""
 
     _undo: tuple[Callable[[], None], ...] = ()
+    _loaders: ChangedLoaders
     _num_loaders: Counter[tuple[int, bool]]
     _has_unknown_length = False
     _ends: EpochEnds | None = None
@@ -90,6 +92,8 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
             trainer: Set up to fit, or to evaluate.
         """
         self._num_loaders = Counter()
+        self._loaders = ChangedLoaders()
+        self._undo += (self._loaders.undo,)
         self._has_unknown_length, self._ends = False, None
         self.guard.connect_signals(trainer, partial(self.seed_data_rank, reading=True))
         everyone = self.group(*self.mesh.sizes)
@@ -150,11 +154,11 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         seed_reader: Callable[[], None] | None = None
         if trainer.training:
             seed_reader = partial(self.seed_data_rank, reading=True, early=True)
-        self._undo += (share_order(dataloader, stream, seed_reader, self._seed_alike),)
+        share_order(dataloader, self._loaders, stream, seed_reader, self._seed_alike)
 
     @override
     def close_session(self) -> None:
-        for undo in reversed(self._undo):  # one loader may have been changed twice
+        for undo in reversed(self._undo):
             undo()
         self._undo = ()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -157,24 +157,22 @@ def keep_users_samplers(trainer: pl.Trainer) -> None:
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
-def replace_index_sampler(
-    loader: DataLoader[Any], wrap: Callable[[Any], Any]
-) -> Callable[[], None]:
-    """Wraps what a loader takes its indices from: its batch sampler, or its sampler without one.
+def replace_in_loader(loader: DataLoader[Any], name: str, value: Any) -> Any:
+    """Sets an attribute of a loader, which refuses that for its samplers.
 
-    A loader refuses to have these attributes set, and a new loader would not be the user's.
+    A new loader would not be the user's.
 
     Args:
-        loader: Changed until the returned function is called.
-        wrap: Gives the one to use for the loader's own.
+        loader: Changed.
+        name: Of the attribute.
+        value: What it becomes.
 
     Returns:
-        Undoes the change.
+        What it was.
     """
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     own = loader.__dict__[name]
-    loader.__dict__[name] = wrap(own)
-    return partial(loader.__dict__.__setitem__, name, own)
+    loader.__dict__[name] = value
+    return own
 
 
 def replace_loader_hooks(

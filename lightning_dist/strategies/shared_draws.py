@@ -21,7 +21,7 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.changed_loaders import ChangedLoaders
 from lightning_dist.strategies.random_state import RandomStream
 from lightning_dist.strategies.shared_reading import share_reading
 
@@ -104,35 +104,35 @@ def _public_attribute(owner: object, name: str) -> Any:
 
 def share_order(
     loader: object,
+    changed: ChangedLoaders,
     open_stream: Stream,
     seed_reader: Callable[[], None] | None,
     seed_alike: Callable[[], None],
-) -> Callable[[], None]:
+) -> None:
     """Makes a loader read in an order that is drawn alike on all ranks.
 
     Iterable datasets draw their order themselves, while they are read. So do other iterables; what
     their ``__iter__`` draws at once is for the caller to seed.
 
     Args:
-        loader: Changed until the returned function is called.
+        loader: Changed.
+        changed: Remembers what it was.
         open_stream: Gives the numbers of an epoch's order.
         seed_reader: Seeds what this rank draws while it reads: called right before torch draws the
             seed of the loader's workers, or before an early first batch.
         seed_alike: Seeds the global generators alike on all ranks.
-
-    Returns:
-        Undoes the change.
     """
     if not isinstance(loader, DataLoader):
-        return lambda: None
+        return
     if isinstance(loader.dataset, IterableDataset):
-        return share_reading(loader, open_stream, seed_alike)
+        share_reading(loader, changed, open_stream, seed_alike)
+        return
     begin_epoch = seed_reader if loader.num_workers > 0 else None
     # The caller seeds each batch where it is read, but Lightning reads the first one of a loader
     # of unknown length while it creates the iterator.
     is_read_early = loader.num_workers == 0 and sized_len(loader) is None
     begin_reading = seed_reader if is_read_early else None
-    return lightning_private.replace_index_sampler(
+    changed.wrap_sampler(
         loader, lambda sampler: SharedDraws(sampler, open_stream, begin_epoch, begin_reading)
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.changed_loaders import ChangedLoaders
 from lightning_dist.strategies.random_state import RandomStream
 
 
@@ -90,33 +90,23 @@ class WatchedSampler:
 
 def share_reading(
     loader: DataLoader[Any],
+    changed: ChangedLoaders,
     open_stream: Callable[[], RandomStream],
     seed_alike: Callable[[], None],
-) -> Callable[[], None]:
+) -> None:
     """Makes all ranks draw alike while they read an iterable dataset.
 
     Args:
-        loader: Of an iterable dataset; changed until the returned function is called.
+        loader: Of an iterable dataset; changed.
+        changed: Remembers what it was.
         open_stream: As for :class:`SharedReading`.
         seed_alike: As for :class:`SharedReading`.
-
-    Returns:
-        Undoes the change.
     """
     is_here = loader.num_workers == 0
     reading = SharedReading(open_stream, seed_alike, is_here)
-    undo_sampler = lightning_private.replace_index_sampler(
-        loader, lambda sampler: WatchedSampler(sampler, reading)
-    )
-    collate = loader.collate_fn
+    changed.wrap_sampler(loader, lambda sampler: WatchedSampler(sampler, reading))
     if is_here:  # workers may have to pickle it, and have nothing to end
-        loader.collate_fn = _ending_batches(collate, reading)
-
-    def undo() -> None:
-        loader.collate_fn = collate
-        undo_sampler()
-
-    return undo
+        changed.replace(loader, "collate_fn", _ending_batches(loader.collate_fn, reading))
 
 
 def _ending_batches(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import lightning as L
 import numpy as np
@@ -144,6 +146,41 @@ def fit(strategy: str, kind: str, num_workers: int, extra: dict[str, Any]) -> An
 def fit_shuffled() -> Any:
     loader = DataLoader(Augmented(), 4, shuffle=True)
     return train("ddp", Drawing, (loader, make_loader(8)))
+
+
+class WithNewLoaders(WithHooks):
+    """Counts the training data that there are still when a loader of others is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data: WeakSet[Any] = WeakSet()
+        self.counts: list[int] = []
+
+    def train_dataloader(self) -> DataLoader:
+        gc.collect()
+        self.counts.append(len(self.data))
+        loader = super().train_dataloader()
+        self.data.add(loader.dataset)
+        return loader
+
+
+def count_data(num_epochs: int) -> list[int]:
+    module = make_module(WithNewLoaders)
+    trainer = make_trainer(
+        devices=2,
+        strategy=DDPStrategy(),
+        max_epochs=num_epochs,
+        limit_val_batches=0,
+        reload_dataloaders_every_n_epochs=1,
+    )
+    trainer.fit(module)
+    return module.counts
+
+
+def test_data_of_past_epochs_are_let_go_of(workers: WorkerPool) -> None:
+    for counts in workers.run(2, count_data, 5):
+        assert len(counts) == 5
+        assert max(counts) <= 1  # the trainer's own, until it has got the next one
 
 
 def fit_with_hooks(strategy: str) -> Any:

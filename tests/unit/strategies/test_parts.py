@@ -18,6 +18,7 @@ from torchmetrics import MeanMetric
 import lightning_dist
 from lightning_dist.rng import seeded
 from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.changed_loaders import ChangedLoaders
 from lightning_dist.strategies.failure_ring import Failure, RankFailedError
 from lightning_dist.strategies.hyperparameters import HyperparameterHistory
 from lightning_dist.strategies.step_log import StepLog
@@ -255,9 +256,11 @@ def test_a_loader_reads_by_the_wrapped_sampler_until_it_gets_its_own_back(
 
     loader: DataLoader[Any] = DataLoader(range(4), **options)  # type: ignore[arg-type]
     own, samplers = read(), (loader.sampler, loader.batch_sampler)
-    undo = lightning_private.replace_index_sampler(loader, Doubled)
+    changed = ChangedLoaders()
+    changed.wrap_sampler(loader, Doubled)
     assert read() == wrapped
-    undo()
+    changed.wrap_sampler(loader, Doubled)
+    changed.undo()
     assert read() == own
     assert (loader.sampler, loader.batch_sampler) == samplers
 
