@@ -136,6 +136,7 @@ class ShardedStrategy(DataParallelStrategy):
             check_trainer(trainer, self.module, self._pipeline_config)
         if self._sharded is None or self._sharded.module is not self.module:
             self._sharded = self._shard()
+        self.model_to_device()  # an earlier run has left it on the host
         self.hook_into(trainer)
         self._undo += (self._tie(trainer),)
         if self.mesh.pp == 1:  # those of stages are reduced over the last ones
@@ -196,8 +197,11 @@ class ShardedStrategy(DataParallelStrategy):
             deferred = [name for name in own if name in tensors and tensors[name].is_meta]
             fill(self.module, deferred, lambda n: tape.materialize(tensors[n]), self.root_device)
         sharded.tie_again()
-        sharded.move(self.root_device, offloaded=self._shard_config.offload == "cpu")
         return sharded
+
+    @override
+    def model_to_device(self) -> None:
+        self.sharded.move(self.root_device, offloaded=self._shard_config.offload == "cpu")
 
     @property
     def parallelism(self) -> Parallelism:

@@ -295,8 +295,12 @@ class ShardedModule:
         if offloaded and self._shards:
             move_rest(self.module, self._shards, device)
             set_device(self.module, device)
-        else:
-            self.module.to(device)
+            return
+        self.module.to(device)
+        # FSDP2 learns of it by a method of the modules that it knows, and a root is around the
+        # user's module, or beside it.
+        for root in self._roots:
+            root.to(device)
 
     def settle(self) -> None:
         """Checks what the ranks have run so far; all of them call it between two steps.
