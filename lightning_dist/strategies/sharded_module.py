@@ -125,6 +125,8 @@ class ShardedModule:
         # Until a root was entered nothing is gathered, and FSDP2 not set up.
         for root in self._entered if failed else ():
             forget_step(root)
+        if failed and self._spread is not None:
+            self._spread.forget_step()
 
     def measure(self, group: dist.ProcessGroup) -> Measurements:
         """Gathers what the stages of a pipeline have measured; each rank must call it.

@@ -136,6 +136,12 @@ class SpreadModule:
         gradients = [p.grad for p in partial if p.grad is not None]
         boundary.add_up(gradients, self._mesh)
 
+    def forget_step(self) -> None:
+        """Leaves the region, and lets go of the activations, in which a step has failed."""
+        self._randomness.leave()
+        for entry in self._entries.values():
+            entry.forget()
+
     def _spread(self, name: str, style: Style, num_stacked: int) -> None:
         layer = self.module.get_submodule(name)
         region = self._region(name)
