@@ -280,16 +280,21 @@ class DDPStrategy(DataParallelStrategy):
 
     # --- steps -------------------------------------------------------------------------------
 
+    @property
+    def _is_local(self) -> bool:
+        """Whether the next optimizer step is this replica's own."""
+        assert self._local is not None
+        return self._local.is_local(self.module.trainer.global_step)
+
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         # Behind the hooks that freeze and unfreeze, ahead of all contexts of the step.
         assert self._trainable is not None
-        assert self._local is not None
         frozen = self._trainable.begin_batch()
         if frozen is None:
             return
-        if not self._local.is_local(self.module.trainer.global_step):
+        if not self._is_local:
             average_left_gradients(frozen, self.data_group)
         self._wrap()
 
@@ -320,7 +325,8 @@ class DDPStrategy(DataParallelStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        if self._ddp is not None and not self.module.automatic_optimization:
+        is_manual = not self.module.automatic_optimization
+        if self._ddp is not None and is_manual and not self._is_local:
             self._ddp.require_backward_grad_sync = True
             prepare_for_backward(self._ddp, closure_loss)
             self._ddp.require_backward_grad_sync = False
@@ -330,7 +336,7 @@ class DDPStrategy(DataParallelStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         ddp, automatic = self._ddp, self.module.automatic_optimization
-        if ddp is None or (automatic and not ddp.require_backward_grad_sync):
+        if ddp is None or self._is_local or (automatic and not ddp.require_backward_grad_sync):
             return
         self._has_synced = True
         assert self._trainable is not None
@@ -354,7 +360,7 @@ class DDPStrategy(DataParallelStrategy):
     ) -> Any:
         assert self._ddp is not None
         assert self._local is not None
-        if not self._local.is_local(self.module.trainer.global_step):
+        if not self._is_local:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         with self._ddp.no_sync():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)

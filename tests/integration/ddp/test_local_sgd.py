@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_dist import DDPStrategy
 from tests.helpers.models import (
+    Classifier,
     make_loader,
     make_module,
     make_optimizer,
@@ -24,8 +25,25 @@ from tests.helpers.workers import WorkerPool
 NUM_SAMPLES = 96
 
 
-def fit(sync_every: int, warmup: int, validate_every: int | None) -> Any:
-    module = make_module()
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.model(batch[0]), batch[1]))
+        optimizer.step()
+
+
+def fit(
+    sync_every: int,
+    warmup: int,
+    validate_every: int | None,
+    kind: type[Classifier] = Classifier,
+) -> Any:
+    module = make_module(kind)
     validated: list[dict[str, Tensor]] = []
     module.on_validation_start = lambda: validated.append(state_of(module))
     trainer = make_trainer(
@@ -84,6 +102,12 @@ def test_equals_the_recursion(
         assert torch.equal(first[name], second[name])
     for one, other in zip(seen, also_seen, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_steps_of_manual_optimization_are_local_too(workers: WorkerPool) -> None:
+    expected = recursion(5, 3, None)
+    for state, _ in workers.run(2, fit, 5, 3, None, Manual):
+        assert all(float((state[n] - v).abs().max()) < 1e-12 for n, v in expected.items())
 
 
 def test_the_recursion_tells_how_often() -> None:
