@@ -31,6 +31,7 @@ class CommunicationMeter:
         self._num_bytes = 0
         self._waits: list[tuple[Any, Any]] = []
         self._sent: Any = None
+        self._is_last_sent = False
         self._arrived: Any = None
         self.update = 0
 
@@ -43,6 +44,7 @@ class CommunicationMeter:
 
         def metered(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
             self._sent = start = self._recorder.mark()
+            self._is_last_sent = bucket.is_last()
             future = compressor.hook(state, bucket)
             self._num_bytes += compressor.sent_bytes(bucket)
 
@@ -73,14 +75,17 @@ class CommunicationMeter:
         self._note_wait(start, end)
 
     def end_backward(self) -> Any | None:
-        """Notes the wait at the end of a backward, if it has sent gradients.
+        """Notes the wait at the end of a backward, if it has sent all gradients.
+
+        Where some are missing the rest is sent, and waited for, when the backward is over.
 
         Returns:
             The mark of when there was nothing left to compute; None if it did not wait.
         """
-        sent, self._sent = self._sent, None
-        if sent is not None:
-            self._note_wait(sent, self._arrived)
+        if not self._is_last_sent:
+            return None
+        sent, self._sent, self._is_last_sent = self._sent, None, False
+        self._note_wait(sent, self._arrived)
         return sent
 
     def _note_wait(self, start: Any, end: Any) -> None:

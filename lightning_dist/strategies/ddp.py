@@ -348,7 +348,10 @@ class DDPStrategy(DataParallelStrategy):
     def _complete_gradients(self) -> list[str]:
         if self._missing is None:  # a static graph's are known, and no others are waited for
             return checks.parameters_without_gradient(self.module)
-        return self._missing.end_backward()
+        without = self._missing.end_backward()
+        if self._meter is not None:
+            self._meter.end_backward()
+        return without
 
     @override
     def optimizer_step(

@@ -16,6 +16,7 @@ from lightning_dist.pipeline.timeline import SpanKind, Timeline
 from lightning_dist.plotting import plot_timeline
 from tests.helpers.models import make_loader, make_module, make_trainer, share_of, state_of
 from tests.helpers.workers import WorkerPool
+from tests.integration.ddp.test_missing_gradients import FIRST_ONLY, Choosing
 
 NUM_SAMPLES = 48
 NUM_STEPS = 6
@@ -39,6 +40,31 @@ def fit(accumulate: int, options: dict[str, Any]) -> Any:
     )
     trainer.fit(module, share_of(int(os.environ["RANK"]), NUM_SAMPLES), make_loader(8))
     return state_of(module), seen.num_bytes, seen.shares, strategy.timeline
+
+
+def fit_with_missing_gradients(accumulate: int) -> Any:
+    module, seen = make_module(Choosing, plan=FIRST_ONLY), Seen()
+    strategy = DDPStrategy(log_communication=True, bucket_megabytes=0.0005)
+    trainer = make_trainer(
+        devices=2, strategy=strategy, accumulate_grad_batches=accumulate, callbacks=[seen]
+    )
+    trainer.fit(module, make_loader(80), make_loader(8))
+    return seen.shares, strategy.timeline
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_rank_that_lacks_gradients_waits_behind_its_backward(
+    workers: WorkerPool, accumulate: int
+) -> None:
+    for shares, timeline in workers.run(2, fit_with_missing_gradients, accumulate):
+        assert len(shares) == 10
+        sends = slice(accumulate - 1, None, accumulate)
+        assert all(0 < share < 1 for share in shares[sends])
+        assert sum(shares) == pytest.approx(sum(shares[sends]))
+        for rank in (0, 1):
+            waits = [s for s in timeline.spans if s.kind is SpanKind.WAIT and s.rank == rank]
+            assert len(waits) == 10 // accumulate
+            assert all(span.duration_seconds > 0 for span in waits)
 
 
 def sizes() -> list[torch.Size]:
