@@ -24,6 +24,7 @@ import contextlib
 import pickle
 import queue
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,23 +250,35 @@ class DistributedReceiver:
                 self._arrived.put(Message(self._assemble(skeleton, infos, hosts), port, stamp))
                 del hosts  # else the last activation stays alive until the next one
             self._arrived.put(_Closed())
-        except RuntimeError as error:
-            lost = PeerLostError(f"The connection to rank {self._peer} broke: {error}")
-            self._arrived.put(Failed(lost))
+        except Exception as error:  # whoever waits must learn of it
+            self._arrived.put(Failed(error))
 
     def _take(self, infos: list[_TensorInfo]) -> list[Tensor]:
         return [self._pool.take(info.shape, info.dtype) for info in infos]
 
     def _post(self, *parts: Tensor) -> list[dist.Work | None]:
-        return [
-            dist.irecv(part, src=self._peer, group=self._group) for part in parts if part.numel()
-        ]
+        with self._losing_peer():
+            return [
+                dist.irecv(part, src=self._peer, group=self._group)
+                for part in parts
+                if part.numel()
+            ]
 
     def _wait(self, *posted: list[dist.Work | None]) -> None:
-        for works in posted:
-            for work in works:
-                assert work is not None
-                work.wait()
+        with self._losing_peer():
+            for works in posted:
+                for work in works:
+                    assert work is not None
+                    work.wait()
+
+    @contextlib.contextmanager
+    def _losing_peer(self) -> Iterator[None]:
+        """Tells what gloo raises from what this rank cannot do with a message."""
+        try:
+            yield
+        except RuntimeError as error:
+            lost = f"The connection to rank {self._peer} broke: {error}"
+            raise PeerLostError(lost) from error
 
     def _receive_header(self, length: int) -> tuple[Any, list[_TensorInfo]]:
         header = torch.zeros(length, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A sender that is interrupted in the middle of a message sends nothing more."""
+"""What goes wrong with a message is known at both ends."""
 
 from __future__ import annotations
 
@@ -51,3 +51,31 @@ def run() -> None:
 
 def test_half_a_message_is_the_last(workers: WorkerPool) -> None:
     workers.run(2, run)
+
+
+def refuse(text: str) -> Any:
+    raise ValueError(text)
+
+
+class Unreadable:
+    """Leaves its process well, and fails wherever it comes to."""
+
+    def __reduce__(self) -> Any:
+        return refuse, ("this one takes no such thing",)
+
+
+def send_unreadable() -> None:
+    dist.init_process_group("gloo")
+    group = dist.new_group(timeout=timedelta(days=1))
+    if dist.get_rank() == 0:
+        DistributedSender(group, 1).send(Unreadable())
+    else:
+        receiver = DistributedReceiver(group, 0, torch.device("cpu"), timeout_seconds=5.0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="this one takes no such thing"):
+                receiver.receive()
+    dist.barrier()
+
+
+def test_what_cannot_be_read_is_an_error_where_it_is_awaited(workers: WorkerPool) -> None:
+    workers.run(2, send_unreadable)
