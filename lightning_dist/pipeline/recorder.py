@@ -11,12 +11,15 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from lightning_dist.pipeline.actions import Action
 from lightning_dist.pipeline.timeline import Span, SpanKind
+
+_COUNTED_FROM_SECONDS = 8.0  # which single precision tells to half a microsecond
 
 
 class Clock(Protocol):
@@ -44,8 +47,36 @@ class HostClock:
         return mark + self._offset_seconds
 
 
+@dataclass(slots=True)
+class CudaMark:
+    """An event, and an earlier one that it is counted from.
+
+    Attributes:
+        event: When it was.
+        since: The earlier one; None for the first.
+        known_seconds: Since the epoch, where somebody has asked.
+    """
+
+    event: torch.cuda.Event
+    since: CudaMark | None
+    known_seconds: float | None = None
+
+    def seconds(self) -> float:
+        """Gives its seconds since the epoch; waits for it."""
+        if self.known_seconds is None:
+            assert self.since is not None
+            before = self.since.seconds()
+            self.event.synchronize()
+            self.known_seconds = before + self.since.event.elapsed_time(self.event) / 1e3
+            self.since = None  # which may be the last to hold the one before
+        return self.known_seconds
+
+
 class CudaClock:
     """Events on the current CUDA stream.
+
+    CUDA tells the time between two events in single precision: after an hour to a quarter of a
+    millisecond. So a mark is counted from one that was some seconds before.
 
     Args:
         device: The device whose work is timed.
@@ -53,22 +84,28 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start = torch.cuda.Event(enable_timing=True)
-        self._start.record(torch.cuda.current_stream(device))
+        event = self._record()
         torch.cuda.synchronize(device)
-        self._start_seconds = time.time()
+        self._since = CudaMark(event, None, time.time())
+        self._renewal = time.monotonic() + _COUNTED_FROM_SECONDS
 
-    def mark(self) -> torch.cuda.Event:
-        """Records an event."""
+    def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def seconds(self, mark: torch.cuda.Event) -> float:
-        """Turns an event into seconds since the epoch; waits for it."""
-        mark.synchronize()
-        elapsed_ms: float = self._start.elapsed_time(mark)
-        return self._start_seconds + elapsed_ms / 1e3
+    def mark(self) -> CudaMark:
+        """Records an event."""
+        mark = CudaMark(self._record(), self._since)
+        if time.monotonic() >= self._renewal:
+            self._since.seconds()  # the device has passed it long ago
+            self._since = mark
+            self._renewal = time.monotonic() + _COUNTED_FROM_SECONDS
+        return mark
+
+    def seconds(self, mark: CudaMark) -> float:
+        """Turns a mark into seconds since the epoch; waits for it."""
+        return mark.seconds()
 
 
 class Recorder:
