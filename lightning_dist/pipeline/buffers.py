@@ -15,9 +15,23 @@ import sys
 import torch
 from torch import Tensor
 
-# References to a free buffer while `_is_free` looks at it: the pool's list, the caller's loop
-# variable, the parameter, and the argument of `getrefcount`.
-_REFERENCES_OF_A_FREE_BUFFER = 4
+
+def _references(buffer: bytearray) -> int:
+    return sys.getrefcount(buffer)
+
+
+def _references_of_a_free_buffer() -> int:
+    """Counts what :meth:`BufferPool.take` itself holds while it looks at a buffer.
+
+    The pool's list, the loop variable and two arguments; not every interpreter counts them all.
+    """
+    count = 0
+    for buffer in [bytearray(1)]:
+        count = _references(buffer)
+    return count
+
+
+_REFERENCES_OF_A_FREE_BUFFER = _references_of_a_free_buffer()
 
 
 class BufferPool:
@@ -47,11 +61,7 @@ class BufferPool:
             return torch.empty(shape, dtype=dtype)
         buffers = self._buffers.setdefault(num_bytes, [])
         for buffer in buffers:
-            if _is_free(buffer):
+            if _references(buffer) <= _REFERENCES_OF_A_FREE_BUFFER:
                 return torch.frombuffer(buffer, dtype=dtype).view(shape)
         buffers.append(bytearray(num_bytes))
         return torch.frombuffer(buffers[-1], dtype=dtype).view(shape)
-
-
-def _is_free(buffer: bytearray) -> bool:
-    return sys.getrefcount(buffer) <= _REFERENCES_OF_A_FREE_BUFFER
