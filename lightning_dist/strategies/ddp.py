@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,11 +20,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -40,11 +39,10 @@ from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.gradient_exchange import GradientExchange
 from lightning_dist.strategies.local_sgd import LocalSGD
 from lightning_dist.strategies.measured import MeasuredTimelines
-from lightning_dist.strategies.missing_gradients import MissingGradients
 from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.replicas import broadcast_state
-from lightning_dist.strategies.trainable_set import TrainableSet, average_left_gradients
 from lightning_dist.strategies.uneven_inputs import UnevenInputs
+from lightning_dist.strategies.wrapped_replica import WrappedReplica
 
 
 class DDPStrategy(DataParallelStrategy):
@@ -143,10 +141,7 @@ class DDPStrategy(DataParallelStrategy):
         self._uneven_inputs = uneven_inputs
         self._uneven: UnevenInputs | None = None
         self._local: LocalSGD | None = None
-        self._ddp: DistributedDataParallel | None = None
-        self._trainable: TrainableSet | None = None
-        self._missing: MissingGradients | None = None
-        self._has_synced = False
+        self._replica: WrappedReplica | None = None
 
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:
@@ -175,6 +170,7 @@ class DDPStrategy(DataParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.module)
         if is_fitting:
             self.synchronise_layers()
+            self._undo += (partial(lightning_private.revert_layer_sync, self, self.module),)
         self.model_to_device()
         state = [*self.module.parameters(), *self.module.buffers()]
         broadcast_state(state, self.data_group)
@@ -197,23 +193,14 @@ class DDPStrategy(DataParallelStrategy):
             everyone = self.group(*self.mesh.sizes)
             self._communication = CommunicationLog(self.global_rank, self.root_device, everyone)
             self._undo += (add_first_callback(trainer, self._communication),)
-        self._wrap()
-        self._trainable = TrainableSet(self.module, self.data_group)
-        if not (self._exchange.find_unused_parameters or self._exchange.static_graph):
-            self._missing = MissingGradients(self.module, self.make_notes(self.data_group))
-        self._local = LocalSGD(
-            self.module, self.data_group, self._sync_every, self._sync_warmup_steps, self._meter
-        )
+        group, meter = self.data_group, self._meter
+        make_notes = partial(self.make_notes, group)
+        self._replica = WrappedReplica(self.module, self._exchange, group, make_notes, meter)
+        self._local = LocalSGD(self.module, group, self._sync_every, self._sync_warmup_steps, meter)
 
     @property
     def _meter(self) -> CommunicationMeter | None:
         return self._communication.meter if self._communication is not None else None
-
-    def _wrap(self) -> None:
-        if self._ddp is not None:
-            lightning_private.remove_gradient_hooks(self._ddp)
-        self._ddp = self._exchange.wrap(self.module, self._meter)
-        self._has_synced = False
 
     @override
     def drain(self) -> None:
@@ -240,21 +227,12 @@ class DDPStrategy(DataParallelStrategy):
 
     @override
     def close_session(self) -> None:
-        if self._ddp is not None:
-            lightning_private.revert_layer_sync(self, self.module)
         super().close_session()
         if self._uneven is not None:
             self._uneven.close(failed=not self.is_running)
-        if self._trainable is not None:
-            self._trainable.close(failed=not self.is_running)
-        self._uneven = None
-        if self._missing is not None:
-            self._missing.close()
-        self._trainable = None
-        self._missing = None
-        self._ddp = None
-        self._local = None
-        self._has_synced = False
+        if self._replica is not None:
+            self._replica.close(failed=not self.is_running)
+        self._uneven = self._replica = self._local = None
 
     # --- collectives in steps ----------------------------------------------------------------
 
@@ -281,6 +259,12 @@ class DDPStrategy(DataParallelStrategy):
     # --- steps -------------------------------------------------------------------------------
 
     @property
+    def replica(self) -> WrappedReplica:
+        """What trains here; exists while a fit is set up."""
+        assert self._replica is not None
+        return self._replica
+
+    @property
     def _is_local(self) -> bool:
         """Whether the next optimizer step is this replica's own."""
         assert self._local is not None
@@ -290,30 +274,16 @@ class DDPStrategy(DataParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         # Behind the hooks that freeze and unfreeze, ahead of all contexts of the step.
-        assert self._trainable is not None
-        frozen = self._trainable.begin_batch()
-        if frozen is None:
-            return
-        if not self._is_local:
-            average_left_gradients(frozen, self.data_group)
-        self._wrap()
+        self.replica.begin_batch(is_local=self._is_local)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._ddp is not None
         self.seed_data_rank(reading=False)
         with self.precision_plugin.train_step_context():
             step = self.module.training_step
             if self._uneven is not None:
-                return self._uneven.run(self._ddp, step, *args, **kwargs)
-            if self.module.automatic_optimization:
-                return self._ddp(step, *args, **kwargs)
-            # The step calls backward itself; when it has returned there is nothing to prepare.
-            self._ddp.require_backward_grad_sync = False
-            try:
-                return self._ddp(step, *args, **kwargs)
-            finally:
-                self._ddp.require_backward_grad_sync = True
+                return self._uneven.run(self.replica.ddp, step, *args, **kwargs)
+            return self.replica.run(step, *args, **kwargs)
 
     @override
     def backward(
@@ -325,33 +295,13 @@ class DDPStrategy(DataParallelStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        is_manual = not self.module.automatic_optimization
-        if self._ddp is not None and is_manual and not self._is_local:
-            self._ddp.require_backward_grad_sync = True
-            prepare_for_backward(self._ddp, closure_loss)
-            self._ddp.require_backward_grad_sync = False
-        if self._missing is not None:
-            self._missing.begin_backward()
+        if self._replica is not None:
+            self._replica.begin_backward(closure_loss, is_local=self._is_local)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        ddp, automatic = self._ddp, self.module.automatic_optimization
-        if ddp is None or self._is_local or (automatic and not ddp.require_backward_grad_sync):
-            return
-        self._has_synced = True
-        assert self._trainable is not None
-        self._trainable.check_step(exactly=automatic)
-        if not self._exchange.find_unused_parameters:
-            checks.check_toggled(self._trainable.left_out())
-            checks.check_gradients(self._complete_gradients())
-
-    def _complete_gradients(self) -> list[str]:
-        if self._missing is None:  # a static graph's are known, and no others are waited for
-            return checks.parameters_without_gradient(self.module)
-        without = self._missing.end_backward()
-        if self._meter is not None:
-            self._meter.end_backward()
-        return without
+        if self._replica is not None:
+            self._replica.end_backward(is_local=self._is_local)
 
     @override
     def optimizer_step(
@@ -361,11 +311,10 @@ class DDPStrategy(DataParallelStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        assert self._ddp is not None
         assert self._local is not None
         if not self._is_local:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with self._ddp.no_sync():
+        with self.replica.stepping_locally():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._communication is not None:
             self._communication.end_update()
@@ -375,11 +324,5 @@ class DDPStrategy(DataParallelStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        assert self._ddp is not None
-        if self._exchange.static_graph and not self._has_synced:
-            # The reducer learns a static graph in its first backward, which must be a synchronised
-            # one. An average of averages is the average: the result is the same.
-            yield
-            return
-        with self._ddp.no_sync():
+        with self.replica.accumulating():
             yield

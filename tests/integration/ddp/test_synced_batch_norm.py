@@ -123,3 +123,17 @@ def test_without_it_all_ranks_validate_with_the_first_ones_statistics(
     assert len(first) == 1
     assert first[0].abs().max() > 0
     assert torch.equal(first[0], second[0])
+
+
+def refuse() -> None:
+    module = make_module(Normed, momentum=0.1, affine=True)
+    strategy = DDPStrategy(uneven_inputs=True)
+    trainer = make_trainer(devices=2, strategy=strategy, sync_batchnorm=True)
+    loader = DataLoader(batches(int(os.environ["RANK"])), batch_size=None)
+    with pytest.raises(ValueError, match="synchronised BatchNorm"):
+        trainer.fit(module, loader, loader)
+    assert not any("forward" in vars(m) for m in module.modules())
+
+
+def test_layers_are_their_own_again_when_a_run_is_refused(workers: WorkerPool) -> None:
+    workers.run(2, refuse)

@@ -1,0 +1,172 @@
+"""One rank's replica under torch's DistributedDataParallel, through the steps of a run.
+
+What the wrapper does not know of: parameters that are frozen or thawed between batches, gradients
+that a step leaves out on some ranks, and steps that call backward themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.strategies import data_parallel_checks as checks
+from lightning_dist.strategies.communication_meter import CommunicationMeter
+from lightning_dist.strategies.gradient_exchange import GradientExchange
+from lightning_dist.strategies.lightning_private import remove_gradient_hooks
+from lightning_dist.strategies.missing_gradients import MissingGradients
+from lightning_dist.strategies.rank_notes import RankNotes
+from lightning_dist.strategies.trainable_set import TrainableSet, average_left_gradients
+
+
+class WrappedReplica:
+    """Runs the steps of a module, and averages its gradients where they are wanted.
+
+    Args:
+        module: The user's, equal on all ranks.
+        exchange: How gradients are averaged.
+        group: The replicas; a gloo group.
+        make_notes: Makes what the replicas leave notes in.
+        meter: Is told of what travels, if anybody wants to know.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        exchange: GradientExchange,
+        group: dist.ProcessGroup,
+        make_notes: Callable[[], RankNotes],
+        meter: CommunicationMeter | None,
+    ) -> None:
+        self._module = module
+        self._exchange = exchange
+        self._group = group
+        self._meter = meter
+        self._ddp = exchange.wrap(module, meter)
+        self._has_synced = False
+        self._trainable = TrainableSet(module, group)
+        self._missing: MissingGradients | None = None
+        if not (exchange.find_unused_parameters or exchange.static_graph):
+            self._missing = MissingGradients(module, make_notes())
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """The module in its wrapper of the moment."""
+        return self._ddp
+
+    @property
+    def _is_automatic(self) -> bool:
+        return self._module.automatic_optimization
+
+    def begin_batch(self, *, is_local: bool) -> None:
+        """Looks whether other parameters are trained now; each rank must call it before each batch.
+
+        Args:
+            is_local: Whether this replica's next optimizer step is its own.
+
+        Raises:
+            ValueError: The ranks train different parameters, or nothing is left to train.
+        """
+        frozen = self._trainable.begin_batch()
+        if frozen is None:
+            return
+        if not is_local:
+            average_left_gradients(frozen, self._group)
+        remove_gradient_hooks(self._ddp)
+        self._ddp = self._exchange.wrap(self._module, self._meter)
+        self._has_synced = False
+
+    def run(self, step: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Runs a training step.
+
+        Args:
+            step: The user's.
+            arguments: Of the step.
+            keywords: Of the step.
+        """
+        if self._is_automatic:
+            return self._ddp(step, *arguments, **keywords)
+        # The step calls backward itself; when it has returned there is nothing to prepare.
+        self._ddp.require_backward_grad_sync = False
+        try:
+            return self._ddp(step, *arguments, **keywords)
+        finally:
+            self._ddp.require_backward_grad_sync = True
+
+    def begin_backward(self, loss: Tensor, *, is_local: bool) -> None:
+        """Prepares for a backward.
+
+        Args:
+            loss: Where it begins.
+            is_local: As for :meth:`begin_batch`.
+        """
+        if not self._is_automatic and not is_local:
+            self._ddp.require_backward_grad_sync = True
+            prepare_for_backward(self._ddp, loss)
+            self._ddp.require_backward_grad_sync = False
+        if self._missing is not None:
+            self._missing.begin_backward()
+
+    def end_backward(self, *, is_local: bool) -> None:
+        """Completes the gradients, where this backward was to average them.
+
+        Args:
+            is_local: As for :meth:`begin_batch`.
+
+        Raises:
+            ValueError: The step has changed which parameters are trained, or no rank has a gradient
+                of one.
+        """
+        stays = self._is_automatic and not self._ddp.require_backward_grad_sync
+        if is_local or stays:
+            return
+        self._has_synced = True
+        self._trainable.check_step(exactly=self._is_automatic)
+        if not self._exchange.find_unused_parameters:
+            checks.check_toggled(self._trainable.left_out())
+            checks.check_gradients(self._complete_gradients())
+
+    def _complete_gradients(self) -> list[str]:
+        if self._missing is None:  # a static graph's are known, and no others are waited for
+            return checks.parameters_without_gradient(self._module)
+        without = self._missing.end_backward()
+        if self._meter is not None:
+            self._meter.end_backward()
+        return without
+
+    def stepping_locally(self) -> AbstractContextManager[None]:
+        """Keeps gradients on this rank while entered."""
+        stays: AbstractContextManager[None] = self._ddp.no_sync()
+        return stays
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Keeps gradients on this rank, to be averaged with those of a later backward.
+
+        Yields:
+            Nothing.
+        """
+        if self._exchange.static_graph and not self._has_synced:
+            # The reducer learns a static graph in its first backward, which must be a synchronised
+            # one. An average of averages is the average: the result is the same.
+            yield
+            return
+        with self.stepping_locally():
+            yield
+
+    def close(self, *, failed: bool) -> None:
+        """Takes the wrapper off.
+
+        Args:
+            failed: Whether a rank has failed, so that what is on its way may never come.
+        """
+        remove_gradient_hooks(self._ddp)
+        self._trainable.close(failed=failed)
+        if self._missing is not None:
+            self._missing.close()
