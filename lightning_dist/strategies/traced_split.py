@@ -22,12 +22,8 @@ from typing_extensions import override
 from lightning_dist.pipeline.cut import stage_of_layers
 from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.trace_call import bind, example_of
-from lightning_dist.pipeline.traced_layers import (
-    TracedLayers,
-    TracedProgram,
-    TracedSequence,
-    sequence_of,
-)
+from lightning_dist.pipeline.trace_program import TraceProgram
+from lightning_dist.pipeline.traced_layers import TracedLayers, TracedSequence, sequence_of
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipeline_split import PipelineSplit
 from lightning_dist.strategies.pipelined_module import choose_partition, refuse_outside
@@ -239,7 +235,7 @@ def _watching(traced: nn.Module, seen: list[_Arguments]) -> Iterator[None]:
 
 
 def _choose_partition(
-    layers: Layers, program: TracedProgram, config: PipelineConfig, num_stages: int, path: str
+    layers: Layers, program: TraceProgram, config: PipelineConfig, num_stages: int, path: str
 ) -> tuple[int, ...]:
     titles, uncut = program.titles, program.uncut
     if len(titles) < num_stages and uncut:
