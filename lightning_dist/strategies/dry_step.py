@@ -74,12 +74,8 @@ class DryStep:
         return self.composed.module.training_step
 
     def _run_whole(self, batch: Any, rest: tuple[int, ...]) -> None:
-        sharded = ShardedModule(
-            self.composed,
-            None,
-            has_logits_apart=self.asked.tensor.loss_parallel,
-            compares_always=False,
-        )
+        apart = self.asked.tensor.loss_parallel
+        sharded = ShardedModule(self.composed, None, has_logits_apart=apart)
         loss = _loss_of(sharded.train(self._training_step, self.context, batch, *rest))
 
         def differentiate() -> Tensor:
@@ -92,13 +88,8 @@ class DryStep:
     def _run_stage(self, batch: Any, rest: tuple[int, ...], received: Received) -> Received:
         split = self.composed.split
         assert split is not None
-        staged = StagedModule(
-            self.composed,
-            None,
-            self.asked.pipeline,
-            has_logits_apart=self.asked.tensor.loss_parallel,
-            compares_always=False,
-        )
+        apart = self.asked.tensor.loss_parallel
+        staged = StagedModule(self.composed, None, self.asked.pipeline, has_logits_apart=apart)
         note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
         sender = None if split.has_last else DrySender(note)
         (stage,), (root,) = split.stages, self.composed.roots

@@ -20,10 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.deferred.tape import Tape
-from lightning_dist.deferred_init import deferred_init, named_tensors
 from lightning_dist.device_mesh import axis, build_mesh
-from lightning_dist.sharding import fill
 from lightning_dist.shards import is_spread
 from lightning_dist.strategies import data_parallel_checks
 from lightning_dist.strategies import fsdp_checks as checks
@@ -31,6 +28,7 @@ from lightning_dist.strategies.clipping import clip_by_global_norm, leaving_out,
 from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
+from lightning_dist.strategies.deferred_model import DeferredModel
 from lightning_dist.strategies.evaluation_lengths import check_evaluation_lengths
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.mixed_groups import update_mixed_groups_singly
@@ -42,7 +40,7 @@ from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.sharded_module import ShardedModule
 from lightning_dist.strategies.staged_module import StagedModule
 from lightning_dist.strategies.tensor_checks import check_precision
-from lightning_dist.strategies.unused_parameters import UnusedParameters
+from lightning_dist.strategies.used_parts import UsedParts
 from lightning_dist.strategies.whole_model_checks import check_callbacks, check_optimizers
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.summary import TensorSummary
@@ -75,7 +73,7 @@ class ShardedStrategy(DataParallelStrategy):
         self._policy = shard.policy
         self._meta_init = meta_init
         self._device_mesh: DeviceMesh | None = None
-        self._tape: Tape | None = None
+        self._deferred = DeferredModel()
         self._sharded: ShardedModule | None = None
         self._is_accumulating = False
 
@@ -119,7 +117,7 @@ class ShardedStrategy(DataParallelStrategy):
             if self._policy.is_manual or not self._meta_init:
                 yield
                 return
-            with deferred_init() as self._tape:
+            with self._deferred.building():
                 yield
 
     @override
@@ -184,18 +182,13 @@ class ShardedStrategy(DataParallelStrategy):
         everyone = self.group(*self.mesh.sizes)
         data_parallel_checks.check_module(self.module, everyone)
         checks.check_shardable(self.module, self._policy.is_manual)
-        # Before others are put in their place; a stage may know a tied one by a later name.
-        tensors = named_tensors(self.module, every_name=True)
+        self._deferred.look_at(self.module)
         self.model = self.precision_plugin.convert_module(self.module)
         self.synchronise_layers()
         state = [*self.module.parameters(), *self.module.buffers()]
         broadcast_state([t for t in state if not t.is_meta and not is_spread(t)], everyone)
         sharded = self._composed()
-        if self._tape is not None:
-            tape, self._tape = self._tape, None
-            own = named_tensors(self.module)
-            deferred = [name for name in own if name in tensors and tensors[name].is_meta]
-            fill(self.module, deferred, lambda n: tape.materialize(tensors[n]), self.root_device)
+        self._deferred.fill(self.module, self.root_device)
         sharded.tie_again()
         return sharded
 
@@ -217,23 +210,16 @@ class ShardedStrategy(DataParallelStrategy):
 
     def _composed(self) -> ShardedModule:
         composed = compose(self.module, self._mesh_of_ranks, self.parallelism)
-        groups = (self.stage_group, self.group("dp_shard", "tp"))
-        apart = self._tensor_config.loss_parallel
-        always = self._shard_config.find_unused_parameters
-        if composed.split is None:
-            notes = None
-            if composed.shards and UnusedParameters.are_supported_by(composed.shards[0]):
-                notes = self.make_notes(groups[0])
-            return ShardedModule(
-                composed, groups, has_logits_apart=apart, compares_always=always, notes=notes
-            )
-        return StagedModule(
+        used = UsedParts(
             composed,
-            groups,
-            self._pipeline_config,
-            has_logits_apart=apart,
-            compares_always=always,
+            (self.stage_group, self.group("dp_shard", "tp")),
+            always=self._shard_config.find_unused_parameters,
+            make_notes=self.make_notes,
         )
+        apart = self._tensor_config.loss_parallel
+        if composed.split is None:
+            return ShardedModule(composed, used, has_logits_apart=apart)
+        return StagedModule(composed, used, self._pipeline_config, has_logits_apart=apart)
 
     @property
     def sharded(self) -> ShardedModule:

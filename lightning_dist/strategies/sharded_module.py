@@ -19,16 +19,10 @@ from torch.optim import Optimizer
 from lightning_dist.interrupted_step import forget_step
 from lightning_dist.sharding import move_rest, reshard
 from lightning_dist.strategies.compose import Composed
-from lightning_dist.strategies.data_parallel_checks import (
-    check_gradients,
-    parameters_without_gradient,
-)
 from lightning_dist.strategies.lightning_private import set_device
 from lightning_dist.strategies.measured import Measurements
-from lightning_dist.strategies.rank_notes import RankNotes
 from lightning_dist.strategies.session import RunContext
-from lightning_dist.strategies.unit_agreement import UnitAgreement
-from lightning_dist.strategies.unused_parameters import UnusedParameters
+from lightning_dist.strategies.used_parts import UsedParts
 from lightning_dist.tensor.logits import LogitsApart, joined
 from lightning_dist.tensor.plan_summary import describe_plan
 from lightning_dist.tensor.summary import TensorSummary, summarise
@@ -42,21 +36,12 @@ class ShardedModule:
 
     Args:
         composed: The user's module, made parallel.
-        groups: Gloo groups: of the ranks that hold the same layers, and of those that compute a
-            forward of them together. None where no other rank exists.
+        used: Compares what ranks use of it in a step; None where no other rank exists.
         has_logits_apart: Whether the logits of a step are spread over the vocabulary.
-        compares_always: Whether ranks compare the units that they run in each step.
-        notes: Of the ranks that hold the same layers, if each may use other parameters in a step.
     """
 
     def __init__(
-        self,
-        composed: Composed,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
-        *,
-        has_logits_apart: bool,
-        compares_always: bool,
-        notes: RankNotes | None = None,
+        self, composed: Composed, used: UsedParts | None, *, has_logits_apart: bool
     ) -> None:
         self.module = composed.module
         self.summary: WrapSummary = composed.summary
@@ -67,22 +52,7 @@ class ShardedModule:
         self._entered: set[nn.Module] = set()
         for root in self._roots if self._shards else ():
             root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
-        self._agreement: UnitAgreement | None = None
-        if groups is not None:
-            self._agreement = UnitAgreement(
-                self.module, composed.units, *groups, always=compares_always
-            )
-        self._unused: UnusedParameters | None = None
-        if groups is not None and notes is not None and self._shards:
-            (shards,) = self._shards
-            self._unused = UnusedParameters(
-                self.module,
-                shards,
-                composed.units,
-                notes,
-                groups[0],
-                always=compares_always,
-            )
+        self._used = used
 
     @property
     def is_sharded(self) -> bool:
@@ -179,8 +149,8 @@ class ShardedModule:
     def _run(
         self, step: Callable[..., Any], context: StepContext, args: Any, kwargs: Any, training: bool
     ) -> Any:
-        if self._unused is not None and training:
-            self._unused.begin_step()
+        if self._used is not None and training:
+            self._used.begin_step()
 
         def entered(*args: Any, **kwargs: Any) -> Any:
             with self.agreeing(training=training):
@@ -191,12 +161,12 @@ class ShardedModule:
             return root(entered, *args, **kwargs)
 
     def agreeing(self, *, training: bool) -> AbstractContextManager[None]:
-        """Gives what compares the units that ranks run in a step.
+        """Gives what compares what ranks use in a step.
 
         Args:
             training: Whether its result will be differentiated.
         """
-        return nullcontext() if self._agreement is None else self._agreement.step(training=training)
+        return nullcontext() if self._used is None else self._used.step(training=training)
 
     def joining(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Makes a step one that does not know that its logits are apart.
@@ -253,13 +223,8 @@ class ShardedModule:
             self._spread.add_gradients()
 
     def without_gradient(self) -> list[str]:
-        """Names the parameters that an update's backwards have not reached; all ranks call it.
-
-        Where ranks may use different ones, those that none has used, in this update or the last.
-        """
-        if self._unused is None:
-            return parameters_without_gradient(self.module)
-        return self._unused.end_update()
+        """Names the parameters that an update's backwards have not reached; all ranks call it."""
+        return [] if self._used is None else self._used.without_gradient()
 
     def forget_gradients(self, names: Sequence[str]) -> None:
         """Gives parameters no gradient, as on a single device, in the place of zeros.
@@ -310,10 +275,8 @@ class ShardedModule:
         Raises:
             ValueError: They have run different units, or none has used some parameters.
         """
-        if self._agreement is not None:
-            self._agreement.settle()
-        if self._unused is not None:
-            check_gradients(self._unused.settle())
+        if self._used is not None:
+            self._used.settle()
 
     def reshard(self) -> None:
         """Makes the module's parameters the sharded ones, whatever has run last."""

@@ -29,6 +29,7 @@ from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.session import RunContext, Session, open_session
 from lightning_dist.strategies.sharded_module import ShardedModule, StepContext
 from lightning_dist.strategies.stage_backwards import StageBackwards
+from lightning_dist.strategies.used_parts import UsedParts
 
 
 class StagedModule(ShardedModule):
@@ -36,24 +37,20 @@ class StagedModule(ShardedModule):
 
     Args:
         composed: The user's module, made parallel.
-        groups: As for :class:`ShardedModule`.
+        used: As for :class:`ShardedModule`.
         config: Of the pipeline.
         has_logits_apart: As for :class:`ShardedModule`.
-        compares_always: As for :class:`ShardedModule`.
     """
 
     def __init__(
         self,
         composed: Composed,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
+        used: UsedParts | None,
         config: PipelineConfig,
         *,
         has_logits_apart: bool,
-        compares_always: bool,
     ) -> None:
-        super().__init__(
-            composed, groups, has_logits_apart=has_logits_apart, compares_always=compares_always
-        )
+        super().__init__(composed, used, has_logits_apart=has_logits_apart)
         assert composed.split is not None
         self._split = composed.split
         self._config = config
