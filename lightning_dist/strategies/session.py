@@ -129,6 +129,7 @@ def open_session(
         logged: What to log of how stale the weights are; None for nothing.
         change_step: What is made of each of the user's steps.
     """
+    predict = config.prediction(optimizer)  # first, for it may refuse
     shape = config.shape(run.mesh, run.rank, layers_per_stage)
     homes = shape.rank_of_stage
     ties = find_ties(found, layers_per_stage)
@@ -153,7 +154,7 @@ def open_session(
         gradients=gradients or (lambda _: Lent(masters_dtype)),
         on_complete=run.complete_early,
         average_weight=ReplicaWeights(run.replicas).average,
-        predict=config.prediction(optimizer),
+        predict=predict,
         measure_discrepancy=logged is not None and logged.discrepancy,
         half=weights,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,17 @@ def test_is_refused_alike_on_each_rank(workers: WorkerPool, name: str) -> None:
         assert seconds < 10
     with pytest.raises(ValueError, match=message):
         raise ValueError(answers[0][1])
+
+
+def threads_left(name: str) -> list[str]:
+    devices, module, strategy, options, _ = CASES[name]
+    before = set(threading.enumerate())
+    assert attempt(devices, module, strategy, options)[0] == "ValueError"
+    return [t.name for t in threading.enumerate() if t not in before and "-to-" in t.name]
+
+
+def test_no_channel_is_open_when_an_optimizer_is_refused(workers: WorkerPool) -> None:
+    assert workers.run(2, threads_left, "an optimizer that cannot be foreseen") == [[], []]
 
 
 def test_more_stages_than_layers(workers: WorkerPool) -> None:
