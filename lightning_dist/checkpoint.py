@@ -181,16 +181,6 @@ def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def remove_partial_saves(directory: str | os.PathLike[str]) -> None:
-    """Removes what dead processes left half written.
-
-    Args:
-        directory: Where checkpoints are.
-    """
-    for leftover in Path(directory).glob(".*.saving"):
-        _remove(leftover)
-
-
 def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Takes the model's and the optimizers' tensors out, keyed as in the files."""
     tensors: dict[str, Tensor] = {}

@@ -99,7 +99,7 @@ class LossWeights:
                 gradient.div_(total)
 
     def clear(self) -> None:
-        """Forgets all, after a failure."""
+        """Forgets all weights, after a failure."""
         self._by_update.clear()
         self._collected = []
 

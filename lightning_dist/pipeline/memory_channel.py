@@ -1,4 +1,4 @@
-"""A channel inside one process, for tests and for several stages in one process."""
+"""A channel inside one process, between stages of one rank or ranks that are threads of a test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_dist.tree import flatten, unflatten
 
 
 class MemoryChannel:
-    """Both ends of a channel inside one process, for tests and for one-process pipelines."""
+    """Both ends of a channel."""
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Message | Failed] = queue.SimpleQueue()

@@ -4,8 +4,8 @@ Each rank sends off the layers that leave it and forgets their values, then take
 come, one by one. With a layer goes its optimizer's state, so that the next update is the one that
 it would have been where it came from. Layers that stay are not touched.
 
-Every rank of the pipeline calls :func:`relocate` with the same two cuts. Sends never wait, so no
-order of ranks can make them wait for each other.
+Every rank of the pipeline makes a :class:`Relocation` of the same two cuts and runs it. Sends never
+wait, so no order of ranks can make them wait for each other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Every private name of Lightning, torch and torchmetrics that this package touches.
+"""The private names of Lightning and torchmetrics that this package touches, and some of torch's.
 
 Each function says which name, and why no public one serves. The tests call each of them on the real
-objects, so that a renamed attribute fails there and not in somebody's run. Only the launcher's are
-elsewhere, in :mod:`lightning_dist.strategies.script_launcher`.
+objects, so that a renamed attribute fails there and not in somebody's run. Of Lightning's only the
+launcher's are elsewhere, in :mod:`lightning_dist.strategies.script_launcher`. A private name of
+torch that one module needs, most often below the strategies, stands in that module:
+:mod:`lightning_dist.fake_ranks`, :mod:`lightning_dist.interrupted_step`,
+:mod:`lightning_dist.tensor.placements` and others.
 """
 
 from __future__ import annotations

@@ -35,11 +35,6 @@ class StopAgreement:
         self._agreed = False
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
 
-    @property
-    def agreed(self) -> bool:
-        """Whether all ranks have decided to stop."""
-        return self._agreed
-
     def request(self) -> None:
         """Asks all ranks to stop; safe in a signal handler."""
         self._requested = True
@@ -62,10 +57,6 @@ class StopAgreement:
         """Reads what is still on its way."""
         while self._pending:
             self._read_oldest()
-
-    def abandon(self) -> None:
-        """Forgets what is still on its way, after a failure."""
-        self._pending.clear()
 
     def _read_oldest(self) -> None:
         work, flag = self._pending.popleft()

@@ -119,8 +119,10 @@ def find_traced_split(
 def _find_trainable(module: pl.LightningModule) -> str:
     """Finds the one attribute that holds all trainable parameters."""
     traced = [n for n, child in module.named_children() if sequence_of(child) is not None]
-    if traced or sequence_of(module) is not None:
-        return "".join(traced)
+    if traced:  # by an earlier run
+        return traced[0]
+    if sequence_of(module) is not None:
+        return ""
     holders = [
         name
         for name, child in module.named_children()
