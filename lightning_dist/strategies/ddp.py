@@ -51,7 +51,8 @@ class DDPStrategy(DataParallelStrategy):
     Args:
         compression: What gradients travel as: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"powersgd"``.
         powersgd_rank: Columns of PowerSGD's factors; more are truer and larger.
-        powersgd_start_step: Steps with whole gradients before PowerSGD begins.
+        powersgd_start_step: Steps with whole gradients before PowerSGD begins, and begins anew when
+            other parameters are frozen or thawed.
         sync_every: Above 1 replicas step on their own gradients and average their weights every so
             many optimizer steps, before validation, in checkpoints and at the end (local SGD).
         sync_warmup_steps: Optimizer steps with averaged gradients before that begins.

@@ -18,6 +18,7 @@ from lightning_dist.pipeline.connect import Channels, connect
 from lightning_dist.pipeline.gradients import Gradients, Lent
 from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.pipeline import OnComplete, Pipeline
+from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.tied_sums import TiedSums
 from lightning_dist.pipeline.ties import find_ties
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
@@ -131,12 +132,7 @@ def open_session(
     """
     predict = config.prediction(optimizer)  # first, for it may refuse
     shape = config.shape(run.mesh, run.rank, layers_per_stage)
-    homes = shape.rank_of_stage
-    ties = find_ties(found, layers_per_stage)
-    holders = {tie.ranks(homes) for tie in ties}
-    channels = connect(run.mesh.groups("pp"), run.device, run.timeout_seconds, homes, holders)
-    tied = TiedSums(ties, homes, shape.rank, channels.ties)
-    tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
+    channels, tied = _connect(found, shape, run)
     half = half_precision_of(run.precision_plugin)
     weights = None
     if half is not None:
@@ -159,7 +155,7 @@ def open_session(
         half=weights,
     )
     log = None if logged is None else StalenessLog(module, pipeline, logged)
-    last_rank = dist.get_process_group_ranks(run.stages)[homes[-1]]
+    last_rank = dist.get_process_group_ranks(run.stages)[shape.rank_of_stage[-1]]
     metrics = StageMetrics(module, run.stages, run.replicas, last_rank, pipeline.stages.has_last)
     return Session(
         run.mesh,
@@ -187,6 +183,17 @@ def open_session(
         tied,
         log,
     )
+
+
+def _connect(found: Layers, shape: PipelineShape, run: RunContext) -> tuple[Channels, TiedSums]:
+    """Opens the channels, and makes what stages share of the parameters equal."""
+    homes = shape.rank_of_stage
+    ties = find_ties(found, shape.layers_per_stage)
+    holders = {tie.ranks(homes) for tie in ties}
+    channels = connect(run.mesh.groups("pp"), run.device, run.timeout_seconds, homes, holders)
+    tied = TiedSums(ties, homes, shape.rank, channels.ties)
+    tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
+    return channels, tied
 
 
 def _one() -> float:
