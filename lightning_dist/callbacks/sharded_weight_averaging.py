@@ -17,13 +17,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.local_part import local_part
+from lightning_dist.strategies.ddp import DDPStrategy
 
 
 class ShardedWeightAveraging(pl.Callback):
     """Averages the parameters over the optimizer's steps (Polyak averaging with a decay).
 
-    Under every strategy of this package and on a single device. Buffers are not averaged: what sees
-    the average sees the latest running statistics.
+    Under every strategy of this package and on a single device; under ``DDPStrategy`` with
+    ``sync_every=1``. Buffers are not averaged: what sees the average sees the latest running
+    statistics.
 
     Args:
         decay: Share of the average that is kept in an update, in [0, 1).
@@ -57,6 +59,17 @@ class ShardedWeightAveraging(pl.Callback):
         Empty before the first update.
         """
         return self._averages if self._num_updates else {}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, DDPStrategy) and strategy.sync_every > 1:
+            raise ValueError(
+                f"ShardedWeightAveraging averages what a rank holds, and with sync_every="
+                f"{strategy.sync_every} each replica's weights are its own between two averages of"
+                " them, so that replicas would end with different ones. Use sync_every=1, or leave"
+                " the callback out."
+            )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -149,6 +149,11 @@ class DDPStrategy(DataParallelStrategy):
         return MeshShape(dp_replicate=world_size)
 
     @property
+    def sync_every(self) -> int:
+        """Optimizer steps from one average of the weights to the next; 1 averages gradients."""
+        return self._sync_every
+
+    @property
     def timeline(self) -> Timeline:
         """What the ranks did when, gathered at the end of training; needs ``log_communication``."""
         log = self._communication

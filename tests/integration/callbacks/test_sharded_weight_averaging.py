@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dist import DDPStrategy
 from lightning_dist.callbacks import ShardedWeightAveraging
 from lightning_dist.checkpoint import load_full
 from tests.helpers.models import make_module, state_of
@@ -152,3 +153,12 @@ def test_layers_may_move_before_the_first_average_only(has_averaged: bool) -> No
     for at_next in (step, lambda: averaging.on_validation_epoch_start(trainer, module)):
         with pytest.raises(ValueError, match="This rank has other layers than before"):
             at_next()
+
+
+def test_replicas_that_step_on_their_own_are_refused() -> None:
+    averaging, module = ShardedWeightAveraging(), make_module(Synced)
+    trainer: Any = SimpleNamespace(strategy=DDPStrategy(sync_every=4))
+    with pytest.raises(ValueError, match="sync_every=4.*sync_every=1"):
+        averaging.setup(trainer, module, "fit")
+    trainer.strategy = DDPStrategy()
+    averaging.setup(trainer, module, "fit")
