@@ -24,6 +24,7 @@ from lightning_dist.rng import seed_all
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.last_resort import never_destroy
+from lightning_dist.strategies.launcher_watch import ending_with_launcher
 from lightning_dist.strategies.overflow import Agreed, Overflow
 from lightning_dist.strategies.process_mesh import ProcessMesh
 from lightning_dist.strategies.random_state import share_random_state
@@ -73,16 +74,20 @@ class DistributedStrategy(ProcessMesh):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._init_process_group()
+        with ending_with_launcher():
+            self._meet()
         if self.mesh.data_size == 1:
             lightning_private.keep_users_samplers(self.module.trainer)
+        share_random_state(self.group("pp", "tp"))
+        self._seed = self.broadcast(torch.initial_seed())
+
+    def _meet(self) -> None:
+        self._init_process_group()
         if self._ring_group is None:
             self._ring_group = dist.new_group(backend="gloo", timeout=_NEVER)
         self._guard = RunGuard(
             self._ring_group, self.group(*self.mesh.sizes), self.stop_lag, self.interrupt
         )
-        share_random_state(self.group("pp", "tp"))
-        self._seed = self.broadcast(torch.initial_seed())
 
     def seed_data_rank(self, *, reading: bool, early: bool = False) -> None:
         """Seeds this rank's generators by the batch at hand, if ranks read different data.

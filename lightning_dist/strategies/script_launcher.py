@@ -24,6 +24,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_dist.strategies.last_resort import GRACE_SECONDS
+from lightning_dist.strategies.launcher_watch import known_to_children
 
 _POLL_SECONDS = 1
 
@@ -65,7 +66,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     ) -> Any:
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
+            with known_to_children():
+                self._call_children_scripts()
             ChildProcessObserver(os.getpid(), self.procs).start()
         _set_num_threads_if_needed(self.num_processes)
         return function(*args, **kwargs)

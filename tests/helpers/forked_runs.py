@@ -29,6 +29,7 @@ END_AFTER_KILL_SECONDS = 30.0
 
 FIT = "tests.helpers.fit_script"
 LEAVE = "tests.helpers.leave_script"
+ORPHAN = "tests.helpers.orphan_script"
 
 
 def errors_in(output: str) -> list[str]:

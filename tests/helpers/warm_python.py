@@ -57,7 +57,7 @@ def _exit_code(pid: int) -> int | None:
 def main() -> None:
     """Answers ``["start", request]`` with a process ID, ``["poll", pid]`` with an exit code."""
     gc.disable()
-    for script in ("troubled_fit", "leave_script"):
+    for script in ("troubled_fit", "leave_script", "orphan_script"):
         import_module(f"tests.helpers.{script}")
     gc.freeze()  # else each process that ends spends seconds on freeing what was imported
     gc.enable()

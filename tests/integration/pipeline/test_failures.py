@@ -141,6 +141,21 @@ def a_killed_launcher_ends_its_children_and_is_named(python: WarmPython, folder:
     check_checkpoints(root)
 
 
+def a_launcher_that_is_killed_before_its_children_come_ends_them(
+    python: WarmPython, folder: Path
+) -> None:
+    with python.launcher(folder) as run:
+        children = Path(f"/proc/{run.pids[0]}/task/{run.pids[0]}/children")
+        deadline = time.monotonic() + STARTUP_SECONDS
+        while not children.read_text():
+            assert time.monotonic() < deadline, run.output
+            time.sleep(0.02)
+        run.send(signal.SIGKILL, 0)
+        # They import first, which takes its time beside other tests.
+        run.wait(STARTUP_SECONDS + END_AFTER_KILL_SECONDS)
+    assert "was lost before the ranks had met" in run.output
+
+
 def sigterm_of_the_launcher_ends_all_ranks_at_one_batch_boundary(
     python: WarmPython, folder: Path
 ) -> None:
@@ -164,6 +179,7 @@ RUNS: list[Run] = [
     a_failed_rank_does_not_wait_for_one_that_hangs,
     a_users_exception_ends_what_the_launcher_started,
     a_killed_launcher_ends_its_children_and_is_named,
+    a_launcher_that_is_killed_before_its_children_come_ends_them,
     sigterm_of_the_launcher_ends_all_ranks_at_one_batch_boundary,
     ctrl_c_ends_all_ranks_without_a_traceback,
 ]
