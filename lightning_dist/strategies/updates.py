@@ -49,6 +49,7 @@ class Updates:
         self._complete_gradients = complete_gradients
         self._tied = tied
         self._on_update = on_update
+        self._is_in_step = False
         self._history = HyperparameterHistory(
             pipeline.delay,
             None
@@ -65,7 +66,20 @@ class Updates:
 
         Returns:
             The loss.
+
+        Raises:
+            ValueError: An asynchronous batch was run outside of the optimizer's step.
         """
+        if self._pipeline.asynchronous and not self._is_in_step:
+            raise ValueError(
+                "`optimizer_step` ran its closure outside of `optimizer.step`. An asynchronous"
+                " schedule applies there what earlier batches have left, so it must not be left"
+                " out. Call `optimizer.step(closure=optimizer_closure)` for each batch, or use a"
+                " synchronous schedule like '1f1b'."
+            )
+        return self._backward(loss, accumulating=accumulating)
+
+    def _backward(self, loss: Tensor, *, accumulating: bool) -> Tensor:
         if not self._pipeline.has_gradients:
             return loss
         self._precision_plugin.pre_backward(loss, self._module)
@@ -94,6 +108,15 @@ class Updates:
         Returns:
             What the one that was called returned.
         """
+        self._is_in_step = True
+        try:
+            return self._step(optimizer, closure, apply)
+        finally:
+            self._is_in_step = False
+
+    def _step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
+    ) -> Any:
         batch_index = self._pipeline.num_batches
         self._history.remember(batch_index, optimizer)
         if self._pipeline.batches_since_drain < self._pipeline.delay:
@@ -128,4 +151,4 @@ class Updates:
     def _install(self, optimizer: Optimizer) -> Tensor:
         optimizer.zero_grad()
         loss = torch.zeros((), device=self._module.device)
-        return self.backward(loss, accumulating=False)
+        return self._backward(loss, accumulating=False)

@@ -93,6 +93,16 @@ class NoLoss(Classifier):
         self.model(batch[0])
 
 
+class LeavesStepsOut(Classifier):
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
 def attempt(
     devices: int, module: type[L.LightningModule], strategy: dict[str, Any], trainer: dict[str, Any]
 ) -> tuple[str, str, float]:
@@ -142,6 +152,13 @@ CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, A
         {"schedule": "pipedream"},
         {"accumulate_grad_batches": 2},
         r"accumulate_grad_batches=2.*pipedream",
+    ),
+    "steps left out": (
+        2,
+        LeavesStepsOut,
+        {"schedule": "pipedream"},
+        {},
+        r"`optimizer_step` ran its closure outside.*optimizer\.step\(closure=optimizer_closure\)",
     ),
     "an optimizer that cannot be foreseen": (
         2,
