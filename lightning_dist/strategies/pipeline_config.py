@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Literal
 
 from torch.optim import Optimizer
@@ -99,6 +100,11 @@ class PipelineConfig:
             raise ValueError(
                 f"partition={self.partition!r} is unknown; use 'parameters', 'uniform', 'profile'"
                 " or the layers per stage, like [3, 3]."
+            )
+        if not isinstance(self.partition, str) and not _are_counts(self.partition):
+            raise ValueError(
+                f"partition={self.partition!r} must be 'parameters', 'uniform', 'profile' or the"
+                " layers per stage, each of them an integer of at least 1, like [3, 3]."
             )
 
     def _check_correction(self, rule: UpdateRule) -> None:
@@ -218,6 +224,12 @@ class PipelineConfig:
         )
 
 
+def _are_counts(partition: object) -> bool:
+    return isinstance(partition, Sequence) and all(
+        isinstance(count, Integral) and int(count) >= 1 for count in partition
+    )
+
+
 def share_among_stages(
     world_size: int, num_stages: int | Literal["auto"], config: PipelineConfig
 ) -> MeshShape:
@@ -238,14 +250,14 @@ def share_among_stages(
     num_ranks = config.schedules.num_ranks(num_stages, per_rank)
     config.rank_of_stage(num_ranks)
     if world_size % num_ranks:
-        below = num_ranks * max(1, world_size // num_ranks)
         above = num_ranks * (world_size // num_ranks + 1)
+        choices = f"{above - num_ranks} or {above}" if world_size > num_ranks else f"{above}"
         takes = f"{num_ranks} ranks" + (
             "" if num_ranks == num_stages else f" of {num_stages // num_ranks} stages"
         )
         raise ValueError(
             f"The world size ({world_size}) must be a multiple of num_stages={num_stages}: each"
-            f" data replica takes {takes}. Use {below} or {above} devices in all, or another"
+            f" data replica takes {takes}. Use {choices} devices in all, or another"
             " `num_stages`."
         )
     return MeshShape(pp=num_ranks, dp_replicate=world_size // num_ranks)

@@ -118,6 +118,7 @@ def attempt(
 
 CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, Any], str]] = {
     "world size": (3, Classifier, {"num_stages": 2}, {}, r"world size \(3\).*num_stages=2.*2 or 4"),
+    "world too small": (2, Classifier, {"num_stages": 3}, {}, r"num_stages=3.*Use 3 devices"),
     "too many stages": (2, NoSequence, {}, {}, r"No `nn.Sequential`"),
     "partition sum": (2, Classifier, {"partition": [3, 3]}, {}, r"\[3, 3\].*8 layers.*sum to 6"),
     "partition length": (2, Classifier, {"partition": [8]}, {}, r"2 stages"),
@@ -257,6 +258,9 @@ class Short(Classifier):
         ({"correction_steps": 0, "schedule": "pipedream"}, "correction_steps=0"),
         ({"weight_versions": "none", "schedule": "pipedream_2bw"}, "none.*pipedream_2bw"),
         ({"partition": "best"}, "best.*uniform"),
+        ({"partition": [0, 8]}, r"\[0, 8\].*integer of at least 1"),
+        ({"partition": [4.0, 4.0]}, r"\[4\.0, 4\.0\].*integer"),
+        ({"partition": None}, "partition=None.*layers per stage"),
         ({"start_method": "spawn"}, "spawn.*popen"),
         ({"timeout_s": 0.0}, "timeout_s=0"),
     ],
