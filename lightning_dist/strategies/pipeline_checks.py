@@ -54,10 +54,13 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, config: Pipel
             " batches, or schedule='1f1b'."
         )
     is_apart = config.schedules.update_rule is UpdateRule.EACH
-    if is_apart and trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+    if is_apart and clips_by_norm(trainer, module):
+        asked = f"gradient_clip_val={trainer.gradient_clip_val}"
+        if is_overridden("configure_gradient_clipping", module):
+            asked = "A `clip_gradients` in `configure_gradient_clipping`"
         rank_zero_warn(
-            f"gradient_clip_val={trainer.gradient_clip_val} with schedule={config.schedule!r} clips"
-            " by the norm of each stage's own gradients: the stages' updates belong to different"
+            f"{asked} with schedule={config.schedule!r} clips by the norm of each stage's own"
+            " gradients: the stages' updates belong to different"
             " batches, and a norm over all stages would make them wait for each other."
             " schedule='pipedream_2bw' clips by the norm of the whole gradient."
         )

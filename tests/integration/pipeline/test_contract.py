@@ -354,19 +354,29 @@ def test_hooks_see_each_update_and_the_true_loss(
     assert len({str(seen) for _, seen in ranks}) == 1
 
 
-def clip_under_pipedream(devices: int) -> list[str]:
+class ClipsItself(Classifier):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+def clip_under_pipedream(
+    devices: int, module: type[Classifier], options: dict[str, Any]
+) -> list[str]:
     import warnings
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer(
-            devices=devices, strategy="pipeline_pipedream", gradient_clip_val=0.1
-        )
-        trainer.fit(make_module(), make_loader(16), make_loader(8))
+        trainer = make_trainer(devices=devices, strategy="pipeline_pipedream", **options)
+        trainer.fit(make_module(module), make_loader(16), make_loader(8))
     return [str(w.message) for w in caught if "clips by the norm" in str(w.message)]
 
 
-def test_clipping_per_stage_is_said_once(workers: WorkerPool) -> None:
-    first, second = workers.run(2, clip_under_pipedream, 2)
+@pytest.mark.parametrize(
+    ("module", "options"), [(Classifier, {"gradient_clip_val": 0.1}), (ClipsItself, {})]
+)
+def test_clipping_per_stage_is_said_once(
+    workers: WorkerPool, module: type[Classifier], options: dict[str, Any]
+) -> None:
+    first, second = workers.run(2, clip_under_pipedream, 2, module, options)
     assert len(first) == 1
     assert second == []
