@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
@@ -87,6 +88,9 @@ class _Recorded:
             return sum(self.values)
         return float(mean_of(self.values, [size.value for size in self.sizes]))
 
+
+_OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
+"""Names of what ``self.log`` takes after a name and a value, in their order."""
 
 _EXTREMES: dict[str, Callable[[Sequence[float]], float]] = {
     "max": max,
@@ -176,11 +180,7 @@ class StepLog:
         return metric
 
     def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        if args:
-            raise ValueError(
-                f"self.log({name!r}, ...) under a pipeline takes all arguments after the value by"
-                " keyword."
-            )
+        options.update(zip(_OPTIONS, args, strict=False))
         if options.get("sync_dist_group") is not None:
             raise ValueError(
                 f"self.log({name!r}, sync_dist_group=...) cannot be replayed on other ranks. Leave"
