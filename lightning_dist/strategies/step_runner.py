@@ -79,7 +79,7 @@ class StepRunner:
             batch, step, gradient_scale=scale, loss_scale=self._loss_scale(), seed=seed
         )
         asks_to_stop, trainer.should_stop = trainer.should_stop, stopped_before
-        scalars = [_without_dims(_scalars_of(r)) for r in results]
+        scalars = [_without_dims(r) for r in _scalars_of(results)]
         self._publish(scalars, batch, asks_to_stop)
         self._deliver(self._num_held_back())
         return self._last_result
@@ -183,15 +183,22 @@ def _cut_from_graph(result: Any) -> Any:
     return map_tensors(lambda t: t.detach(), result)
 
 
-def _scalars_of(result: Any) -> Any:
-    """Keeps the loss, and of a dict whatever is a single number; the rest stays on its stage."""
-    if not isinstance(result, Mapping):
-        return result
-    return {
-        key: value
-        for key, value in result.items()
-        if (isinstance(value, Tensor) and value.numel() == 1) or not flatten(value)[0]
-    }
+def _scalars_of(results: list[Any]) -> list[Any]:
+    """Keeps the loss, and of dicts whatever is a single number; the rest stays on its stage.
+
+    Of a micro-batch of one sample everything may look like a number, so all of them are asked.
+    """
+    if not all(isinstance(result, Mapping) for result in results):
+        return results
+    kept = [{key for key, value in r.items() if _is_scalar(value)} for r in results]
+    return [
+        {key: value for key, value in result.items() if all(key in keys for keys in kept)}
+        for result in results
+    ]
+
+
+def _is_scalar(value: Any) -> bool:
+    return (isinstance(value, Tensor) and value.numel() == 1) or not flatten(value)[0]
 
 
 def _without_dims(result: Any) -> Any:

@@ -38,3 +38,33 @@ def test_arguments_of_log_may_come_by_position(workers: WorkerPool) -> None:
     for metrics, found in workers.run(2, log_by_position, 2):
         assert metrics == pytest.approx(expected, abs=1e-12)
         assert found == shown
+
+
+class ReturnsClasses(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.model(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        return {"loss": loss, "classes": logits.argmax(-1), "twice": 2 * loss.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append({name: float(v) for name, v in outputs.items() if v.numel() == 1})
+
+
+def return_classes(devices: int) -> list[dict[str, float]]:
+    strategy: Any = PipelineStrategy(num_microbatches=4) if devices > 1 else "auto"
+    module = make_module(ReturnsClasses)
+    trainer = make_trainer(devices=devices, strategy=strategy)
+    trainer.fit(module, make_loader(14), make_loader(8))  # the last micro-batches: 2, 2, 1 and 1
+    return module.seen
+
+
+def test_what_looks_like_a_number_for_one_sample_only(workers: WorkerPool) -> None:
+    expected = return_classes(1)
+    assert [set(outputs) for outputs in expected] == [{"loss", "twice"}] * 2
+    for found in workers.run(2, return_classes, 2):
+        for outputs, others in zip(found, expected, strict=True):
+            assert outputs == pytest.approx(others, abs=1e-12)
