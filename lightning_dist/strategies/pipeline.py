@@ -392,7 +392,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self.session.runner.catch_up()
 
     def _before_validation(self) -> None:
-        self.drain()
+        with lightning_private.as_of_training_step(self.module):  # hooks of updates may log
+            self.drain()
         self._catch_up()
 
     def _end_training(self) -> None:

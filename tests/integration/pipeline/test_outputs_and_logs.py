@@ -68,3 +68,21 @@ def test_what_looks_like_a_number_for_one_sample_only(workers: WorkerPool) -> No
     for found in workers.run(2, return_classes, 2):
         for outputs, others in zip(found, expected, strict=True):
             assert outputs == pytest.approx(others, abs=1e-12)
+
+
+class CountsUpdates(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("updates", 1.0, reduce_fx="sum", on_step=False, on_epoch=True)
+
+
+def count_updates(devices: int, schedule: str) -> float:
+    strategy: Any = PipelineStrategy(schedule=schedule) if devices > 1 else "auto"
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
+    trainer.fit(make_module(CountsUpdates), make_loader(), make_loader(8))
+    return float(trainer.callback_metrics["updates"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
+def test_hooks_of_updates_log_where_the_pipeline_drains(workers: WorkerPool, schedule: str) -> None:
+    expected = count_updates(1, schedule)
+    assert workers.run(3, count_updates, 3, schedule) == [expected] * 3
