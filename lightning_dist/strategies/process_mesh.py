@@ -137,12 +137,23 @@ class ProcessMesh(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment the ranks, and checks the mesh; called by Lightning."""
+        self._check_launched_world()
         environment = self.cluster_environment
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
         lightning_private.set_rank_of_rank_zero_functions(self.global_rank)
         self._mesh = self.mesh_shape(self.num_nodes * self.num_processes)
+
+    def _check_launched_world(self) -> None:
+        asked = self.num_nodes * self.num_processes
+        if dist.is_initialized() and dist.get_world_size() != asked:
+            raise ValueError(
+                f"This Trainer asks for a world size of {asked}, but the script runs in"
+                f" {dist.get_world_size()} processes, which an earlier Trainer has started. Give"
+                " all Trainers of a script the same `devices` and `num_nodes`, or each a script of"
+                " its own."
+            )
 
     @override
     def _configure_launcher(self) -> None:
