@@ -44,7 +44,8 @@ def name_groups(
                 raise ValueError(
                     f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not"
                     " a parameter of the module, so it has no name in a checkpoint. Assign it (or"
-                    " its module) to an attribute of the LightningModule."
+                    " its module) to an attribute of the LightningModule, and make the optimizer"
+                    " in `configure_optimizers`, which sees what the strategy has made of them."
                 )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 

@@ -48,8 +48,10 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, config: Pipel
         return
     accumulates = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks_of(trainer))
     if trainer.accumulate_grad_batches != 1 or accumulates:
+        given = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        asked = GradientAccumulationScheduler.__name__ if accumulates else given
         raise ValueError(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} does not go with"
+            f"{asked} does not go with"
             f" schedule={config.schedule!r}, which updates the weights after each batch. Use larger"
             " batches, or schedule='1f1b'."
         )

@@ -137,7 +137,7 @@ def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
             "No `nn.Sequential` with trainable parameters was found in the module, so there are no"
             f" layers to put on stages{_module_lists(module)}. Build the model as an"
             " `nn.Sequential` of layers and assign it to an attribute; `training_step` stays as it"
-            " is."
+            " is. Or let layers='trace' find layers in any other module."
         )
     outermost = [
         (n, m) for n, m in holders if not any(n.startswith(o + ".") for o, _ in holders if o != n)

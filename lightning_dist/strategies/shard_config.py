@@ -50,7 +50,7 @@ class ShardConfig:
         _check_one_of("offload", self.offload, get_args(Offload))
         _check_one_of("reduce_dtype", self.reduce_dtype, get_args(ReduceDtype))
         again = self.activation_checkpointing
-        if isinstance(again, str):
+        if isinstance(again, str) or not isinstance(again, Sequence):
             _check_one_of("activation_checkpointing", again, get_args(ActivationCheckpointing))
         if self.compile and again == "selective":
             raise ValueError(
@@ -83,6 +83,6 @@ class ShardConfig:
         )
 
 
-def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+def _check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{name}={value!r} is unknown; use one of {known}.")

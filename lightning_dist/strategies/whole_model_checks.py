@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dist.strategies.lightning_private import callbacks_of
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:
-    """Checks that no callback copies the model.
+    """Checks that no callback copies the model, or compares all of its parameters.
 
     Args:
         trainer: Set up to fit.
@@ -21,6 +21,11 @@ def check_callbacks(trainer: pl.Trainer) -> None:
         ValueError: One does.
     """
     for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} compares all parameters of the model, of which each"
+                " rank has a part only. Prune with DDPStrategy or on one device."
+            )
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise ValueError(
                 f"{type(callback).__name__} copies the whole model, of which each rank has a part"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -81,6 +81,22 @@ class Averaging(Classifier):
 class Swa(Classifier):
     def configure_callbacks(self) -> Any:
         return [StochasticWeightAveraging(0.1)]
+
+
+class Prunes(Classifier):
+    def configure_callbacks(self) -> Any:
+        return [ModelPruning("l1_unstructured")]
+
+
+class BuiltEarly(Classifier):
+    """Makes its optimizer before its parameters are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.optim.SGD(self.parameters(), 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.early
 
 
 class Uneven(Classifier):
@@ -169,6 +185,8 @@ def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[s
         (Quasi, {}, 0, "LBFGS.*DDPStrategy"),
         (Averaging, {}, 0, "EMAWeightAveraging copies the whole model"),
         (Swa, {}, 0, "StochasticWeightAveraging copies the whole model"),
+        (Prunes, {}, 0, "ModelPruning compares all parameters.*DDPStrategy"),
+        (BuiltEarly, {}, 0, "not a parameter of the module.*in `configure_optimizers`"),
         (StepsItself, {}, 0, "Manual optimization.*DDPStrategy"),
         (Uneven, {}, 0, r"'extra.weight' is \(2, 2\).* on rank 0 and \(3, 2\).* on rank 1"),
         (Classifier, {}, 8, r"The ranks have \[4, 5\] training batches"),
@@ -180,6 +198,12 @@ def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[s
         (BuiltInPart, {}, 0, "the user's own mistake"),
         (ShardsItself, {"meta_init": False}, 0, "sharded already.*wrap='manual'"),
         (Classifier, {"wrap": "manual"}, 0, "manual.*configure_model.*fully_shard"),
+        (
+            Classifier,
+            {"activation_checkpointing": True},
+            0,
+            "activation_checkpointing=True.*'full'",
+        ),
         (Classifier, {"shard_size": 3}, 0, r"shard_size=3.*2 processes.*\[1, 2\]"),
         (Classifier, {"reshard_after_forward": 3}, 0, "reshard_after_forward=3.*2"),
         (Experts, BY_NAME, 0, "rank 0 at 'experts.0', rank 1 at 'experts.1'"),

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
 from torch import Tensor, nn
 
 from lightning_dist import PipelineStrategy
@@ -119,7 +120,7 @@ def attempt(
 CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, Any], str]] = {
     "world size": (3, Classifier, {"num_stages": 2}, {}, r"world size \(3\).*num_stages=2.*2 or 4"),
     "world too small": (2, Classifier, {"num_stages": 3}, {}, r"num_stages=3.*Use 3 devices"),
-    "too many stages": (2, NoSequence, {}, {}, r"No `nn.Sequential`"),
+    "too many stages": (2, NoSequence, {}, {}, r"No `nn.Sequential`.*layers='trace'"),
     "partition sum": (2, Classifier, {"partition": [3, 3]}, {}, r"\[3, 3\].*8 layers.*sum to 6"),
     "partition length": (2, Classifier, {"partition": [8]}, {}, r"2 stages"),
     "several sequences": (2, Several, {}, {}, r"Several.*model.*encoder.*layers="),
@@ -160,6 +161,20 @@ CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, A
         {"schedule": "pipedream"},
         {},
         r"`optimizer_step` ran its closure outside.*optimizer\.step\(closure=optimizer_closure\)",
+    ),
+    "accumulation now and then": (
+        2,
+        Classifier,
+        {"schedule": "pipedream"},
+        {"callbacks": [GradientAccumulationScheduler({1: 2})]},
+        r"^GradientAccumulationScheduler does not go with schedule='pipedream'",
+    ),
+    "pruning": (
+        2,
+        Classifier,
+        {},
+        {"callbacks": [ModelPruning("l1_unstructured")]},
+        r"ModelPruning compares all parameters",
     ),
     "an optimizer that cannot be foreseen": (
         2,
