@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -44,6 +44,12 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, config: Pipel
             " pipeline does not have. Use precision='bf16-mixed'."
         )
     check_callbacks(trainer)
+    if any(isinstance(c, BackboneFinetuning) for c in callbacks_of(trainer)):
+        raise ValueError(
+            "BackboneFinetuning adds a parameter group where the backbone is and changes the rate"
+            " of the last group, which on other stages is another one. Give all parameters to the"
+            " optimizer from the start, and freeze and unfreeze them in `on_train_epoch_start`."
+        )
     if not config.asynchronous:
         return
     accumulates = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks_of(trainer))

@@ -12,7 +12,11 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    GradientAccumulationScheduler,
+    ModelPruning,
+)
 from torch import Tensor, nn
 
 from lightning_dist import PipelineStrategy
@@ -54,6 +58,12 @@ class HeldTwice(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.first = self.model[0]
+
+
+class Pretrained(Classifier):
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model[0]
 
 
 class Twice(Classifier):
@@ -168,6 +178,13 @@ CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, A
         {"schedule": "pipedream"},
         {"callbacks": [GradientAccumulationScheduler({1: 2})]},
         r"^GradientAccumulationScheduler does not go with schedule='pipedream'",
+    ),
+    "fine-tuning": (
+        2,
+        Pretrained,
+        {},
+        {"callbacks": [BackboneFinetuning(1)]},
+        r"BackboneFinetuning adds a parameter group.*on_train_epoch_start",
     ),
     "pruning": (
         2,
