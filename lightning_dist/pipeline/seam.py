@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_dist.replaced_method import replace_method
+
 
 class _StepLeft(BaseException):  # noqa: N818  (it is not an error)
     """Leaves the user's step behind the pipelined module.
@@ -29,17 +31,16 @@ class Seam:
     """
 
     def __init__(self, sequence: nn.Module, *, is_whole: bool) -> None:
-        self._sequence = sequence
         self._is_whole = is_whole
         self._own_forward: Callable[..., Any] = sequence.forward
         self._layers: Callable[..., Any] | None = None
         self._outputs: list[Any] = []
         self._leaves = False
-        sequence.forward = self._forward
+        self._undo = replace_method(sequence, "forward", self._forward)
 
     def detach(self) -> None:
         """Gives the sequence its own forward back."""
-        del self._sequence.forward
+        self._undo()
 
     def run(self, step: Callable[[], Any], layers: Callable[..., Any], *, leaves: bool) -> Any:
         """Runs a step in which the pipelined module runs something.

@@ -101,7 +101,9 @@ class TraceProgram:
         return program
 
     def _segments_in(self, mode: Mode) -> tuple[CallCheck, list[Segment]]:
-        if mode not in self._graphs:
+        if mode in self._graphs:
+            self._graphs[mode] = self._graphs.pop(mode)  # the first is the one not used for longest
+        else:
             while len(self._graphs) >= _MAX_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
             self._add(mode, self._trace(mode))

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from lightning_dist.local_part import local_part
+from lightning_dist.replaced_method import replace_method
 
 FindNorm = Callable[[Sequence[Sequence[Tensor]]], Tensor]
 """Takes the parameters, grouped by how they are spread; gives the norm of the whole gradient."""
@@ -41,12 +42,7 @@ def clip_by_global_norm(precision_plugin: Precision, find_norm: FindNorm) -> Cal
         for alike in kinds:
             clip_grads_with_norm_(alike, float(clip_val), norm.to(alike[0].device, alike[0].dtype))
 
-    precision_plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
-
-    def undo() -> None:
-        del precision_plugin.clip_grad_by_norm
-
-    return undo
+    return replace_method(precision_plugin, "clip_grad_by_norm", clip_grad_by_norm)
 
 
 def norm_over(group: dist.ProcessGroup | None = None) -> FindNorm:

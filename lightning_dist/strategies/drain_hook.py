@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import lightning.pytorch as pl
 
+from lightning_dist.replaced_method import replace_method
+
 
 def drain_before_validation(
     module: pl.LightningModule, drain: Callable[[], None]
@@ -32,9 +34,4 @@ def drain_before_validation(
         drain()
         release_gradients()
 
-    module.on_validation_model_zero_grad = drain_and_release  # type: ignore[method-assign]
-
-    def undo() -> None:
-        del module.on_validation_model_zero_grad
-
-    return undo
+    return replace_method(module, "on_validation_model_zero_grad", drain_and_release)

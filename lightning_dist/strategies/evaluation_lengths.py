@@ -13,6 +13,8 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_dist.replaced_method import replace_method
+
 
 def check_evaluation_lengths(
     trainer: pl.Trainer, tied: Sequence[Sequence[int]], group: dist.ProcessGroup
@@ -52,9 +54,4 @@ def check_evaluation_lengths(
                 f" samples out evenly, like Lightning's own, or `limit_{short}_batches`."
             )
 
-    loop.setup_data = set_up_and_check  # type: ignore[method-assign]
-
-    def undo() -> None:
-        del loop.setup_data
-
-    return undo
+    return replace_method(loop, "setup_data", set_up_and_check)

@@ -57,9 +57,19 @@ class HyperparameterHistory:
 
         Yields:
             Nothing.
+
+        Raises:
+            ValueError: The optimizer has got, or lost, a group since.
         """
         past = next(values for index, values in self._history if index == batch_index)
         present = _values(optimizer)
+        if len(past) != len(present):
+            raise ValueError(
+                f"The optimizer has {len(present)} parameter groups, and had {len(past)} at the"
+                " batch whose update is due: an asynchronous schedule applies it later. Give all"
+                " groups to the optimizer in `configure_optimizers`, and freeze and unfreeze their"
+                " parameters; or call `trainer.strategy.drain()` before you add one."
+            )
         _install(optimizer, old=present, new=past)
         try:
             yield

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.device_mesh import axis, build_mesh
+from lightning_dist.replaced_method import replace_method
 from lightning_dist.shards import is_spread
 from lightning_dist.strategies import data_parallel_checks
 from lightning_dist.strategies import fsdp_checks as checks
@@ -269,11 +270,11 @@ class ShardedStrategy(DataParallelStrategy):
             return
         # The run has failed before there were values. Lightning moves the module to the CPU, and
         # the error that this would be must not take the place of the one that ended the run.
-        module.cpu = lambda: module  # type: ignore[method-assign]
+        undo = replace_method(module, "cpu", lambda: module)
         try:
             super().teardown()
         finally:
-            del module.cpu
+            undo()
 
     @property
     @override

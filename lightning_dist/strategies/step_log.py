@@ -22,6 +22,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_dist.pipeline.microbatch import mean_of
+from lightning_dist.replaced_method import replace_method
 from lightning_dist.shards import whole
 from lightning_dist.strategies.lightning_private import set_step_value, step_value
 
@@ -126,11 +127,11 @@ class StepLog:
             Nothing.
         """
         self._size = _Size(num_samples)
-        self._module.log = self._record  # type: ignore[method-assign]
+        undo = replace_method(self._module, "log", self._record)
         try:
             yield
         finally:
-            del self._module.log
+            undo()
 
     def weigh(self, weight: float) -> None:
         """Gives the micro-batch at hand a weight in the place of its samples.

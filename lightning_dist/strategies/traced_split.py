@@ -24,6 +24,7 @@ from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.trace_call import bind, example_of
 from lightning_dist.pipeline.trace_program import TraceProgram
 from lightning_dist.pipeline.traced_layers import TracedLayers, TracedSequence, sequence_of
+from lightning_dist.replaced_method import replace_method
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipeline_split import PipelineSplit
 from lightning_dist.strategies.pipelined_module import choose_partition, refuse_outside
@@ -227,13 +228,13 @@ def _watching(traced: nn.Module, seen: list[_Arguments]) -> Iterator[None]:
         seen.append((args, kwargs))
         raise _CallSeen
 
-    traced.forward = forward
+    undo = replace_method(traced, "forward", forward)
     try:
         yield
     except _CallSeen:
         pass
     finally:
-        del traced.forward
+        undo()
 
 
 def _choose_partition(

@@ -9,13 +9,14 @@ where it does on a single device; what only some ask for, one batch later.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_dist.replaced_method import replace_method
 from lightning_dist.strategies.joint_decision import JointDecision
 
 _SKIP = -1  # Lightning's word for it
@@ -68,11 +69,12 @@ def _skip_together(trainer: pl.Trainer, skip: JointDecision) -> Callable[[], Non
     module = trainer.lightning_module
     own = module.on_train_batch_start
 
+    @wraps(own)
     def on_train_batch_start(*args: Any, **kwargs: Any) -> int | None:
         response = own(*args, **kwargs)
         return _SKIP if skip.at_boundary(response == _SKIP) else None
 
-    undo_hook = _replace(module, "on_train_batch_start", on_train_batch_start)
+    undo_hook = replace_method(module, "on_train_batch_start", on_train_batch_start)
     undo_end = _change(trainer.fit_loop, "on_advance_end", before=skip.forget)
 
     def undo() -> None:
@@ -94,17 +96,11 @@ def _change(
 ) -> Callable[[], None]:
     own = getattr(owner, name)
 
+    @wraps(own)
     def method(*args: Any, **kwargs: Any) -> Any:
         before()
         result = own(*args, **kwargs)
         after()
         return result
 
-    return _replace(owner, name, method)
-
-
-def _replace(owner: object, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Replaces a method of one object; returns what undoes that."""
-    had_own, own = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, wraps(own)(method))
-    return partial(setattr, owner, name, own) if had_own else partial(delattr, owner, name)
+    return replace_method(owner, name, method)

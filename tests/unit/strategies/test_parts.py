@@ -57,6 +57,21 @@ def test_an_update_gets_the_learning_rate_of_its_batch() -> None:
     assert (group["lr"], group["momentum"]) == (1 / 3, 0.9)
 
 
+def test_an_update_refuses_groups_that_its_batch_did_not_know() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    history = HyperparameterHistory(delay=1)
+    history.remember(0, optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with (
+        pytest.raises(ValueError, match="has 2 parameter groups, and had 1"),
+        history.of_batch(0, optimizer),
+    ):
+        pass
+    history.remember(1, optimizer)
+    with history.of_batch(1, optimizer):
+        pass
+
+
 def test_random_numbers_depend_on_their_name_alone() -> None:
     device = torch.device("cpu")
     torch.manual_seed(0)
