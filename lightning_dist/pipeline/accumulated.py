@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.pipeline.gradient_memory import have_shared_memory
+
 
 class Listener(Protocol):
     """Who wants to know of each backward of a stage, and which one is the last of its round."""
@@ -82,11 +84,14 @@ class Accumulated:
             yield dict(self._parameters())
 
     @contextmanager
-    def adding(self, parameters: Mapping[str, Tensor], update: int) -> Iterator[None]:
+    def adding(
+        self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
+    ) -> Iterator[None]:
         """Leaves what autograd adds where it is, and says so."""
         self._num_left -= 1
         with self._listener.part():
             yield
+        self._keep_from(given)
         self._listener.end_parts(is_last=self._num_left == 0)
 
     def clear(self) -> None:
@@ -110,7 +115,17 @@ class Accumulated:
         found = [tensor.grad for tensor in inputs]
         for tensor in inputs:
             tensor.grad = None
+        self._keep_from([*gradients, *found])
         return found
+
+    def _keep_from(self, others: Sequence[Tensor | None]) -> None:
+        """Copies gradients that others would see change."""
+        parameters = [parameter for _, parameter in self._parameters()]
+        are_shared = have_shared_memory([p.grad for p in parameters], others)
+        for parameter, is_shared in zip(parameters, are_shared, strict=True):
+            if is_shared:
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.clone()
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self._layers.named_parameters() if p.requires_grad]

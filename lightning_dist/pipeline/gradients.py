@@ -12,13 +12,14 @@ weights that are no parameters. Where others listen to parameters,
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_dist.pipeline.gradient_memory import have_shared_memory
 
 
 class Gradients(Protocol):
@@ -61,11 +62,14 @@ class Gradients(Protocol):
             parameters: As for :meth:`run`.
         """
 
-    def adding(self, parameters: Mapping[str, Tensor], update: int) -> AbstractContextManager[None]:
+    def adding(
+        self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
+    ) -> AbstractContextManager[None]:
         """Gives what the weights' part runs in, which adds to the ``grad`` of those leaves.
 
         Args:
             parameters: As for :meth:`run`.
+            given: What that part begins with, which others may hold.
             update: What the gradients are for.
         """
 
@@ -144,11 +148,13 @@ class Lent:
         return nullcontext(parameters)
 
     @contextmanager
-    def adding(self, parameters: Mapping[str, Tensor], update: int) -> Iterator[None]:
+    def adding(
+        self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
+    ) -> Iterator[None]:
         """Lends what is held; see :class:`Gradients`."""
         with _in_leaves([*parameters.values()], self._to_lend(parameters, update)) as found:
             yield
-        self._take_back(parameters, found, [], update)
+        self._take_back(parameters, found, given, update)
 
     def _to_lend(self, parameters: Mapping[str, Tensor], update: int) -> list[Tensor | None]:
         if self._dtype is not None:  # autograd adds what is of the leaf's own only
@@ -168,26 +174,26 @@ class Lent:
             if before is not None and sum_of_both is not None:
                 # autograd has not added in place: it was sparse, the other is not
                 del self._held[update][name]
-        self._hold(parameters, new, [*others, *new], update)
+        self._hold(parameters, new, others, update)
 
     def _hold(
         self,
         parameters: Mapping[str, Tensor],
         gradients: Sequence[Tensor | None],
-        everything: Sequence[Tensor | None],
+        others: Sequence[Tensor | None],
         update: int,
     ) -> None:
         held = self._held.setdefault(update, {})
-        # autograd may give one tensor to several leaves (y = a + b); what is held gets added to and
-        # clipped in place, so it must be nobody else's.
-        users = Counter(_memory_of(t) for t in everything if t is not None)
-        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+        # What is held gets added to and clipped in place, so it must be nobody else's.
+        are_shared = have_shared_memory(gradients, others)
+        rows = zip(parameters.items(), gradients, are_shared, strict=True)
+        for (name, parameter), gradient, is_shared in rows:
             if gradient is None:
                 continue
             dtype = self._dtype or gradient.dtype
             if name in held:
                 held[name].add_(gradient)
-            elif users[_memory_of(gradient)] > 1 or not _is_laid_out_as(parameter, gradient):
+            elif is_shared or not _is_laid_out_as(parameter, gradient):
                 held[name] = torch.empty_like(parameter, dtype=dtype).copy_(gradient).detach()
             else:
                 held[name] = gradient.to(dtype)
@@ -216,10 +222,6 @@ def _in_leaves(
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
-
-
-def _memory_of(tensor: Tensor) -> int:
-    return id(tensor) if tensor.is_sparse else tensor.untyped_storage().data_ptr()
 
 
 def _is_laid_out_as(parameter: Tensor, gradient: Tensor) -> bool:

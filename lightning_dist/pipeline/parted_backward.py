@@ -47,6 +47,12 @@ class PartedBackward:
         self._arrived: dict[Node, Arrived] = {}
         self._beside: list[tuple[GradientEdge, Tensor]] = []
 
+    @property
+    def given(self) -> list[Tensor]:
+        """What is left to go on from: gradients that others hold, or have memory of."""
+        arrived = [g for at_node in self._arrived.values() for g in at_node if g is not None]
+        return [*self._gradients, *arrived, *(gradient for _, gradient in self._beside)]
+
     def run_inputs(self) -> list[Tensor | None]:
         """Runs the first part.
 

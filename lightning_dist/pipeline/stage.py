@@ -214,8 +214,9 @@ class Stage:
             update: What the gradients are for.
         """
         flight = self._in_flight.pop(index)
-        with self.gradients.adding(self._trainable(flight.weights), update):
-            self._reweighted.run(flight.weights, self._parted.pop(index).run_weights)
+        parted = self._parted.pop(index)
+        with self.gradients.adding(self._trainable(flight.weights), parted.given, update):
+            self._reweighted.run(flight.weights, parted.run_weights)
         self.meter.end_backward(flight.weights, update)
 
     def begin_update(self, update: int) -> None:

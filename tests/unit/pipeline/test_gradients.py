@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.gradients import Lent
+from lightning_dist.pipeline.accumulated import Accumulated
+from lightning_dist.pipeline.gradients import Gradients, Lent
 from lightning_dist.pipeline.parted_backward import PartedBackward
 
 
@@ -49,7 +53,7 @@ def test_a_hook_sees_the_sum_so_far_in_the_memory_that_is_held(is_parted: bool) 
         if is_parted:
             parted = PartedBackward([loss], [torch.ones(())], [x], own)
             assert parted.run_inputs()[0] is not None
-            with gradients.adding(own, 0):
+            with gradients.adding(own, parted.given, 0):
                 parted.run_weights()
         else:
             gradients.run([loss], [torch.ones(())], [x], own, 0)
@@ -57,3 +61,52 @@ def test_a_hook_sees_the_sum_so_far_in_the_memory_that_is_held(is_parted: bool) 
     held = gradients.take(0)["weight"]
     assert held.tolist() == [11.0, 11.0]
     assert seen == [([1.0, 1.0], held.data_ptr()), ([11.0, 11.0], held.data_ptr())]
+
+
+class Listening:
+    """Hears nothing."""
+
+    def backward(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def part(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end_parts(self, *, is_last: bool) -> None:
+        pass
+
+
+class Positions(nn.Module):
+    """Its weight's gradient is a view of the output's, and so is its input's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[None]
+
+
+@pytest.mark.parametrize("is_parted", [False, True])
+@pytest.mark.parametrize("make", [lambda _: Lent(), lambda m: Accumulated(m, Listening())])
+def test_what_was_sent_does_not_change_when_more_is_added(
+    make: Callable[[nn.Module], Gradients], is_parted: bool
+) -> None:
+    module = Positions()
+    own, gradients = dict(module.named_parameters()), make(module)
+    handed: list[Tensor | None] = []
+    gradients.begin_round(2)
+    for value in (1.0, 10.0):
+        x = torch.zeros(1, 2, 3, requires_grad=True)
+        root, gradient = [module(x)], [torch.full((1, 2, 3), value)]
+        if is_parted:
+            with gradients.parting(own) as leaves:
+                parted = PartedBackward(root, gradient, [x], leaves)
+                handed += [*gradient, *parted.run_inputs()]
+            with gradients.adding(own, parted.given, 0):
+                parted.run_weights()
+        else:
+            handed += [*gradient, *gradients.run(root, gradient, [x], own, 0)]
+    gradients.end_round()
+    assert [float(t.mean()) for t in handed if t is not None] == [1.0, 1.0, 10.0, 10.0]
+    assert gradients.take(0)["weight"].tolist() == [[11.0] * 3] * 2

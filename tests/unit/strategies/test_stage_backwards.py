@@ -78,7 +78,7 @@ def run_round(stage: Fork, gradients: Accumulated) -> None:
             parts.append(PartedBackward([y], [torch.ones_like(y)], [x], parameters))
             assert parts[-1].run_inputs()[0] is not None
     for parted in parts:
-        with gradients.adding({}, 0):
+        with gradients.adding({}, parted.given, 0):
             parted.run_weights()
     gradients.end_round()
 
