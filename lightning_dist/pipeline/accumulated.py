@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.pipeline.gradient_memory import have_shared_memory
+from lightning_dist.pipeline.gradients import Backward
 
 
 class Listener(Protocol):
@@ -106,12 +107,13 @@ class Accumulated:
         inputs: Sequence[Tensor],
         parameters: Mapping[str, Tensor],
         update: int,
+        backward: Backward = torch.autograd.backward,
     ) -> list[Tensor | None]:
         """Runs one backward."""
         self._num_left -= 1
         if outputs:
             with self._listener.backward(is_last=self._num_left == 0):
-                torch.autograd.backward(outputs, gradients)
+                backward(outputs, gradients)
         found = [tensor.grad for tensor in inputs]
         for tensor in inputs:
             tensor.grad = None

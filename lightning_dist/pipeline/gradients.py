@@ -12,7 +12,7 @@ weights that are no parameters. Where others listen to parameters,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_dist.pipeline.gradient_memory import have_shared_memory
+
+Backward = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 
 class Gradients(Protocol):
@@ -39,6 +41,7 @@ class Gradients(Protocol):
         inputs: Sequence[Tensor],
         parameters: Mapping[str, Tensor],
         update: int,
+        backward: Backward = torch.autograd.backward,
     ) -> list[Tensor | None]:
         """Runs one backward.
 
@@ -48,6 +51,7 @@ class Gradients(Protocol):
             inputs: Leaves that are no parameters.
             parameters: What stands for the stage's trainable parameters in this graph.
             update: What their gradients are for.
+            backward: Has autograd run from the roots, with what layers need that compute again.
 
         Returns:
             One gradient for each input.
@@ -130,6 +134,7 @@ class Lent:
         inputs: Sequence[Tensor],
         parameters: Mapping[str, Tensor],
         update: int,
+        backward: Backward = torch.autograd.backward,
     ) -> list[Tensor | None]:
         """Runs one backward; see :class:`Gradients`."""
         with (
@@ -137,7 +142,7 @@ class Lent:
             _in_leaves([*parameters.values()], self._to_lend(parameters, update)) as found,
         ):
             if outputs:
-                torch.autograd.backward(outputs, gradients)
+                backward(outputs, gradients)
         self._take_back(parameters, found, [*gradients, *of_inputs], update)
         return of_inputs
 

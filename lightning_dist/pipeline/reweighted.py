@@ -7,11 +7,11 @@ gradients would still come out for the old version, but of activations that it n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dist.pipeline.weights import WeightVersion
 
@@ -41,6 +41,18 @@ class Reweighted(nn.Module):
         lent = {f"layers.{name}": alias for name, alias in version.aliases.items()}
         result: T = torch.func.functional_call(self, lent, (function,))
         return result
+
+    def backward(
+        self, version: WeightVersion | None, roots: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        """Has autograd run with the weights of a version in the place of the layers' own.
+
+        Args:
+            version: As for :meth:`run`.
+            roots: Of the graph.
+            gradients: One for each root.
+        """
+        self.run(version, lambda: torch.autograd.backward(roots, gradients))
 
     def forward(self, function: Callable[[], T]) -> T:
         """Runs a function."""

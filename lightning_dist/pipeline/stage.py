@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,10 +182,8 @@ class Stage:
         weights = self.policy.acquire() if self._recomputes else flight.weights
         outputs, gradients = self._roots(flight, weights, gradients)
         trainable = self._trainable(weights)
-        results = self._reweighted.run(
-            weights,
-            lambda: self.gradients.run(outputs, gradients, flight.inputs, trainable, update),
-        )
+        backward = partial(self._reweighted.backward, weights)
+        results = self.gradients.run(outputs, gradients, flight.inputs, trainable, update, backward)
         self.meter.end_backward(flight.weights, update)
         return results
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from lightning_dist.pipeline.accumulated import Accumulated
 from lightning_dist.pipeline.gradients import Gradients, Lent
 from lightning_dist.pipeline.parted_backward import PartedBackward
+from lightning_dist.pipeline.reweighted import Reweighted
+from lightning_dist.pipeline.weights import WeightVersion
 
 
 def test_a_sparse_gradient_and_a_dense_one() -> None:
@@ -110,3 +113,15 @@ def test_what_was_sent_does_not_change_when_more_is_added(
     gradients.end_round()
     assert [float(t.mean()) for t in handed if t is not None] == [1.0, 1.0, 10.0, 10.0]
     assert gradients.take(0)["weight"].tolist() == [[11.0] * 3] * 2
+
+
+def test_layers_that_are_lent_weights_meanwhile_keep_their_gradients() -> None:
+    module = Positions()
+    own, gradients = dict(module.named_parameters()), Accumulated(module, Listening())
+    version = WeightVersion(0, {"weight": module.weight.half()})
+    backward = partial(Reweighted(module).backward, version)
+    gradients.begin_round(1)
+    output = module.weight.half() * 2.0
+    gradients.run([output], [torch.ones_like(output)], [], own, 0, backward)
+    gradients.end_round()
+    assert gradients.take(0)["weight"].tolist() == [[2.0] * 3] * 2
