@@ -6,6 +6,8 @@ hangs costs the pool its processes; the next case gets new ones. A worker whose 
 at once, as a rank's process does: others may wait for its connections to close. The next case also
 gets new ones after many runs that have failed on purpose: the threads of their process groups stay,
 and hundreds of them slow a process.
+
+Workers tidy up when they have answered, for what a case has returned is looked at meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -45,80 +49,106 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+@dataclass
+class Worker:
+    """A process that runs cases.
+
+    Attributes:
+        process: It.
+        connection: To it.
+        tidies: Whether it will say how many threads a case has left it.
+    """
+
+    process: ForkServerProcess
+    connection: Connection
+    tidies: bool = False
+
+    @classmethod
+    def start(cls) -> Worker:
+        """Starts one."""
+        near, far = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_work, args=(far,))
+        process.start()
+        far.close()
+        return cls(process, near)
+
+    def answer(self, deadline: float) -> tuple[bool, Any]:
+        """Waits for what a case returns, or for what it raises."""
+        try:
+            if not self.connection.poll(max(0.0, deadline - time.monotonic())):
+                return False, "timed out"
+            self.tidies, result = self.connection.recv()
+            return self.tidies, result
+        except (EOFError, ConnectionResetError):
+            return False, "the process died"
+
+    def is_usable(self) -> bool:
+        """Waits until it has tidied up, and tells whether it can run another case."""
+        if not self.tidies:
+            return True
+        self.tidies = False
+        try:
+            return bool(self.connection.recv() <= MOST_THREADS)
+        except (EOFError, ConnectionResetError):
+            return False
+
+    def kill(self) -> None:
+        """Ends it."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
 class WorkerPool:
     """Runs cases on processes that live longer than a case."""
 
     def __init__(self) -> None:
-        self._workers: list[tuple[ForkServerProcess, Connection]] = []
+        self._workers: list[Worker] = []
         atexit.register(self.close)  # daemons would need none, but may not have DataLoader workers
 
     def run(
         self, world_size: int, case: Callable[..., Any], *args: Any, timeout: float = 60.0
     ) -> list[Any]:
         """Runs a case on each rank and gives what each returned."""
-        self._grow(world_size)
+        self._prepare(world_size)
         # Here, so that no rank finds it missing and looks again a second later.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
-            self._workers[rank][1].send((case, args, rank, world_size, store.port))
+            self._workers[rank].connection.send((case, args, rank, world_size, store.port))
         deadline = time.monotonic() + timeout
         answers = []
         for rank in range(world_size):
-            answers.append(self._answer(rank, deadline))
+            answers.append(self._workers[rank].answer(deadline))
             if not answers[-1][0]:  # the others may wait for this one
                 deadline = min(deadline, time.monotonic() + 8.0)
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             self._kill()
             raise CaseFailedError("\n".join(failures))
-        self._replace_crowded()
         return [result for _, result in answers]
-
-    def _replace_crowded(self) -> None:
-        """Ends workers that have many threads, and starts others."""
-        for index, (process, connection) in enumerate(self._workers):
-            if len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS:
-                process.kill()
-                process.join()
-                connection.close()
-                self._workers[index] = _start_worker()
 
     def close(self) -> None:
         """Ends all workers, which may give back what they have registered."""
-        for _, connection in self._workers:
-            connection.close()
-        for process, _ in self._workers:
-            process.join(PARTING_SECONDS)
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            worker.process.join(PARTING_SECONDS)
         self._kill()
 
     def _kill(self) -> None:
-        for process, _ in self._workers:
-            process.kill()
-        for process, connection in self._workers:
-            process.join()
-            connection.close()
+        for worker in self._workers:
+            worker.process.kill()  # all of them at once
+        for worker in self._workers:
+            worker.kill()
         self._workers.clear()
 
-    def _grow(self, world_size: int) -> None:
+    def _prepare(self, world_size: int) -> None:
+        for index, worker in enumerate(self._workers[:world_size]):
+            if not worker.is_usable():
+                worker.kill()
+                self._workers[index] = Worker.start()
         while len(self._workers) < world_size:
-            self._workers.append(_start_worker())
-
-    def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
-        connection = self._workers[rank][1]
-        try:
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                return False, "timed out"
-            return connection.recv()
-        except (EOFError, ConnectionResetError):
-            return False, "the process died"
-
-
-def _start_worker() -> tuple[ForkServerProcess, Connection]:
-    near, far = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_work, args=(far,))
-    process.start()
-    far.close()
-    return process, near
+            self._workers.append(Worker.start())
 
 
 def _work(connection: Connection) -> None:
@@ -132,16 +162,24 @@ def _work(connection: Connection) -> None:
     warnings.simplefilter("error")
     for category, message in NAMED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
-    while True:
-        try:
-            case, args, rank, world_size, port = connection.recv()
-        except EOFError:
-            return
-        try:
-            connection.send((True, _run_case(case, args, rank, world_size, port)))
-        except BaseException:
-            connection.send((False, traceback.format_exc()))
-            os._exit(1)
+    with suppress(EOFError, ConnectionError):  # when the tests are over
+        while True:
+            _run_next(connection)
+
+
+def _run_next(connection: Connection) -> None:
+    case, args, rank, world_size, port = connection.recv()
+    groups: list[Any] = []
+    try:
+        answer = (True, _run_case(groups, case, args, rank, world_size, port))
+    except BaseException:
+        connection.send((False, traceback.format_exc()))
+        os._exit(1)
+    connection.send(answer)
+    del answer
+    gc.collect()  # trainers hold themselves, and so their groups with threads of their own
+    _release(groups)
+    connection.send(len(os.listdir("/proc/self/task")))
 
 
 def _end_with_the_tests() -> None:
@@ -153,11 +191,17 @@ def _end_with_the_tests() -> None:
 
 
 def _run_case(
-    case: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int
+    groups: list[Any],
+    case: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    port: int,
 ) -> Any:
+    """Runs a case, and adds to the groups those that it has left."""
     import torch.distributed as dist
 
-    before, groups = dict(os.environ), []
+    before = dict(os.environ)
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -171,13 +215,11 @@ def _run_case(
         return case(*args)
     finally:
         if dist.is_initialized():
-            groups = list(dist.distributed_c10d._world.pg_map)
+            groups += list(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
             _forget_meshes()
         os.environ.clear()  # a seed that a case has set, for one, is not for the next
         os.environ.update(before)
-        gc.collect()  # trainers hold themselves, and so their groups with threads of their own
-        _release(groups)
 
 
 def _release(groups: list[Any]) -> None:
