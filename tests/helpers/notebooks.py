@@ -6,11 +6,13 @@ import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jupytext
 import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from traitlets.config import Config
 
 # A package that torchmetrics imports would like widgets for its progress bars.
 NAMED_WARNINGS = "ignore:IProgress not found"
@@ -35,16 +37,20 @@ def own_environment() -> dict[str, str]:
 
 def execute(notebook: NotebookNode, folder: Path, environment: Mapping[str, str]) -> None:
     """Fills in the outputs with a fresh kernel that runs in a folder."""
-    client = NotebookClient(
-        notebook,
-        timeout=120,
-        kernel_name="python3",
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(folder)}},
-    )
     variables = {**environment, "PYTHONWARNINGS": NAMED_WARNINGS}
-    asyncio.run(client.async_execute(env=variables))  # its own loop would be left unclosed
+    with TemporaryDirectory() as sockets:
+        # Not ports: one that is free when a kernel is begun may be taken when it asks for it.
+        kernel = {"transport": "ipc", "connection_file": f"{sockets}/kernel.json"}
+        client = NotebookClient(
+            notebook,
+            timeout=120,
+            kernel_name="python3",
+            record_timing=False,
+            coalesce_streams=True,
+            resources={"metadata": {"path": str(folder)}},
+            config=Config({"KernelManager": kernel}),
+        )
+        asyncio.run(client.async_execute(env=variables))  # its own loop would be left unclosed
 
 
 def main() -> None:
