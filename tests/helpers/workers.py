@@ -36,6 +36,7 @@ CONTEXT.set_forkserver_preload(["tests.helpers.preload"])
 
 MOST_THREADS = 100
 PARTING_SECONDS = 0.5
+TIDY_SECONDS = 60.0
 
 
 class CaseFailedError(AssertionError):
@@ -82,15 +83,19 @@ class Worker:
         except (EOFError, ConnectionResetError):
             return False, "the process died"
 
-    def is_usable(self) -> bool:
-        """Waits until it has tidied up, and tells whether it can run another case."""
+    def is_crowded(self) -> bool:
+        """Waits until it has tidied up, and tells whether a case has left it many threads.
+
+        Raises:
+            CaseFailedError: It did not come through that.
+        """
         if not self.tidies:
-            return True
-        self.tidies = False
-        try:
-            return bool(self.connection.recv() <= MOST_THREADS)
-        except (EOFError, ConnectionResetError):
             return False
+        self.tidies = False
+        with suppress(EOFError, ConnectionResetError):
+            if self.connection.poll(TIDY_SECONDS):
+                return bool(self.connection.recv() > MOST_THREADS)
+        raise CaseFailedError("a worker died or hung when it tidied up behind the case before")
 
     def kill(self) -> None:
         """Ends it."""
@@ -110,7 +115,11 @@ class WorkerPool:
         self, world_size: int, case: Callable[..., Any], *args: Any, timeout: float = 60.0
     ) -> list[Any]:
         """Runs a case on each rank and gives what each returned."""
-        self._prepare(world_size)
+        try:
+            self._prepare(world_size)
+        except CaseFailedError:
+            self._kill()
+            raise
         # Here, so that no rank finds it missing and looks again a second later.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
@@ -144,7 +153,7 @@ class WorkerPool:
 
     def _prepare(self, world_size: int) -> None:
         for index, worker in enumerate(self._workers[:world_size]):
-            if not worker.is_usable():
+            if worker.is_crowded():
                 worker.kill()
                 self._workers[index] = Worker.start()
         while len(self._workers) < world_size:
@@ -171,12 +180,10 @@ def _run_next(connection: Connection) -> None:
     case, args, rank, world_size, port = connection.recv()
     groups: list[Any] = []
     try:
-        answer = (True, _run_case(groups, case, args, rank, world_size, port))
+        connection.send((True, _run_case(groups, case, args, rank, world_size, port)))
     except BaseException:
         connection.send((False, traceback.format_exc()))
         os._exit(1)
-    connection.send(answer)
-    del answer
     gc.collect()  # trainers hold themselves, and so their groups with threads of their own
     _release(groups)
     connection.send(len(os.listdir("/proc/self/task")))
