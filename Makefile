@@ -10,10 +10,14 @@ STAMP := $(VENV)/.installed
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
+# A tenth of what is installed is ever imported: Python compiles it then, and keeps it.
+unexport PYTHONDONTWRITEBYTECODE
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[recipes,plots,wandb,dev]'
+	$(PIP_INSTALL) torch numpy
+	$(PIP_INSTALL) --editable '.[recipes,plots,wandb,dev]'
 	touch $@
 
 install: $(STAMP)  ## Make .venv with everything

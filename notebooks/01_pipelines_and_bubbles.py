@@ -283,7 +283,7 @@ def train(schedule: str) -> Timeline:
             "--trainer.enable_progress_bar=false",
             *OPTIONS[schedule],
         ]
-        run = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
+        run = subprocess.run(command, cwd=directory, capture_output=True, text=True)
         if run.returncode != 0:
             raise RuntimeError(run.stdout + run.stderr)
         return read_chrome_trace(Path(directory, f"runs/gpt_{schedule}/version_0/trace.json"))

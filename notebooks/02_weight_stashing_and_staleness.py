@@ -388,7 +388,7 @@ with tempfile.TemporaryDirectory() as directory:
         "--trainer.log_every_n_steps=1",
         "--trainer.enable_progress_bar=false",
     ]
-    run = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=directory, capture_output=True, text=True)
     if run.returncode != 0:
         raise RuntimeError(run.stdout + run.stderr)
     with Path(directory, "runs/gpt_pipedream/version_0/metrics.csv").open() as table:

@@ -189,7 +189,6 @@ def run(action: str) -> list[Any]:
             cwd=directory,
             capture_output=True,
             text=True,
-            timeout=120,
         )
         if done.returncode != 0:
             raise RuntimeError(done.stdout + done.stderr)

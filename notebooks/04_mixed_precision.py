@@ -376,7 +376,7 @@ with tempfile.TemporaryDirectory() as directory:
     # Both at once, for nothing is timed here.
     trainings = [start(config, directory) for config in configs.values()]
     for (name, config), training in zip(configs.items(), trainings, strict=True):
-        printed, _ = training.communicate(timeout=120)
+        printed, _ = training.communicate()
         if training.returncode != 0:
             raise RuntimeError(printed)
         stash = stash_in(Path(directory, f"runs/{config}/version_0/metrics.csv"))

@@ -185,6 +185,7 @@ def _run_next(connection: Connection) -> None:
         connection.send((False, traceback.format_exc()))
         os._exit(1)
     gc.collect()  # trainers hold themselves, and so their groups with threads of their own
+    gc.freeze()  # what is left was imported or is cached: none of it need be looked at again
     _release(groups)
     connection.send(len(os.listdir("/proc/self/task")))
 
