@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-# A tenth of what is installed is ever imported: Python compiles it then, and keeps it.
+# Two thirds of what is installed are never imported: the rest is compiled when it is, and kept.
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
