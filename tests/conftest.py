@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     _let_processes_finish()
+    _wait_briefly_for_names()
     torch.set_num_threads(1)
     for category, message in NAMED_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}")
@@ -79,3 +80,11 @@ def _let_processes_finish() -> None:
     """
     if hasattr(os, "SCHED_BATCH"):  # Linux has it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _wait_briefly_for_names() -> None:
+    """Lets no test wait for a name server that does not answer.
+
+    torch looks up the name of whoever connects to a store. glibc asks again after 5 seconds.
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
