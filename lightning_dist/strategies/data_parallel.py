@@ -95,7 +95,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         self._loaders = ChangedLoaders()
         self._undo += (self._loaders.undo,)
         self._has_unknown_length, self._ends = False, None
-        self.guard.connect_signals(trainer, partial(self.seed_data_rank, reading=True))
+        self.guard.connect_signals(partial(self.seed_data_rank, reading=True))
         everyone = self.group(*self.mesh.sizes)
         if trainer.state.fn != TrainerFn.FITTING:
             self._undo += (stop_evaluations_together(trainer, self.guard, everyone),)

@@ -51,6 +51,7 @@ class DistributedStrategy(ProcessMesh):
         self._save_full = save_full
         self._ring_group: dist.ProcessGroup | None = None
         self._guard: RunGuard | None = None
+        self._is_stop_due = False  # a run that was told to stop at its very end hands it on
         self._seed = 0
 
     @override
@@ -86,7 +87,12 @@ class DistributedStrategy(ProcessMesh):
         if self._ring_group is None:
             self._ring_group = dist.new_group(backend="gloo", timeout=_NEVER)
         self._guard = RunGuard(
-            self._ring_group, self.group(*self.mesh.sizes), self.stop_lag, self.interrupt
+            self.module.trainer,
+            self._ring_group,
+            self.group(*self.mesh.sizes),
+            self.stop_lag,
+            self.interrupt,
+            self._is_stop_due,
         )
 
     def seed_data_rank(self, *, reading: bool, early: bool = False) -> None:
@@ -184,5 +190,6 @@ class DistributedStrategy(ProcessMesh):
                 self.close_session()
             if not self._guard.is_sound:
                 never_destroy(self.process_groups)
+            self._is_stop_due = self._guard.is_stop_due
             self._guard = None
         super().teardown()

@@ -77,6 +77,6 @@ class EvaluationStop(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if batch_idx < self._common[dataloader_idx]:
-            self._guard.stop_if_agreed(trainer)
+            self._guard.stop_if_agreed()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start

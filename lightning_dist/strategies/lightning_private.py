@@ -10,10 +10,12 @@ torch that one module needs, most often below the strategies, stands in that mod
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from types import FrameType
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -33,6 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
+
+SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int
 
 
 def between_backward_and_step(
@@ -61,24 +65,34 @@ def set_device(module: pl.LightningModule, device: torch.device) -> None:
     _update_properties(module, device=device)
 
 
-def replace_sigterm_protocol(
-    trainer: pl.Trainer, on_signal: Callable[[], None], before_batch: Callable[[], None]
-) -> None:
+def replace_sigterm_protocol(trainer: pl.Trainer, before_batch: Callable[[], None]) -> None:
     """Takes the blocking broadcasts out of Lightning's handling of SIGTERM.
 
     ``_sigterm_notifier_fn`` broadcasts in the signal handler, and ``_broadcast_sigterm_tensor``
-    before each training batch; there is no switch for either.
+    before each training batch; there is no switch for either. What is left of Lightning's handler
+    calls the one that was there before.
 
     Args:
         trainer: Must not have registered its signal handlers yet.
-        on_signal: Called in the signal handler.
         before_batch: Called before each training batch.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     assert hasattr(connector, "_sigterm_notifier_fn")
     assert hasattr(loop, "_broadcast_sigterm_tensor")
-    setattr(connector, "_sigterm_notifier_fn", lambda *_: on_signal())  # noqa: B010
+    setattr(connector, "_sigterm_notifier_fn", lambda *_: None)  # noqa: B010
     setattr(loop, "_broadcast_sigterm_tensor", before_batch)  # noqa: B010
+
+
+def replace_sigterm_to_restore(trainer: pl.Trainer, handler: SignalHandler) -> None:
+    """Changes what Lightning puts in place of its own handler of SIGTERM when a run is over.
+
+    Args:
+        trainer: May have registered its signal handlers, or not yet.
+        handler: Takes the place of the one that was found then, which ``_original_handlers`` keep.
+    """
+    found = trainer._signal_connector._original_handlers
+    if signal.SIGTERM in found:
+        found[signal.SIGTERM] = handler
 
 
 def replace_torch_layer_sync(strategy: ParallelStrategy, layer_sync: LayerSync) -> None:

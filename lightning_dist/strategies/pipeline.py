@@ -222,7 +222,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         broadcast_state(self._split.tensors_outside(module), self.group("pp"))
         self.setup_precision_plugin()
         self._session = self._open_session(trainer)
-        self.guard.connect_signals(trainer)
+        self.guard.connect_signals()
 
     @override
     def overflow(self) -> Overflow:
@@ -378,7 +378,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.guard.stop_if_agreed(self.module.trainer)
+        self.guard.stop_if_agreed()
         context = {
             "validation_step": self.precision_plugin.val_step_context,
             "test_step": self.precision_plugin.test_step_context,

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.failure_ring import Failure, FailureRing
 from lightning_dist.strategies.last_resort import exit_after_grace
+from lightning_dist.strategies.sigterm_handler import SigtermHandler
 from lightning_dist.strategies.stop_agreement import StopAgreement
 
 _NEWS_SECONDS = 2.0
@@ -23,25 +24,34 @@ class RunGuard:
     """Watches over one run, from the start of its processes to its teardown.
 
     Args:
+        trainer: Whose run it is; must not have registered its signal handlers yet.
         ring_group: A gloo group of all ranks whose timeout never comes.
         stop_group: Another gloo group of all ranks.
         stop_lag: By how many batches one rank can be ahead of another.
         interrupt: Wakes this rank's main thread where it waits for another rank, with an error.
+        is_stop_due: Whether to ask for a stop at the first batch boundary.
     """
 
     def __init__(
         self,
+        trainer: pl.Trainer,
         ring_group: dist.ProcessGroup,
         stop_group: dist.ProcessGroup,
         stop_lag: int,
         interrupt: Callable[[BaseException], None],
+        is_stop_due: bool,
     ) -> None:
+        self._trainer = trainer
         self._rank = dist.get_rank()
         self._interrupt = interrupt
         self._failed = threading.Event()
         self._closed = threading.Event()
         self._own_failure: Failure | None = None
+        self._has_stopped = False
         self._stop = StopAgreement(stop_group, stop_lag)
+        if is_stop_due:
+            self._stop.request()
+        self._sigterm = SigtermHandler(trainer, self._stop.request)
         self._ring: FailureRing | None = None
         if dist.get_world_size() > 1:
             self._ring = FailureRing(
@@ -53,34 +63,34 @@ class RunGuard:
         """Whether no rank is known to have failed."""
         return not self._failed.is_set()
 
-    def stop_if_agreed(self, trainer: pl.Trainer) -> None:
-        """Combines the ranks' wishes to stop; each rank calls it once before each batch.
+    @property
+    def is_stop_due(self) -> bool:
+        """Whether this rank was told to stop when no batch boundary was left to do it at."""
+        return self._stop.is_requested and not self._has_stopped
 
-        Args:
-            trainer: Whose run ends.
+    def stop_if_agreed(self) -> None:
+        """Combines the ranks' wishes to stop; each rank calls it once before each batch.
 
         Raises:
             SIGTERMException: All ranks stop here.
         """
         if self._stop.at_boundary():
-            lightning_private.set_received_sigterm(trainer)
+            self._has_stopped = True
+            lightning_private.set_received_sigterm(self._trainer)
             raise SIGTERMException
 
-    def connect_signals(
-        self, trainer: pl.Trainer, before_reading: Callable[[], None] = lambda: None
-    ) -> None:
+    def connect_signals(self, before_reading: Callable[[], None] = lambda: None) -> None:
         """Puts the agreement on SIGTERM in place of Lightning's.
 
         Args:
-            trainer: Whose signal handlers are registered next.
             before_reading: Called before each training batch is read, for which there is no hook.
         """
 
         def before_batch() -> None:
-            self.stop_if_agreed(trainer)
+            self.stop_if_agreed()
             before_reading()
 
-        lightning_private.replace_sigterm_protocol(trainer, self._stop.request, before_batch)
+        lightning_private.replace_sigterm_protocol(self._trainer, before_batch)
 
     def report(self, exception: BaseException) -> None:
         """Tells the other ranks, unless all of them agreed to stop or know already.
@@ -115,6 +125,7 @@ class RunGuard:
             if self._ring is not None:
                 self._ring.close()
         finally:
+            self._sigterm.remove()
             self._closed.set()
 
     def _on_peer_failure(self, failure: Failure) -> None:

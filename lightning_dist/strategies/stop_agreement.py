@@ -26,18 +26,21 @@ class StopAgreement:
     Args:
         group: A gloo group of all ranks.
         lag: Boundaries between posting a flag and reading the result.
+
+    Attributes:
+        is_requested: Whether this rank has asked.
     """
 
     def __init__(self, group: dist.ProcessGroup, lag: int) -> None:
         self._group = group
         self._lag = lag
-        self._requested = False
+        self.is_requested = False
         self._agreed = False
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def request(self) -> None:
         """Asks all ranks to stop; safe in a signal handler."""
-        self._requested = True
+        self.is_requested = True
 
     def at_boundary(self) -> bool:
         """Posts this rank's flag and reads an older result; call it once per batch on each rank.
@@ -45,7 +48,7 @@ class StopAgreement:
         Returns:
             Whether to stop here, the same on all ranks.
         """
-        flag = torch.tensor([int(self._requested)], dtype=torch.int32)
+        flag = torch.tensor([int(self.is_requested)], dtype=torch.int32)
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._pending.append((work, flag))

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, PipelineStrategy
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
 
+TASKS = ("fit", "validate", "predict", "fit, validate")
+
 
 class Trouble(nn.Module):
     """A layer that does something at its n-th training forward on one rank."""
@@ -66,13 +68,26 @@ class Report(L.Callback):
     on_train_batch_end = on_validation_batch_end = on_predict_batch_end = _write
 
 
+class Told(L.Callback):
+    """Is told to stop in one of its hooks, on one rank."""
+
+    def __init__(self, hook: str, rank: int) -> None:
+        self.rank = rank
+        setattr(self, hook, self._signal)
+
+    def _signal(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def run() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--task", default="fit", choices=("fit", "validate", "predict"))
+    parser.add_argument("--task", default="fit", choices=TASKS)
     world_size = int(os.environ.get("WORLD_SIZE", "2"))
     parser.add_argument("--devices", type=int, default=world_size)
     parser.add_argument("--stage", type=int, default=0, help="the rank with the trouble")
     parser.add_argument("--trouble", default="none")
+    parser.add_argument("--sigterm-in", default=None, help="a callback's hook")
     parser.add_argument("--mark", default=None, help="a file to make when the trouble begins")
     parser.add_argument("--at", type=int, default=5)
     parser.add_argument("--schedule", default="pipedream", help="or ddp, fsdp, mesh")
@@ -90,6 +105,8 @@ def run() -> None:
         module.model[place], Trouble(options.trouble, options.at, options.stage, options.mark)
     )
     callbacks: list[L.Callback] = [Report(options.report, options.pause)]
+    if options.sigterm_in:
+        callbacks.append(Told(options.sigterm_in, options.stage))
     if options.root:
         directory = Path(options.root)
         callbacks.append(
@@ -118,8 +135,11 @@ def run() -> None:
         max_epochs=options.epochs,
         default_root_dir=options.root,
     )
-    if options.task == "fit":
+    if options.task.startswith("fit"):
         trainer.fit(module, make_loader(), make_loader(16))
-    else:
+        print(f"rank {trainer.global_rank} has fitted", file=sys.stderr)
+    if options.task == "fit, validate":
+        trainer.validate(module, make_loader())
+    elif options.task != "fit":
         getattr(trainer, options.task)(module, make_loader(4000))
     print(f"rank {trainer.global_rank} done after {trainer.global_step} steps", file=sys.stderr)

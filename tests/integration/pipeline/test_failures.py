@@ -83,6 +83,26 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
     check_end_at_one_boundary(tmp_path, run.output)
 
 
+def test_sigterm_before_lightning_handles_it_ends_all_ranks_at_one_batch_boundary(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
+    told = ("--sigterm-in", "setup", "--stage", "1", "--report", str(tmp_path / "report"))
+    with warm_python.ranks(tmp_path, *told) as run:
+        assert run.wait(STARTUP_SECONDS) == [0, 0], run.output
+    check_end_at_one_boundary(tmp_path, run.output)
+    assert "has fitted" not in run.output
+
+
+def test_sigterm_behind_the_last_batch_ends_the_next_run(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
+    told = ("--sigterm-in", "on_train_end", "--stage", "1", "--task", "fit, validate")
+    with warm_python.ranks(tmp_path, *told) as run:
+        assert run.wait(STARTUP_SECONDS) == [0, 0], run.output
+    assert run.output.count("has fitted") == 2, run.output
+    assert "done after" not in run.output, run.output
+
+
 def finished_in(root: Path) -> list[Path]:
     return [path for path in root.glob("*") if not path.name.startswith(".")]
 

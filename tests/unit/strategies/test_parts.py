@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +23,7 @@ from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.changed_loaders import ChangedLoaders
 from lightning_dist.strategies.failure_ring import Failure, RankFailedError
 from lightning_dist.strategies.hyperparameters import HyperparameterHistory
+from lightning_dist.strategies.sigterm_handler import SigtermHandler
 from lightning_dist.strategies.step_log import StepLog
 from lightning_dist.strategies.tensor_checks import check_precision
 
@@ -148,25 +151,51 @@ def quiet_trainer() -> L.Trainer:
 
 
 def test_the_sigterm_protocol_is_replaced_where_lightning_looks() -> None:
-    import signal
-
     trainer = quiet_trainer()
     seen: list[str] = []
-    lightning_private.replace_sigterm_protocol(
-        trainer, lambda: seen.append("signal"), lambda: seen.append("batch")
-    )
-    before = signal.getsignal(signal.SIGTERM)
-    trainer._signal_connector.register_signal_handlers()
-    try:
-        signal.raise_signal(signal.SIGTERM)
-    finally:
-        trainer._signal_connector.teardown()
-        signal.signal(signal.SIGTERM, before)
+    lightning_private.replace_sigterm_protocol(trainer, lambda: seen.append("batch"))
+    trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
-    assert seen == ["signal", "batch"]
+    assert seen == ["batch"]
     assert not trainer.received_sigterm
     lightning_private.set_received_sigterm(trainer)
     assert trainer.received_sigterm
+
+
+def test_sigterm_is_ours_before_and_with_lightnings_handlers_and_then_the_users_again() -> None:
+    trainer = quiet_trainer()
+    ours: list[str] = []
+    users: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: users.append("signal"))
+    try:
+        handler = SigtermHandler(trainer, lambda: ours.append("signal"))
+        signal.raise_signal(signal.SIGTERM)
+        assert ours == ["signal"]
+        lightning_private.replace_sigterm_protocol(trainer, lambda: None)
+        trainer._signal_connector.register_signal_handlers()
+        signal.raise_signal(signal.SIGTERM)
+        assert ours == ["signal"] * 2
+        assert not users
+        handler.remove()
+        signal.raise_signal(signal.SIGTERM)
+        trainer._signal_connector.teardown()
+        signal.raise_signal(signal.SIGTERM)
+        assert (ours, users) == (["signal"] * 2, ["signal"] * 2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_ends_what_was_forked_during_a_run() -> None:
+    handler = SigtermHandler(quiet_trainer(), lambda: None)
+    try:
+        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        child.start()
+        child.terminate()
+        child.join(10)
+        assert child.exitcode == -signal.SIGTERM
+    finally:
+        child.kill()
+        handler.remove()
 
 
 def test_hooks_and_clipping_come_between_backward_and_step() -> None:
