@@ -84,9 +84,9 @@ class ForeignLayer(nn.Module):
         """Refuses.
 
         Raises:
-            RuntimeError: Always.
+            ValueError: Always.
         """
-        raise RuntimeError(
+        raise ValueError(
             f"Layer {self.name!r} lives on stage {self.stage_index}, not on this rank. Call the"
             " whole pipelined module, not its layers one by one, and only inside training_step,"
             " validation_step, test_step or predict_step; for the whole model in one process load a"

@@ -75,7 +75,7 @@ class Seam:
         if self._layers is None:
             if self._is_whole:
                 return self._own_forward(*arguments, **keywords)
-            raise RuntimeError(
+            raise ValueError(
                 "The pipelined module was called outside of a step. Its layers are on several"
                 " ranks: call it inside training_step, validation_step, test_step or"
                 " predict_step."

@@ -107,7 +107,7 @@ def _on(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 def _refuse_calls(owner: nn.Module, name: str) -> None:
     def forward(*_: object, **__: object) -> Tensor:
-        raise RuntimeError(
+        raise ValueError(
             f"{name!r} has parameters on another rank. Call the whole traced module, not its parts,"
             " and only inside training_step, validation_step, test_step or predict_step; for the"
             " whole model in one process load a checkpoint with"

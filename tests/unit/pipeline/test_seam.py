@@ -44,7 +44,7 @@ def test_a_module_that_is_not_called_once_is_refused() -> None:
         seam.run(lambda: 1, double, leaves=False)
     with pytest.raises(ValueError, match="twice"):
         seam.run(lambda: net(net(1)), double, leaves=False)
-    with pytest.raises(RuntimeError, match="outside of a step"):
+    with pytest.raises(ValueError, match="outside of a step"):
         net(1)
 
 

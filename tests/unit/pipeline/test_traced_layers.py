@@ -190,9 +190,9 @@ def test_each_rank_keeps_its_layers_tensors() -> None:
     assert {name for name, _ in module.named_parameters()} == held
     module.eval()
     assert not module.blocks[0].norm.training, "parts are there, whoever has their tensors"
-    with pytest.raises(RuntimeError, match=r"'blocks\.0\.conv' has parameters on another rank"):
+    with pytest.raises(ValueError, match=r"'blocks\.0\.conv' has parameters on another rank"):
         module.blocks[0].conv(torch.zeros(1, 4, 8, 8))
-    with pytest.raises(RuntimeError, match="lives on stage 0"):
+    with pytest.raises(ValueError, match="lives on stage 0"):
         module(torch.zeros(2, 1, 8, 8, dtype=torch.float64))
     last = layers_of(sequence, (4, 2), 1)
     assert {id(p) for p in last.parameters()} == {id(p) for p in module.parameters()}
