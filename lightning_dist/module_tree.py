@@ -31,6 +31,11 @@ def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def is_composite(module: nn.Module) -> bool:
+    """Tells whether somebody has written a forward for a module that is made of others."""
+    return original_class(module) is not nn.Sequential and any(True for _ in module.children())
+
+
 def count_parameters(module: nn.Module) -> int:
     """Counts the elements of a module's parameters, shared ones once; a DTensor's are global."""
     return sum(parameter.numel() for parameter in module.parameters())

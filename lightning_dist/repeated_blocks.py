@@ -30,16 +30,13 @@ from torch import nn
 
 from lightning_dist.module_tree import (
     count_parameters,
+    is_composite,
     original_class,
     qualified_name,
     shardable_modules,
 )
 
 Kind = Callable[[nn.Module], bool]
-
-
-def _is_composite(module: nn.Module) -> bool:
-    return original_class(module) is not nn.Sequential and any(True for _ in module.children())
 
 
 def _is_sequential(module: nn.Module) -> bool:
@@ -60,7 +57,7 @@ def repeated_blocks(root: nn.Module) -> list[str]:
         Dotted names, none inside another; empty for a model that repeats nothing.
     """
     names = {module: name for name, module in shardable_modules(root).items()}
-    kinds = (_is_composite, _is_sequential, _is_layer)
+    kinds = (is_composite, _is_sequential, _is_layer)
     found = [_blocks_of_kind(root, set(names), kind) for kind in kinds]
     sizes = [sum(map(count_parameters, blocks)) for blocks in found]
     preferred = next(i for i, size in enumerate(sizes) if 2 * size >= max(sizes))
@@ -69,7 +66,7 @@ def repeated_blocks(root: nn.Module) -> list[str]:
 
 def _blocks_of_kind(root: nn.Module, shardable: set[nn.Module], kind: Kind) -> list[nn.Module]:
     blocks = list(dict.fromkeys(_side_by_side(root, shardable, kind)))
-    if kind is _is_composite:
+    if kind is is_composite:
         classes = {_class_of(block) for block in blocks}
         blocks = list(dict.fromkeys(_outermost(root, shardable, classes)))
     totals: dict[str, int] = defaultdict(int)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement
 
-from lightning_dist.activation_checkpointing import checkpoint_activations
+from lightning_dist.activation_checkpointing import checkpoint_activations, choose_recomputed
 from lightning_dist.device_mesh import axis
 from lightning_dist.half_precision import HalfPrecision
 from lightning_dist.module_tree import shardable_modules
@@ -126,9 +126,9 @@ def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) ->
     if asked.shard.compile:  # first, for the compiler does not see through checkpointing
         for part in _outermost(module, own) or ([module] if split is None else roots):
             part.forward = torch.compile(part.forward)
-    again = [unit for unit in recomputed if keeps(unit.name)]
+    again = choose_recomputed(module, [unit.name for unit in recomputed if keeps(unit.name)])
     is_selective = asked.shard.activation_checkpointing == "selective"
-    checkpoint_activations(_outermost(module, again), keep_products=is_selective)
+    checkpoint_activations(again, keep_products=is_selective)
 
     shards: tuple[FSDPModule, ...] = ()
     if data_mesh is not None:

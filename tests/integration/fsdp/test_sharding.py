@@ -77,7 +77,45 @@ class ShardsItself(Classifier):
                 fully_shard(layer, mesh=self.trainer.strategy.device_mesh)
 
 
-MODULES = {"odd": Odd, "nested": Nested, "manual": ShardsItself, "plain": Classifier}
+class Wide(nn.Module):
+    """A block with several layers that can be units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.up = nn.Linear(12, 24)
+        self.down = nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    """A whole model inside of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.blocks = nn.Sequential(Wide(), Wide(), Wide())
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x.flatten(1))))
+
+
+class Layered(Classifier):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model = Deep()
+
+
+MODULES = {
+    "layered": Layered,
+    "odd": Odd,
+    "nested": Nested,
+    "manual": ShardsItself,
+    "plain": Classifier,
+}
 
 
 def fit(name: str, options: dict[str, Any] | None, accumulate: int = 1) -> Any:
@@ -94,6 +132,7 @@ def fit(name: str, options: dict[str, Any] | None, accumulate: int = 1) -> Any:
     return state_of(module), units
 
 
+SEL = "selective"
 BLOCKS = [f"model.{i}" for i in range(6)]
 
 
@@ -116,6 +155,10 @@ BLOCKS = [f"model.{i}" for i in range(6)]
             + ["model.1", "model.1.layers.0", "model.1.layers.1"],
         ),
         ("manual", {"wrap": "manual"}, BLOCKS),
+        # Units inside of what is computed again are not gathered alike both times.
+        ("layered", {"wrap": ByClass(["Deep", "Wide"]), "activation_checkpointing": SEL}, None),
+        ("layered", {"wrap": BySize(1), "activation_checkpointing": SEL}, None),
+        ("layered", {"wrap": ByClass(["Deep", "Linear"]), "activation_checkpointing": SEL}, None),
     ],
 )
 def test_equals_a_single_device(

@@ -101,6 +101,7 @@ NESTED = AnyOf([ByClass(["Inner"]), ByClass(["Block"])])
         (ShardConfig(activation_checkpointing="selective"), 1, 2, 2),
         (ShardConfig(activation_checkpointing=["Inner"]), 2, 2, 1),
         (ShardConfig(wrap=NESTED, activation_checkpointing="full"), 2, 2, 2),
+        (ShardConfig(wrap=NESTED, activation_checkpointing="selective"), 1, 2, 2),
     ],
     ids=str,
 )
