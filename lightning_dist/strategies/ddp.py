@@ -320,7 +320,7 @@ class DDPStrategy(DataParallelStrategy):
         assert self._local is not None
         if not self._is_local:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with self.replica.stepping_locally():
+        with self.replica.keeping_gradients():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._communication is not None:
             self._communication.end_update()
@@ -330,5 +330,5 @@ class DDPStrategy(DataParallelStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with self.replica.accumulating():
+        with self.replica.keeping_gradients():
             yield

@@ -1,13 +1,15 @@
 """One rank's replica under torch's DistributedDataParallel, through the steps of a run.
 
 What the wrapper does not know of: parameters that are frozen or thawed between batches, gradients
-that a step leaves out on some ranks, and steps that call backward themselves.
+that a step leaves out on some ranks, and steps that call backward themselves. A wrapper of a static
+graph learns it in the first backward that it sees, and averages there whatever it was told. So it
+is not put on before a step whose gradients are to be averaged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -48,8 +50,8 @@ class WrappedReplica:
         self._exchange = exchange
         self._group = group
         self._meter = meter
-        self._ddp = exchange.wrap(module, meter)
-        self._has_synced = False
+        self._ddp = self._first_wrapper()
+        self._keeps_gradients = False
         self._trainable = TrainableSet(module, group)
         self._missing: MissingGradients | None = None
         if not (exchange.find_unused_parameters or exchange.static_graph):
@@ -57,8 +59,19 @@ class WrappedReplica:
 
     @property
     def ddp(self) -> DistributedDataParallel:
-        """The module in its wrapper of the moment."""
+        """The module in its wrapper of the moment; all replicas must ask for a static graph's."""
+        if self._ddp is None:
+            self._ddp = self._exchange.wrap(self._module, self._meter)
         return self._ddp
+
+    def _first_wrapper(self) -> DistributedDataParallel | None:
+        if self._exchange.static_graph:
+            return None
+        return self._exchange.wrap(self._module, self._meter)
+
+    def _unwrap(self) -> None:
+        if self._ddp is not None:
+            remove_gradient_hooks(self._ddp)
 
     @property
     def _is_automatic(self) -> bool:
@@ -78,9 +91,8 @@ class WrappedReplica:
             return
         if not is_local:
             average_left_gradients(frozen, self._group)
-        remove_gradient_hooks(self._ddp)
-        self._ddp = self._exchange.wrap(self._module, self._meter)
-        self._has_synced = False
+        self._unwrap()
+        self._ddp = self._first_wrapper()
 
     def run(self, step: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Runs a training step.
@@ -90,14 +102,16 @@ class WrappedReplica:
             arguments: Of the step.
             keywords: Of the step.
         """
+        if self._ddp is None and self._keeps_gradients:
+            return step(*arguments, **keywords)
         if self._is_automatic:
-            return self._ddp(step, *arguments, **keywords)
+            return self.ddp(step, *arguments, **keywords)
         # The step calls backward itself; when it has returned there is nothing to prepare.
-        self._ddp.require_backward_grad_sync = False
+        self.ddp.require_backward_grad_sync = False
         try:
-            return self._ddp(step, *arguments, **keywords)
+            return self.ddp(step, *arguments, **keywords)
         finally:
-            self._ddp.require_backward_grad_sync = True
+            self.ddp.require_backward_grad_sync = True
 
     def begin_backward(self, loss: Tensor, *, is_local: bool) -> None:
         """Prepares for a backward.
@@ -107,9 +121,9 @@ class WrappedReplica:
             is_local: As for :meth:`begin_batch`.
         """
         if not self._is_automatic and not is_local:
-            self._ddp.require_backward_grad_sync = True
-            prepare_for_backward(self._ddp, loss)
-            self._ddp.require_backward_grad_sync = False
+            self.ddp.require_backward_grad_sync = True
+            prepare_for_backward(self.ddp, loss)
+            self.ddp.require_backward_grad_sync = False
         if self._missing is not None:
             self._missing.begin_backward()
 
@@ -123,10 +137,8 @@ class WrappedReplica:
             ValueError: The step has changed which parameters are trained, or no rank has a gradient
                 of one.
         """
-        stays = self._is_automatic and not self._ddp.require_backward_grad_sync
-        if is_local or stays:
+        if is_local or (self._is_automatic and self._keeps_gradients):
             return
-        self._has_synced = True
         self._trainable.check_step(exactly=self._is_automatic)
         if not self._exchange.find_unused_parameters:
             checks.check_toggled(self._trainable.left_out())
@@ -140,25 +152,19 @@ class WrappedReplica:
             self._meter.end_backward()
         return without
 
-    def stepping_locally(self) -> AbstractContextManager[None]:
-        """Keeps gradients on this rank while entered."""
-        stays: AbstractContextManager[None] = self._ddp.no_sync()
-        return stays
-
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Keeps gradients on this rank, to be averaged with those of a later backward.
+    def keeping_gradients(self) -> Iterator[None]:
+        """Keeps gradients on this rank, for its own update or until those of a later backward.
 
         Yields:
             Nothing.
         """
-        if self._exchange.static_graph and not self._has_synced:
-            # The reducer learns a static graph in its first backward, which must be a synchronised
-            # one. An average of averages is the average: the result is the same.
-            yield
-            return
-        with self.stepping_locally():
-            yield
+        self._keeps_gradients = True
+        try:
+            with nullcontext() if self._ddp is None else self._ddp.no_sync():
+                yield
+        finally:
+            self._keeps_gradients = False
 
     def close(self, *, failed: bool) -> None:
         """Takes the wrapper off.
@@ -166,7 +172,7 @@ class WrappedReplica:
         Args:
             failed: Whether a rank has failed, so that what is on its way may never come.
         """
-        remove_gradient_hooks(self._ddp)
+        self._unwrap()
         self._trainable.close(failed=failed)
         if self._missing is not None:
             self._missing.close()

@@ -42,13 +42,16 @@ def fit(
     warmup: int,
     validate_every: int | None,
     kind: type[Classifier] = Classifier,
+    static_graph: bool = False,
 ) -> Any:
     module = make_module(kind)
     validated: list[dict[str, Tensor]] = []
     module.on_validation_start = lambda: validated.append(state_of(module))
     trainer = make_trainer(
         devices=2,
-        strategy=DDPStrategy(sync_every=sync_every, sync_warmup_steps=warmup),
+        strategy=DDPStrategy(
+            sync_every=sync_every, sync_warmup_steps=warmup, static_graph=static_graph
+        ),
         val_check_interval=validate_every,
         limit_val_batches=1 if validate_every else 0,
         num_sanity_val_steps=0,
@@ -104,9 +107,14 @@ def test_equals_the_recursion(
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_steps_of_manual_optimization_are_local_too(workers: WorkerPool) -> None:
-    expected = recursion(5, 3, None)
-    for state, _ in workers.run(2, fit, 5, 3, None, Manual):
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize(("kind", "static_graph"), [(Manual, False), (Classifier, True)])
+def test_local_steps_of_other_kinds(
+    workers: WorkerPool, kind: type[Classifier], static_graph: bool, warmup: int
+) -> None:
+    """Those of manual optimization, and of a graph that is learned when first they exchange."""
+    expected = recursion(5, warmup, None)
+    for state, _ in workers.run(2, fit, 5, warmup, None, kind, static_graph):
         assert all(float((state[n] - v).abs().max()) < 1e-12 for n, v in expected.items())
 
 
