@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from lightning_dist.count import check_count
+
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
@@ -36,8 +38,7 @@ class MeshShape:
     def __post_init__(self) -> None:
         """Checks the sizes."""
         for name, size in self.sizes.items():
-            if size < 1:
-                raise ValueError(f"The size of mesh axis `{name}` must be at least 1, not {size}.")
+            check_count(name, size)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -122,9 +123,8 @@ def fill_mesh(world_size: int, **sizes: int | Literal["auto"]) -> MeshShape:
     Raises:
         ValueError: The sizes do not multiply to the world size.
     """
-    given = {name: size for name, size in sizes.items() if size != "auto"}
-    asked = MeshShape(**{name: int(size) for name, size in given.items()})
-    open_axes = sorted(sizes.keys() - given.keys())
+    open_axes = sorted(name for name, size in sizes.items() if size == "auto")
+    asked = MeshShape(**{name: size for name, size in sizes.items() if size != "auto"})
     assert len(open_axes) <= 1
     rest, left_over = divmod(world_size, asked.world_size)
     if left_over or rest < 1 or (rest > 1 and not open_axes):
@@ -149,7 +149,8 @@ def fill_axis(world_size: int, name: str, size: int | Literal["auto"]) -> int:
     """
     if size == "auto":
         return world_size
-    if size < 1 or world_size % size:
+    check_count(name, size, instead="'auto'")
+    if world_size % size:
         raise ValueError(
             f"{name}={size} does not divide the world of {world_size} processes; use one of"
             f" {_divisors(world_size)}, or 'auto' for all."

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_dist.count import check_count
 from lightning_dist.module_tree import (
     count_parameters,
     original_class,
@@ -148,8 +149,7 @@ class BySize(WrapPolicy):
 
     def __post_init__(self) -> None:
         """Checks the size."""
-        if self.min_parameters < 1:
-            raise ValueError(f"min_parameters={self.min_parameters} must be at least 1.")
+        check_count("min_parameters", self.min_parameters)
 
     def choose(self, module: nn.Module) -> list[Unit]:
         """Finds the modules."""
@@ -226,11 +226,8 @@ class With(WrapPolicy):
         """Checks the options."""
         _check_not_manual(self.policy)
         ranks = self.reshard_after_forward
-        if ranks is not None and not isinstance(ranks, bool) and ranks < 2:
-            raise ValueError(
-                f"reshard_after_forward={ranks} must be True, False or a number of ranks that is"
-                " at least 2."
-            )
+        if ranks is not None and not isinstance(ranks, bool):
+            check_count("reshard_after_forward", ranks, at_least=2, instead="True, False")
 
     def choose(self, module: nn.Module) -> list[Unit]:
         """Chooses what the policy does, with these options before its own."""
@@ -251,13 +248,19 @@ def parse_policy(wrap: str | WrapPolicy) -> WrapPolicy:
     """
     if isinstance(wrap, WrapPolicy):
         return wrap
-    policies: dict[str, WrapPolicy] = {"auto": EachBlock(), "manual": Manual()}
-    if wrap in policies:
+    policies: dict[object, WrapPolicy] = {"auto": EachBlock(), "manual": Manual()}
+    for policy in list(policies.values()):  # as a command line writes what takes no arguments
+        name = type(policy).__name__
+        policies |= {name: policy, f"{__name__}.{name}": policy}
+    if isinstance(wrap, str) and wrap in policies:
         return policies[wrap]
     classes = [cls.__name__ for cls in (EachBlock, ByClass, ByName, BySize, Manual, AnyOf, With)]
+    others = ["auto", "manual", *classes]
+    with_arguments = str(wrap).rpartition(".")[2] in classes
+    advice = " It needs its arguments." if with_arguments else nearest(str(wrap), others)
     raise ValueError(
-        f"wrap={wrap!r} is unknown.{nearest(str(wrap), [*policies, *classes])} Use 'auto',"
-        f" 'manual' or a policy of lightning_dist.wrap: {', '.join(classes)}."
+        f"wrap={wrap!r} is unknown.{advice} Use 'auto', 'manual' or a policy of {__name__}:"
+        f" {', '.join(classes)}."
     )
 
 

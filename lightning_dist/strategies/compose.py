@@ -39,7 +39,7 @@ from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.plan import resolve_plan
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
-from lightning_dist.wrap import AnyOf, ByClass, Unit, WrapPolicy
+from lightning_dist.wrap import ByClass, Unit, WrapPolicy
 from lightning_dist.wrap_summary import WrapSummary, describe
 
 _OTHER_PIECES = (
@@ -162,33 +162,29 @@ def _cut(split: PipelineSplit) -> tuple[nn.Module, ...]:
 
 
 @dataclass(frozen=True)
-class Kept(WrapPolicy):
-    """Modules that compute in fp32 and so are gathered by themselves.
+class BesideKept(WrapPolicy):
+    """What the user's policy chooses, and what computes in fp32 and so is gathered by itself.
 
     Attributes:
-        names: Of modules that can be units.
+        policy: The user's.
+        half: What may compute in half precision; None for all that Lightning's precision says.
+        is_possible: Whether a module of a name may be a unit.
     """
 
-    names: tuple[str, ...]
+    policy: WrapPolicy
+    half: HalfPrecision | None
+    is_possible: Callable[[str], bool]
 
-    @classmethod
-    def by(
-        cls, half: HalfPrecision | None, module: nn.Module, is_possible: Callable[[str], bool]
-    ) -> Kept:
-        """Finds those among a model's modules.
-
-        Args:
-            half: None keeps nothing.
-            module: The model.
-            is_possible: Whether a module of a name may be a unit.
-        """
-        shardable = shardable_modules(module)
-        kept = [] if half is None else half.kept(module)
-        return cls(tuple(name for name in kept if name in shardable and is_possible(name)))
+    def __str__(self) -> str:
+        """Shows what the user has written."""
+        return str(self.policy)
 
     def choose(self, module: nn.Module) -> list[Unit]:
-        """Chooses them."""
-        return [Unit(name, keep_fp32=True) for name in self.names]
+        """Chooses what is kept in fp32 before the policy's own choice."""
+        shardable = shardable_modules(module)
+        kept = [] if self.half is None else self.half.kept(module)
+        units = [Unit(n, keep_fp32=True) for n in kept if n in shardable and self.is_possible(n)]
+        return units + self.policy.choose(module)
 
 
 def _keep_all(_: str) -> bool:
@@ -210,8 +206,8 @@ def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | 
     if policy.is_manual:
         parts = module.named_modules()
         return [Unit(name) for name, part in parts if name and isinstance(part, FSDPModule)]
-    kept = Kept.by(asked.half, module, _keep_all if split is None else split.is_in_a_layer)
-    units = AnyOf([kept, policy]).select(module)
+    is_possible = _keep_all if split is None else split.is_in_a_layer
+    units = BesideKept(policy, asked.half, is_possible).select(module)
     astray = [u.name for u in units if split is not None and not split.is_in_a_layer(u.name)]
     if split is not None and astray:
         raise ValueError(

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
+from lightning_dist.count import check_count, check_positive
 from lightning_dist.strategies.compression import Compression
 
 
@@ -34,15 +35,14 @@ def check_arguments(
         raise ValueError(
             f"compression={compression!r} is unknown; use one of {get_args(Compression)}."
         )
-    if powersgd_rank < 1:
-        raise ValueError(f"powersgd_rank={powersgd_rank} must be at least 1.")
+    check_count("powersgd_rank", powersgd_rank)
+    check_count("powersgd_start_step", powersgd_start_step, at_least=0)
     if powersgd_start_step < 2:
         raise ValueError(
             f"powersgd_start_step={powersgd_start_step} must be at least 2: PowerSGD needs two"
             " steps with whole gradients, in which the buckets are formed."
         )
-    if bucket_megabytes <= 0:
-        raise ValueError(f"bucket_megabytes={bucket_megabytes} must be positive.")
+    check_positive("bucket_megabytes", bucket_megabytes)
 
 
 def check_local_sgd(sync_every: int, sync_warmup_steps: int, compression: str) -> None:
@@ -56,11 +56,8 @@ def check_local_sgd(sync_every: int, sync_warmup_steps: int, compression: str) -
     Raises:
         ValueError: One is too small, or they do not go together.
     """
-    if sync_every < 1 or sync_warmup_steps < 0:
-        raise ValueError(
-            f"sync_every={sync_every} must be at least 1, and"
-            f" sync_warmup_steps={sync_warmup_steps} at least 0."
-        )
+    check_count("sync_every", sync_every)
+    check_count("sync_warmup_steps", sync_warmup_steps, at_least=0)
     if sync_every > 1 and sync_warmup_steps == 0 and compression != "none":
         raise ValueError(
             f"compression={compression!r} has nothing to compress with sync_every={sync_every} and"

@@ -68,11 +68,11 @@ class DDPStrategy(DataParallelStrategy):
         static_graph: Promises that each step uses the same parameters in the same order.
         find_unused_parameters: Allow steps that do not use all parameters on any rank, which are an
             error else. What only some ranks leave out counts as zero there, with this or without.
-        uneven_inputs: Ranks may have different numbers of training batches. A rank that has run out
-            goes on with empty steps; each step is a mean over the ranks that have data for it. Its
-            hooks and callbacks see its last batch again, with a loss of zero, and what it has
-            logged per step stays that of its last step. Lightning's own sampler, which repeats
-            samples until nothing is uneven, must be switched off
+        uneven_inputs: Ranks may have different numbers of training batches, at least one each. A
+            rank that has run out goes on with empty steps; each step is a mean over the ranks that
+            have data for it. Its hooks and callbacks see its last batch again, with a loss of zero,
+            and what it has logged per step stays that of its last step. Lightning's own sampler,
+            which repeats samples until nothing is uneven, must be switched off
             (``Trainer(use_distributed_sampler=False)``).
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.

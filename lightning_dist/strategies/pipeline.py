@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.count import check_count
 from lightning_dist.mesh import MeshShape
 from lightning_dist.named_optimizer import keep_own_parameters
 from lightning_dist.pipeline.schedule import UpdateRule
@@ -49,7 +50,6 @@ from lightning_dist.strategies.pipeline_config import (
     PipelineConfig,
     ScheduleName,
     StalenessCorrection,
-    check_count,
     share_among_stages,
 )
 from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
@@ -138,7 +138,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         start_method: StartMethod = "popen",
     ) -> None:
         if num_stages != "auto":
-            check_count("num_stages", num_stages)
+            check_count("num_stages", num_stages, instead="'auto'")
         config = PipelineConfig(
             schedule,
             num_microbatches,

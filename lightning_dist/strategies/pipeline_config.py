@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch.optim import Optimizer
 
+from lightning_dist.count import check_count
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.extrapolation import check_extrapolation, extrapolated
 from lightning_dist.pipeline.rate_correction import RateCorrection
@@ -82,9 +83,9 @@ class PipelineConfig:
                 " Leave it at 'stash'."
             )
         if self.num_microbatches != "auto":
-            check_count("num_microbatches", self.num_microbatches)
+            check_count("num_microbatches", self.num_microbatches, instead="'auto'")
         if self.stages_per_rank != "auto":
-            check_count("stages_per_rank", self.stages_per_rank)
+            check_count("stages_per_rank", self.stages_per_rank, instead="'auto'")
         if rule is UpdateRule.EACH and self.num_microbatches not in ("auto", 1):
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} does not go with schedule='pipedream',"
@@ -261,17 +262,3 @@ def share_among_stages(
             " `num_stages`."
         )
     return MeshShape(pp=num_ranks, dp_replicate=world_size // num_ranks)
-
-
-def check_count(name: str, value: int) -> None:
-    """Checks a number of something.
-
-    Args:
-        name: Of the argument.
-        value: Its value.
-
-    Raises:
-        ValueError: It is no integer of at least 1.
-    """
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be 'auto' or at least 1.")

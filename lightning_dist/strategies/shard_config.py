@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
+from lightning_dist.count import check_count
 from lightning_dist.sharding import ShardingOptions
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.wrap import WrapPolicy, parse_policy
@@ -49,6 +50,10 @@ class ShardConfig:
         """Checks the arguments."""
         _check_one_of("offload", self.offload, get_args(Offload))
         _check_one_of("reduce_dtype", self.reduce_dtype, get_args(ReduceDtype))
+        ranks = self.reshard_after_forward
+        if ranks != "auto" and not isinstance(ranks, bool):
+            others = "'auto', True, False"
+            check_count("reshard_after_forward", ranks, at_least=2, instead=others)
         again = self.activation_checkpointing
         if isinstance(again, str) or not isinstance(again, Sequence):
             _check_one_of("activation_checkpointing", again, get_args(ActivationCheckpointing))

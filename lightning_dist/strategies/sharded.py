@@ -98,7 +98,16 @@ class ShardedStrategy(DataParallelStrategy):
         """Tells how the model is spread: which modules are units, or what a rank holds of a layer.
 
         Known once a run has been set up. As text, a table.
+
+        Raises:
+            ValueError: None has been.
         """
+        if self._sharded is None:
+            raise ValueError(
+                "describe() tells how a model has been spread, and no run has been set up yet. Call"
+                " it in a hook from on_fit_start on, or after the run; `MeshStrategy.dry_run` needs"
+                " none."
+            )
         return self.sharded.tensor_summary or self.sharded.summary
 
     def tell(self) -> None:

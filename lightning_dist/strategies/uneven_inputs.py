@@ -64,15 +64,12 @@ class UnevenInputs:
         """
         own = sized_len(loader)
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        state = hasattr(loader, "load_state_dict")
-        dist.all_gather_object(everyone, (own, state), group=self._group)
-        self._lengths = [length for length, _ in everyone]
-        if not all(self._lengths) or any(has_state for _, has_state in everyone):
-            raise ValueError(
-                f"uneven_inputs=True: the ranks' training loaders have {self._lengths} batches"
-                f" (None: unknown) and resume inside of an epoch: {[s for _, s in everyone]}. Each"
-                " must have a length of at least 1, and none a `load_state_dict`."
-            )
+        has_state = hasattr(loader, "load_state_dict")
+        dist.all_gather_object(everyone, (own, has_state), group=self._group)
+        lengths = [length for length, _ in everyone]
+        _check_lengths(lengths)
+        _check_states([has_state for _, has_state in everyone])
+        self._lengths = lengths
         for ranks in self._attendances():
             if ranks not in self._groups:
                 places = [dist.get_global_rank(self._group, rank) for rank in ranks]
@@ -143,3 +140,27 @@ class UnevenInputs:
             never_destroy(self._groups.values())
         self._groups = {}
         self._loader = None
+
+
+def _check_lengths(lengths: list[int | None]) -> None:
+    if None in lengths:
+        raise ValueError(
+            f"uneven_inputs=True: the ranks' training loaders have {lengths} batches, where None is"
+            " a loader without a length. Each must have one: an epoch is as long as the longest."
+        )
+    if 0 in lengths:
+        raise ValueError(
+            f"uneven_inputs=True: the ranks' training loaders have {lengths} batches. Each must"
+            " have at least one: its last one is what hooks see beside the others' further batches."
+            " Share the samples out otherwise, or train on fewer ranks."
+        )
+
+
+def _check_states(have_state: list[bool]) -> None:
+    with_state = [rank for rank, has_state in enumerate(have_state) if has_state]
+    if with_state:
+        raise ValueError(
+            f"uneven_inputs=True: the training loaders of ranks {with_state} have a"
+            " `load_state_dict`, by which they would go on inside of an epoch, each where it was"
+            " itself. Use loaders without."
+        )

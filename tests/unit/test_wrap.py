@@ -422,6 +422,10 @@ def test_parse() -> None:
     assert parse_policy(policy) is policy
     assert parse_policy("auto") == EachBlock()
     assert parse_policy("manual") == Manual()
+    assert parse_policy("EachBlock") == parse_policy("lightning_dist.wrap.EachBlock") == EachBlock()
+    assert parse_policy("lightning_dist.wrap.Manual") == Manual()
+    with pytest.raises(ValueError, match=r"wrap='lightning_dist.wrap.ByClass' .* needs its arg"):
+        parse_policy("lightning_dist.wrap.ByClass")
     with pytest.raises(ValueError, match=r"wrap='aut' is unknown. Did you mean 'auto'\?"):
         parse_policy("aut")
     with pytest.raises(ValueError, match=r"Did you mean 'ByClass'\? Use 'auto', 'manual' or"):

@@ -162,6 +162,9 @@ def test_unused_parameters_are_fine_when_told(workers: WorkerPool) -> None:
     [
         ({"compression": "zip"}, "zip.*powersgd"),
         ({"powersgd_rank": 0}, "powersgd_rank=0"),
+        ({"powersgd_rank": 1.5}, "powersgd_rank=1.5"),
+        ({"sync_every": 2.5}, "sync_every=2.5"),
+        ({"bucket_megabytes": float("nan")}, "bucket_megabytes=nan"),
         ({"powersgd_start_step": 1}, "powersgd_start_step=1.*at least 2"),
         ({"bucket_megabytes": 0}, "bucket_megabytes=0"),
         ({"start_method": "fork"}, "fork.*popen"),

@@ -145,6 +145,13 @@ class Endless(IterableDataset[Any]):
         return iter(make_data(8))
 
 
+class Continued(DataLoader[Any]):
+    def __init__(self) -> None:
+        super().__init__(make_data(8))
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
 class Manual(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -162,6 +169,7 @@ def attempt(module: Any, loaders: str) -> str:
         "none": lambda: make_loader(8 * int(os.environ["RANK"])),
         "endless": lambda: DataLoader(Endless(), batch_size=4),
         "two": lambda: {"a": make_loader(8), "b": make_loader(8)},
+        "continued": Continued,
         "one": lambda: make_loader(8),
     }[loaders]()
     trainer = make_trainer(devices=2, strategy=DDPStrategy(uneven_inputs=True))
@@ -173,13 +181,14 @@ def attempt(module: Any, loaders: str) -> str:
 @pytest.mark.parametrize(
     ("module", "loaders", "message"),
     [
-        (Classifier, "none", r"\[0, 1\] batches"),
-        (Classifier, "endless", r"\[None, None\] batches"),
+        (Classifier, "none", r"\[0, 1\] batches. Each must"),
+        (Classifier, "endless", r"\[None, None\] batches, where None is a loader without"),
+        (Classifier, "continued", r"loaders of ranks \[0, 1\] have a `load_state_dict`"),
         (Classifier, "two", "one training loader, not a dict"),
         (Manual, "one", "automatic_optimization=False"),
         (SyncedMetric, "one", "the metric 'mean' with dist_sync_on_step"),
     ],
-    ids=["a rank without data", "no length", "two loaders", "manual", "metric"],
+    ids=["a rank without data", "no length", "state", "two loaders", "manual", "metric"],
 )
 def test_is_refused_on_each_rank(
     workers: WorkerPool, module: Any, loaders: str, message: str

@@ -260,6 +260,8 @@ def test_unused_parameters_are_fine_when_told(workers: WorkerPool) -> None:
     ("arguments", "message"),
     [
         ({"wrap": "auot"}, "auot.*auto"),
+        ({"wrap": ["Block"]}, "wrap=.'Block'. is unknown"),
+        ({"reshard_after_forward": "x"}, "reshard_after_forward='x' must be 'auto', True, False"),
         ({"offload": "disk"}, "offload='disk'.*cpu"),
         ({"reduce_dtype": "int8"}, "reduce_dtype='int8'"),
         ({"activation_checkpointing": "some"}, "activation_checkpointing='some'.*selective"),
@@ -271,3 +273,14 @@ def test_unused_parameters_are_fine_when_told(workers: WorkerPool) -> None:
 def test_arguments_are_checked_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FSDPStrategy(**arguments)
+
+
+@pytest.mark.parametrize("size", ["x", 1.5, 0])
+def test_a_size_that_is_none(size: Any) -> None:
+    with pytest.raises(ValueError, match=f"shard_size={size!r} must be 'auto' or an integer"):
+        FSDPStrategy(shard_size=size).mesh_shape(4)
+
+
+def test_nothing_is_described_before_a_run() -> None:
+    with pytest.raises(ValueError, match="no run has been set up yet"):
+        FSDPStrategy().describe()

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_dist.device_mesh import build_mesh
 from lightning_dist.fake_ranks import fake_rank
 from lightning_dist.mesh import MeshShape
+from lightning_dist.sharding import ShardingOptions
 from lightning_dist.strategies.compose import Composed, Parallelism, compose
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.shard_config import ShardConfig
@@ -115,6 +116,23 @@ def test_what_was_asked_for_is_computed_again(
         num_blocks = DEPTH // shape.pp
         found = [counts[name] for name in ("addmm", "tanh", "sigmoid")]
         assert found == [num_blocks * times for times in (products, tangents, sigmoids)]
+
+
+def test_an_error_of_the_wrap_policy_shows_what_the_user_has_written() -> None:
+    class Tied(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model[3].inner = self.model[1].inner
+
+    policy = ByName(["model.1", "model.3"])
+    asked = Parallelism(
+        PipelineConfig(), TensorConfig(), ShardConfig(wrap=policy), ShardingOptions()
+    )
+    with (
+        fake_rank(0, 2),
+        pytest.raises(ValueError, match=r"^ByName\(patterns=\['model.1', 'model.3'\]\) puts the"),
+    ):
+        compose(Tied(), build_mesh(MeshShape(dp_shard=2), "cpu"), asked)
 
 
 @pytest.mark.parametrize(("rank", "own"), [(0, range(0, 4)), (2, range(4, 8))])
