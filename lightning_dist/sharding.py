@@ -119,7 +119,7 @@ def _check_dtypes(roots: Sequence[nn.Module], module: nn.Module, units: Sequence
             raise ValueError(
                 f"The unit {unit_name} would have trainable parameters of several"
                 f" dtypes: {', '.join(held)}. Give them one, or make the modules with another one"
-                " units of their own: wrap=AnyOf([EachBlock(), ByName([...])])."
+                " units of their own: wrap=AnyOf(EachBlock(), ByName([...]))."
             )
 
 

@@ -9,7 +9,7 @@ to the root at the end.
 Policies are combined with :class:`AnyOf`, and :class:`With` says how the modules of one are to be
 treated::
 
-    AnyOf([EachBlock(), With(ByClass(["RMSNorm"]), keep_fp32=True)])
+    AnyOf(EachBlock(), With(ByClass(["RMSNorm"]), keep_fp32=True))
 
 What cannot be sharded is refused here, from the module alone and so alike on all ranks: a name that
 fits nothing, and a cut between two uses of a shared parameter.
@@ -185,9 +185,13 @@ class Manual(WrapPolicy):
         return []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class AnyOf(WrapPolicy):
     """What any of some policies selects; see :meth:`WrapPolicy.select` for what two select.
+
+    Args:
+        policies: The policies as a list, as in YAML, or the first of them.
+        others: The others.
 
     Attributes:
         policies: Each must select something.
@@ -195,11 +199,12 @@ class AnyOf(WrapPolicy):
 
     policies: list[WrapPolicy]
 
-    def __post_init__(self) -> None:
-        """Checks the policies."""
-        _check_list("policies", self.policies)
-        for policy in self.policies:
+    def __init__(self, policies: list[WrapPolicy] | WrapPolicy, *others: WrapPolicy) -> None:
+        first = [policies] if isinstance(policies, WrapPolicy) else policies
+        _check_list("policies", first)
+        for policy in (together := [*first, *others]):
             _check_not_manual(policy)
+        object.__setattr__(self, "policies", together)
 
     def choose(self, module: nn.Module) -> list[Unit]:
         """Chooses what each of the policies does, in their order."""
@@ -280,6 +285,8 @@ def _check_list(field: str, values: object) -> None:
 
 
 def _check_not_manual(policy: WrapPolicy) -> None:
+    if not isinstance(policy, WrapPolicy):
+        raise ValueError(f"{policy!r} is no wrap policy. Use one of lightning_dist.wrap.")
     if policy.is_manual:
         raise ValueError(f"{policy} selects nothing and cannot be combined. Use it alone.")
 

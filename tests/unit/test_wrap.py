@@ -404,6 +404,8 @@ def test_options_and_lists_are_checked() -> None:
         AnyOf([])
     with pytest.raises(ValueError, match=r"Manual\(\) .*cannot be combined"):
         AnyOf([EachBlock(), Manual()])
+    with pytest.raises(ValueError, match="'Block' is no wrap policy"):
+        AnyOf(EachBlock(), "Block")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Manual\(\) .*cannot be combined"):
         With(Manual())
 
@@ -437,6 +439,7 @@ def test_parse() -> None:
 def test_a_policy_prints_as_it_is_typed() -> None:
     policy = AnyOf([EachBlock(), With(BySize(3), False, True), ByName(["a.*"]), ByClass(["B"])])
     assert eval(repr(policy)) == policy
+    assert AnyOf(*policy.policies) == policy
 
 
 class Strategy:
