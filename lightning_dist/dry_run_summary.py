@@ -49,10 +49,12 @@ class DryRunSummary:
     Attributes:
         mesh: The sizes.
         kinds: Of ranks, by their first stage.
+        rank_of_stage: The rank of each stage, in the pipeline.
     """
 
     mesh: MeshShape
     kinds: tuple[RankKind, ...]
+    rank_of_stage: tuple[int, ...]
 
     def kind_of(self, rank: int) -> RankKind:
         """Finds what a rank holds and sends.
@@ -60,7 +62,7 @@ class DryRunSummary:
         Args:
             rank: Global rank.
         """
-        stage = self.mesh.coordinates(rank)["pp"]
+        stage = self.rank_of_stage.index(self.mesh.coordinates(rank)["pp"])
         return next(kind for kind in self.kinds if stage in kind.stages)
 
     def __str__(self) -> str:
@@ -88,7 +90,7 @@ def collapse(kinds: Iterable[RankKind]) -> tuple[RankKind, ...]:
     return tuple(
         replace(
             alike,
-            stages=tuple(stage for kind in group for stage in kind.stages),
+            stages=tuple(sorted(stage for kind in group for stage in kind.stages)),
             num_ranks=sum(kind.num_ranks for kind in group),
         )
         for alike, group in groups.items()

@@ -1,20 +1,23 @@
 """Channels to stages that do not exist: what is sent is noted, what is received has no values.
 
-Stages are tried one after the other. What one would send to the next is remembered as shapes. From
-these the next one's activations are made, and the gradients that it would send back: one for each
-tensor that requires grad, as large.
+Ranks are tried one after the other. What a stage would send to the next is remembered as shapes.
+From these the next one's activations are made, and the gradients that it would send back: one for
+each tensor that requires grad, as large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dist.pipeline.loss_weights import WeighedGradients
+from lightning_dist.pipeline.memory_channel import MemoryChannel
 from lightning_dist.pipeline.runtime import Links
 from lightning_dist.tree import flatten, unflatten
 
@@ -112,27 +115,52 @@ class DryReceiver:
         """Does nothing."""
 
 
-def dry_links(
-    stage: int, received: Sent | None, sender: DrySender | None, note: Callable[[int], None]
-) -> Links:
-    """Makes the channels of a rank that is alone and has one stage.
+@dataclass(frozen=True, slots=True)
+class DryLinks:
+    """The channels of a rank that is alone.
 
-    Args:
-        stage: The stage.
-        received: What the stage before has sent, by port; None if there is none.
-        sender: To the stage after; None if there is none.
-        note: Told of the bytes of each gradient that this stage sends.
+    Attributes:
+        links: For the runtime.
+        sent: What each stage of the rank has sent to one of another rank, by port.
     """
-    links = Links()
-    if received is not None:
-        links.activations_in[stage] = DryReceiver(received.__getitem__)
-        links.gradients_out[stage] = DrySender(note)
-    if sender is not None:
-        links.activations_out[stage] = sender
-        links.gradients_in[stage] = DryReceiver(lambda port: _gradient_of(sender.sent[port]))
-    return links
+
+    links: Links = field(default_factory=Links)
+    sent: dict[int, Sent] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        rank_of_stage: Sequence[int],
+        rank: int,
+        known: Mapping[int, Sent],
+        note: Callable[[int], None],
+    ) -> DryLinks:
+        """Makes them.
+
+        Args:
+            rank_of_stage: The rank of each stage.
+            rank: This one, in the pipeline.
+            known: What other ranks' stages send to this one's.
+            note: Told of the bytes of each message to another rank.
+        """
+        made = cls()
+        links = made.links
+        for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
+            if home == next_home == rank:
+                down, up = MemoryChannel(), MemoryChannel()
+                links.activations_out[stage], links.activations_in[stage + 1] = down, down
+                links.gradients_out[stage + 1], links.gradients_in[stage] = up, up
+            elif home == rank:
+                sender = DrySender(note)
+                made.sent[stage] = sender.sent
+                links.activations_out[stage] = sender
+                links.gradients_in[stage] = DryReceiver(partial(_gradient_of, sender.sent))
+            elif next_home == rank:
+                links.activations_in[stage + 1] = DryReceiver(known[stage].__getitem__)
+                links.gradients_out[stage + 1] = DrySender(note)
+        return made
 
 
-def _gradient_of(activation: DryMessage) -> DryMessage:
-    wanted = [shape for shape in activation.shapes if shape.requires_grad]
+def _gradient_of(sent: Sent, port: int) -> DryMessage:
+    wanted = [shape for shape in sent[port].shapes if shape.requires_grad]
     return DryMessage.of(WeighedGradients([torch.empty(s.size, dtype=s.dtype) for s in wanted]))

@@ -1,4 +1,4 @@
-"""Run a training step on each stage of a mesh that does not exist, and look.
+"""Run a training step on each rank of a mesh that does not exist, and look.
 
 Nothing is estimated, and no rule of thumb stands beside the code that trains: the user's module is
 made parallel by :func:`~lightning_dist.strategies.compose.compose`, the step is run by the same
@@ -7,9 +7,9 @@ underneath differs: a process group in which nobody else exists, tensors without
 (:mod:`lightning_dist.fake_ranks`), and channels to stages that are tried before and after
 (:mod:`lightning_dist.pipeline.dry_channel`).
 
-One rank of each stage is tried, the first along all other axes. Tensor-parallel places are alike,
-for what they share out divides by their number. So are places along the data axes, but for a
-parameter whose dimension does not divide: there the first place holds the most.
+One rank of each place in a pipeline is tried, the first along all other axes. Tensor-parallel
+places are alike, for what they share out divides by their number. So are places along the data
+axes, but for a parameter whose dimension does not divide: there the first place holds the most.
 
 *Counted:* a step of one batch and its backward, the gradients that it leaves, and what the rank
 says meanwhile. *Not counted:* activations, and whatever else lives for a moment; buffers; the
@@ -35,10 +35,11 @@ from lightning_dist.fake_ranks import fake_rank, without_values
 from lightning_dist.local_part import local_part
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.cut import skeleton_of
+from lightning_dist.pipeline.dry_channel import Sent
 from lightning_dist.rng import python_state_kept
 from lightning_dist.sharding import fill
 from lightning_dist.strategies.compose import Parallelism, compose
-from lightning_dist.strategies.dry_step import DryStep, Received
+from lightning_dist.strategies.dry_step import DryStep
 from lightning_dist.strategies.fsdp_checks import check_shardable
 from lightning_dist.traffic import Traffic, TrafficLedger
 from lightning_dist.traffic_counter import TrafficCounter
@@ -66,7 +67,7 @@ class DryRun:
     optimizer_states_per_parameter: int
 
     def run(self, module: pl.LightningModule) -> DryRunSummary:
-        """Tries each stage.
+        """Tries each place in a pipeline.
 
         Args:
             module: The user's; stays as it is.
@@ -74,14 +75,42 @@ class DryRun:
         Raises:
             ValueError: It cannot be made parallel so, or its step needs values.
         """
-        kinds: list[RankKind] = []
-        received: Received = None
         with torch.random.fork_rng(devices=[]), python_state_kept():
             whole = self._configured(module)
-            for stage in range(self.mesh.pp):
-                kind, received = self._run_stage(stage, skeleton_of(whole), received)
-                kinds.append(kind)
-        return DryRunSummary(self.mesh, collapse(kinds))
+            in_order = self._homes == tuple(range(self.mesh.pp))
+            known = {} if in_order else self._learned(whole)
+            kinds = self._try_each(whole, known)
+        return DryRunSummary(self.mesh, collapse(kinds), self._homes)
+
+    @property
+    def _homes(self) -> tuple[int, ...]:
+        """The rank of each stage, in the pipeline."""
+        if self.mesh.pp == 1:
+            return (0,)
+        return self.asked.pipeline.rank_of_stage(self.mesh.pp)
+
+    def _learned(self, whole: pl.LightningModule) -> dict[int, Sent]:
+        """Gives each stage a rank of its own, and notes what it sends.
+
+        Of ranks with several stages none could be tried before another.
+        """
+        known: dict[int, Sent] = {}
+        one_each = replace(
+            self.asked.pipeline,
+            schedule="gpipe",
+            stages_per_rank="auto",
+            num_microbatches=self.asked.pipeline.training_microbatches(self.mesh.pp),
+        )
+        replace(
+            self,
+            mesh=replace(self.mesh, pp=len(self._homes)),
+            asked=replace(self.asked, pipeline=one_each),
+        )._try_each(whole, known)
+        return known
+
+    def _try_each(self, whole: pl.LightningModule, known: dict[int, Sent]) -> list[RankKind]:
+        """Tries the ranks of a pipeline, and adds what they send to what is known."""
+        return [self._try(place, skeleton_of(whole), known) for place in range(self.mesh.pp)]
 
     def _configured(self, module: pl.LightningModule) -> pl.LightningModule:
         own = skeleton_of(module)
@@ -93,10 +122,8 @@ class DryRun:
         own.train()
         return own
 
-    def _run_stage(
-        self, stage: int, module: pl.LightningModule, received: Received
-    ) -> tuple[RankKind, Received]:
-        rank = self.mesh.rank(dict.fromkeys(self.mesh.sizes, 0) | {"pp": stage})
+    def _try(self, place: int, module: pl.LightningModule, known: dict[int, Sent]) -> RankKind:
+        rank = self.mesh.rank(dict.fromkeys(self.mesh.sizes, 0) | {"pp": place})
         # Compiled or not, a step holds and sends the same.
         asked = replace(self.asked, shard=replace(self.asked.shard, compile=False))
         ledger = TrafficLedger()
@@ -106,16 +133,16 @@ class DryRun:
             step = DryStep(composed, asked, self.mesh, rank, context, ledger)
             with without_values(TrafficCounter(ledger, self.mesh)):
                 _move_from_meta(module)
-                sent = step.run(map_tensors(_without_values, self.batch), received)
-                return self._kind_of(stage, module, ledger.traffic), sent
+                known |= step.run(map_tensors(_without_values, self.batch), known)
+                return self._kind_of(place, module, ledger.traffic)
 
     def _kind_of(
-        self, stage: int, module: pl.LightningModule, traffic: tuple[Traffic, ...]
+        self, place: int, module: pl.LightningModule, traffic: tuple[Traffic, ...]
     ) -> RankKind:
         parameters = list(module.parameters())
         trained_bytes = _bytes_of(p for p in parameters if p.requires_grad)
         return RankKind(
-            stages=(stage,),
+            stages=tuple(stage for stage, home in enumerate(self._homes) if home == place),
             num_ranks=self.mesh.world_size // self.mesh.pp,
             parameter_bytes=_bytes_of(parameters),
             gradient_bytes=_bytes_of(p.grad for p in parameters if p.grad is not None),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_dist.local_part import local_part
 from lightning_dist.mesh import MeshShape
-from lightning_dist.pipeline.dry_channel import DrySender, Sent, dry_links
+from lightning_dist.pipeline.dry_channel import DryLinks, Sent
 from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.tied_sums import TiedSums, TieLinks
@@ -23,9 +23,6 @@ from lightning_dist.strategies.compose import Composed, Parallelism
 from lightning_dist.strategies.sharded_module import ShardedModule, StepContext
 from lightning_dist.strategies.staged_module import StagedModule
 from lightning_dist.traffic import MessageKind, TrafficLedger
-
-Received = Sent | None
-"""What the stage before sends; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +45,23 @@ class DryStep:
     context: StepContext
     ledger: TrafficLedger
 
-    def run(self, batch: Any, received: Received) -> Received:
+    def run(self, batch: Any, known: Mapping[int, Sent]) -> Mapping[int, Sent]:
         """Runs forward and backward.
 
         Args:
             batch: What a loader would give.
-            received: From the stage before.
+            known: What stages of other ranks send to the next ones, by stage.
 
         Returns:
-            What goes to the stage after.
+            The same of this rank's.
         """
         takes_index = is_param_in_hook_signature(self._training_step, "batch_idx", min_args=2)
         rest = (0,) if takes_index else ()
         try:
             if self.composed.split is None:
                 self._run_whole(batch, rest)
-                return None
-            return self._run_stage(batch, rest, received)
+                return {}
+            return self._run_stages(batch, rest, known)
         except Exception as error:
             error.add_note("In a dry run a step has no Trainer, and its tensors have no values.")
             raise
@@ -85,19 +82,21 @@ class DryStep:
         sharded.backward(loss, differentiate, accumulating=False)
         sharded.add_gradients()
 
-    def _run_stage(self, batch: Any, rest: tuple[int, ...], received: Received) -> Received:
+    def _run_stages(
+        self, batch: Any, rest: tuple[int, ...], known: Mapping[int, Sent]
+    ) -> Mapping[int, Sent]:
         split = self.composed.split
         assert split is not None
         apart = self.asked.tensor.loss_parallel
         staged = StagedModule(self.composed, None, self.asked.pipeline, has_logits_apart=apart)
         note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
-        sender = None if split.has_last else DrySender(note)
-        (stage,), (root,) = split.stages, self.composed.roots
+        shape = self.asked.pipeline.shape(self.mesh, self.rank, split.layers_per_stage)
+        channels = DryLinks.of(split.rank_of_stage, shape.rank, known, note)
         pipeline = Pipeline(
             split.layers,
-            self.asked.pipeline.shape(self.mesh, self.rank, split.layers_per_stage),
-            dry_links(stage, received, sender, note),
-            layers=lambda _: root,
+            shape,
+            channels.links,
+            layers=staged.root,
             gradients=staged.gradients,
             mark_batches=False,
         )
@@ -111,11 +110,11 @@ class DryStep:
         pipeline.install_gradients()
         staged.add_gradients()
         gradients = pipeline.stages.named_parameters()
-        homes = self.asked.pipeline.rank_of_stage(self.mesh.pp)
-        for names in TiedSums(split.ties, homes, stage, TieLinks()).sent.values():
+        tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, TieLinks())
+        for names in tied.sent.values():
             copies = [gradients[name].grad for name in names]
             note(sum(local_part(copy).nbytes for copy in copies if copy is not None))
-        return None if sender is None else sender.sent
+        return channels.sent
 
 
 def _loss_of(result: Any) -> Tensor:

@@ -126,7 +126,8 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
     ) -> DryRunSummary:
         """Tells what each rank would hold and send for a training step, without any other process.
 
-        Runs the step on tensors without values, on one rank of each stage; weights take no memory.
+        Runs the step on tensors without values, on one rank of each place in a pipeline; weights
+        take no memory.
         :mod:`lightning_dist.strategies.dry_run` says what is counted and what is not. Precision is
         that of ``precision_plugin``, or, once a Trainer has been built with this strategy, the
         Trainer's.
@@ -144,16 +145,11 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
 
         Raises:
             ValueError: The sizes do not multiply to the world size, the module cannot be made
-                parallel so, its step needs the values of tensors, a rank has several stages, or
-                this process is a rank already.
+                parallel so, its step needs the values of tensors, or this process is a rank
+                already.
         """
         shape = self.mesh_shape(world_size)
-        check_dry_run(
-            self._policy.is_manual,
-            optimizer_states_per_parameter,
-            shape.pp,
-            self._pipeline_config,
-        )
+        check_dry_run(self._policy.is_manual, optimizer_states_per_parameter)
         check_precision(str(self.precision_plugin.precision), shape.tp)
         run = DryRun(
             shape,

@@ -62,16 +62,12 @@ def check_offload(offload: Offload, shape: MeshShape) -> None:
         )
 
 
-def check_dry_run(
-    is_manual: bool, optimizer_states_per_parameter: int, pp: int, pipeline: PipelineConfig
-) -> None:
+def check_dry_run(is_manual: bool, optimizer_states_per_parameter: int) -> None:
     """Checks what a dry run is asked for.
 
     Args:
         is_manual: Whether the module shards itself.
         optimizer_states_per_parameter: As given to it.
-        pp: Ranks of the pipeline.
-        pipeline: How it runs.
 
     Raises:
         ValueError: There is none of it.
@@ -85,10 +81,4 @@ def check_dry_run(
         raise ValueError(
             f"optimizer_states_per_parameter={optimizer_states_per_parameter} cannot be below zero;"
             " it is 2 for AdamW, 1 for momentum, 0 for plain SGD."
-        )
-    if pp > 1 and len(pipeline.rank_of_stage(pp)) > pp:
-        raise ValueError(
-            f"schedule={pipeline.schedule!r} has several stages on a rank, which wait for those of"
-            " other ranks in turns, and a dry run tries one rank after the other. Try"
-            " schedule='1f1b' or 'zb_h1' instead, under which a rank has one stage."
         )

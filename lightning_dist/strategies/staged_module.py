@@ -79,7 +79,7 @@ class StagedModule(ShardedModule):
             self._split.layers_per_stage,
             self._config,
             run,
-            layers=self._root_of.__getitem__,
+            layers=self.root,
             gradients=self.gradients,
             change_step=self.joining,
         )
@@ -122,13 +122,21 @@ class StagedModule(ShardedModule):
 
     # --- gradients ---------------------------------------------------------------------------
 
+    def root(self, number: int) -> nn.Module:
+        """Gives the layers of a stage as one module.
+
+        Args:
+            number: Of the stage, one of the rank's.
+        """
+        return self._root_of[number]
+
     def gradients(self, number: int) -> Accumulated:
         """Makes what runs the backwards of a stage.
 
         Args:
             number: Of the stage, one of the rank's.
         """
-        root = self._root_of[number]
+        root = self.root(number)
         return Accumulated(root, StageBackwards(root, self.backward_context, lambda: self._sends))
 
     @override

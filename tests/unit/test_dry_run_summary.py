@@ -25,14 +25,20 @@ def test_stages_that_send_otherwise_are_two_rows() -> None:
 
 
 def test_each_rank_has_a_kind() -> None:
-    summary = DryRunSummary(MeshShape(pp=2, tp=2), (END, MIDDLE))
+    summary = DryRunSummary(MeshShape(pp=2, tp=2), (END, MIDDLE), (0, 1))
     assert [summary.kind_of(rank) for rank in range(4)] == [END, END, MIDDLE, MIDDLE]
     assert END.held_bytes == 4_000
 
 
+def test_a_rank_with_several_stages_has_one_kind() -> None:
+    vee = replace(END, stages=(0, 3)), replace(MIDDLE, stages=(1, 2))
+    summary = DryRunSummary(MeshShape(pp=2), collapse(vee), (0, 1, 1, 0))
+    assert [summary.kind_of(rank) for rank in range(2)] == list(vee)
+
+
 def test_text() -> None:
     kinds = collapse([END, MIDDLE, replace(MIDDLE, stages=(2,)), replace(END, stages=(3,))])
-    assert str(DryRunSummary(MeshShape(pp=4, tp=2), kinds)) == (
+    assert str(DryRunSummary(MeshShape(pp=4, tp=2), kinds, (0, 1, 2, 3))) == (
         "stage  ranks  parameters  gradients  optimizer state  in all\n"
         "0, 3       4        1 kB       1 kB             2 kB    4 kB\n"
         "1-2        4       500 B      500 B             1 kB    2 kB\n"

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dist import MeshStrategy
 from lightning_dist.dry_run_summary import DryRunSummary, RankKind
+from lightning_dist.pipeline.memory_channel import MemoryChannel
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.tensor.config import TensorConfig
@@ -138,8 +139,9 @@ def train_a_step(case: Case) -> Held:
             if case.sizes.get("pp", 1) > 1:
                 channels = strategy.sharded.session.channels
                 links, ties = channels.links, channels.ties
-                for senders in (links.activations_out, links.gradients_out, ties.outgoing):
-                    for sender in senders.values():
+                ways = (links.activations_out, links.gradients_out, ties.outgoing)
+                for sender in dict.fromkeys(s for senders in ways for s in senders.values()):
+                    if not isinstance(sender, MemoryChannel):
                         sender.send = partial(_noted, counting, sender.send)
             result = step(*args, **kwargs)
         held.sent = counting.sent
@@ -186,6 +188,9 @@ CASES = {
     "replicas 2 x shards 2, kept whole": Case(
         {"dp_replicate": 2, "dp_shard": 2}, shard={"reshard_after_forward": False}
     ),
+    "pp 2, interleaved_1f1b": Case({"pp": 2}, schedule="interleaved_1f1b"),
+    "pp 2, zbv, head and embedding tied on one rank": Case({"pp": 2}, schedule="zbv", tied=True),
+    "pp 2 x shards 2, looped_bfs": Case({"pp": 2, "dp_shard": 2}, schedule="looped_bfs"),
     "pp 2 x tp 2": Case({"pp": 2, "tp": 2}),
     "pp 2 x shards 2, zb_h1": Case({"pp": 2, "dp_shard": 2}, schedule="zb_h1"),
     "pp 2 x shards 2, gathered again": Case(

@@ -12,7 +12,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_dist import MeshStrategy
-from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.shard_config import ShardConfig
 
 FLOAT = 4
@@ -116,7 +115,6 @@ def test_a_shape_that_depends_on_values_is_refused() -> None:
     [
         ({"dp_shard": 4}, 6, "multiply to the world size of 6"),
         ({"shard": ShardConfig(wrap="manual")}, 2, "wrap='manual'"),
-        ({"pp": 2, "pipeline": PipelineConfig("zbv")}, 2, "schedule='zbv'.* 'zb_h1'"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], world_size: int, words: str) -> None:
