@@ -214,7 +214,10 @@ class DDPStrategy(DataParallelStrategy):
 
         Validation, checkpoints and the end of training do so by themselves; all ranks must call it.
         """
-        if self._local is not None and self.is_running:
+        if self._local is None:
+            return
+        self.check_peers()
+        if self.is_running:
             self._local.average()
             self.share_buffers()
 

@@ -167,6 +167,18 @@ class DistributedStrategy(ProcessMesh):
         assert self._guard is not None
         return self._guard
 
+    def check_peers(self) -> None:
+        """Ends this rank's run with another's failure, if there is one and nothing else has.
+
+        For where the main thread is about to wait for other ranks.
+
+        Raises:
+            ValueError: Another rank's, which is the user's mistake.
+            RankFailedError: Another rank has failed otherwise.
+        """
+        if self._guard is not None:
+            self._guard.check_peers()
+
     def interrupt(self, error: BaseException) -> None:
         """Wakes this rank's main thread where it waits for another rank.
 

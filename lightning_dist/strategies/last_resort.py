@@ -46,7 +46,9 @@ def _wait_and_exit(failure: Failure, has_left: Callable[[], bool]) -> None:
             return
         time.sleep(_POLL_SECONDS)
     text = "".join(traceback.format_exception(failure.to_exception()))
-    print(f"{text}Ending this process.", file=sys.stderr, flush=True)
+    print(f"{text}Ending this process, which is here:", file=sys.stderr)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    print("".join(traceback.format_stack(frame)), file=sys.stderr, flush=True)
     os._exit(1)
 
 

@@ -361,7 +361,10 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         Buffers (running statistics) become those of the first replica. All ranks must call it.
         Validation, checkpoints and the end of training do so by themselves.
         """
-        if self._session is not None and self.optimizers and self.is_running:
+        if self._session is None or not self.optimizers:
+            return
+        self.check_peers()
+        if self.is_running:
             self._session.updates.drain(self.optimizers[0])
             broadcast_state(self.module.buffers(), self.data_group)
 

@@ -47,6 +47,8 @@ class RunGuard:
         self._failed = threading.Event()
         self._closed = threading.Event()
         self._own_failure: Failure | None = None
+        self._peers_failure: Failure | None = None
+        self._is_leaving = False
         self._has_stopped = False
         self._stop = StopAgreement(stop_group, stop_lag)
         if is_stop_due:
@@ -68,12 +70,25 @@ class RunGuard:
         """Whether this rank was told to stop when no batch boundary was left to do it at."""
         return self._stop.is_requested and not self._has_stopped
 
+    def check_peers(self) -> None:
+        """Ends the run of a rank that has not waited for the one that has failed.
+
+        Raises:
+            ValueError: Another rank's, which is the user's mistake.
+            RankFailedError: Another rank has failed otherwise.
+        """
+        if self._peers_failure is not None and not self._is_leaving:
+            raise self._peers_failure.to_exception()
+
     def stop_if_agreed(self) -> None:
         """Combines the ranks' wishes to stop; each rank calls it once before each batch.
 
         Raises:
             SIGTERMException: All ranks stop here.
+            ValueError: As for :meth:`check_peers`.
+            RankFailedError: As for :meth:`check_peers`.
         """
+        self.check_peers()
         if self._stop.at_boundary():
             self._has_stopped = True
             lightning_private.set_received_sigterm(self._trainer)
@@ -98,6 +113,7 @@ class RunGuard:
         Args:
             exception: What ends this rank's run.
         """
+        self._is_leaving = True
         if isinstance(exception, SIGTERMException) or self._failed.is_set():
             return
         if isinstance(exception, RuntimeError) and self._ring is not None:
@@ -130,6 +146,7 @@ class RunGuard:
 
     def _on_peer_failure(self, failure: Failure) -> None:
         was_known = self._failed.is_set()
+        self._peers_failure = failure
         self._failed.set()
         if not was_known:
             # At once: a launcher that notices too may kill this process before it can raise.

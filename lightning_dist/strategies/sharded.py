@@ -243,6 +243,7 @@ class ShardedStrategy(DataParallelStrategy):
 
         Validation, checkpoints and the end of training do so by themselves.
         """
+        self.check_peers()
         if self.is_running:
             self.sharded.settle()
             self.sharded.reshard()

@@ -1,0 +1,51 @@
+"""A rank that does not wait for another one learns of its failure where it is about to."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.strategies import Strategy
+
+from lightning_dist import DDPStrategy, FSDPStrategy
+from lightning_dist.strategies.failure_ring import RankFailedError
+from tests.helpers.models import make_loader, make_module, make_trainer
+from tests.helpers.workers import WorkerPool
+
+
+class OneFails(L.Callback):
+    """Fails on the last rank; the others are busy until they know."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == trainer.world_size - 1:
+            raise KeyError("its own mistake")
+        while trainer.strategy.guard.is_sound:
+            time.sleep(0.01)
+
+
+class OthersDrain(OneFails):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        super().on_train_batch_end(trainer)
+        trainer.strategy.drain()
+        raise AssertionError("must not come here")
+
+
+def fit(make: Callable[[], Strategy], callback: type[L.Callback]) -> str:
+    is_last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    trainer = make_trainer(devices=2, strategy=make(), callbacks=[callback()])
+    with pytest.raises(KeyError if is_last else RankFailedError) as caught:
+        trainer.fit(make_module(), make_loader(16), make_loader(8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("callback", [OneFails, OthersDrain], ids=["next batch", "drain"])
+@pytest.mark.parametrize("make", [DDPStrategy, FSDPStrategy])
+def test_the_others_end_with_it(
+    workers: WorkerPool, make: Callable[[], Strategy], callback: type[L.Callback]
+) -> None:
+    other, _ = workers.run(2, fit, make, callback)
+    assert other == "Rank 1 failed first: KeyError: 'its own mistake'"
