@@ -167,6 +167,7 @@ class DistributedStrategy(ProcessMesh):
         assert self._guard is not None
         return self._guard
 
+    @override
     def check_peers(self) -> None:
         """Ends this rank's run with another's failure, if there is one and nothing else has.
 

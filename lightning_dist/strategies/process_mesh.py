@@ -237,6 +237,7 @@ class ProcessMesh(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self.check_peers()
         if not self.is_running:
             return decision
         votes = torch.tensor([int(decision)], dtype=torch.int32)
@@ -253,16 +254,21 @@ class ProcessMesh(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        self.check_peers()
         if self.is_running:
             dist.barrier(self.group(*self.mesh.sizes))
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self.check_peers()
         if not self.is_running:
             return obj
         objects = [obj]
         dist.broadcast_object_list(objects, src, group=self.group(*self.mesh.sizes))
         return objects[0]
+
+    def check_peers(self) -> None:
+        """Called where this rank is about to wait for all others; raises if that is in vain."""
 
     @property
     def is_running(self) -> bool:

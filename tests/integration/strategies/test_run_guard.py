@@ -27,25 +27,57 @@ class OneFails(L.Callback):
             time.sleep(0.01)
 
 
-class OthersDrain(OneFails):
+class OthersMeet(OneFails):
+    """The others do, too, what all ranks must do together."""
+
+    def __init__(self, meet: Callable[[Any], object]) -> None:
+        self.meet = meet
+
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         super().on_train_batch_end(trainer)
-        trainer.strategy.drain()
+        self.meet(trainer.strategy)
         raise AssertionError("must not come here")
 
 
-def fit(make: Callable[[], Strategy], callback: type[L.Callback]) -> str:
+def drain(strategy: Any) -> None:
+    strategy.drain()
+
+
+def meet(strategy: Any) -> None:
+    strategy.barrier()
+
+
+def speak(strategy: Any) -> None:
+    strategy.broadcast("a word")
+
+
+def vote(strategy: Any) -> None:
+    strategy.reduce_boolean_decision(True)
+
+
+def fit(make: Callable[[], Strategy], meeting: Callable[[Any], object] | None) -> str:
     is_last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-    trainer = make_trainer(devices=2, strategy=make(), callbacks=[callback()])
+    callback = OneFails() if meeting is None else OthersMeet(meeting)
+    trainer = make_trainer(devices=2, strategy=make(), callbacks=[callback])
     with pytest.raises(KeyError if is_last else RankFailedError) as caught:
         trainer.fit(make_module(), make_loader(16), make_loader(8))
     return str(caught.value)
 
 
-@pytest.mark.parametrize("callback", [OneFails, OthersDrain], ids=["next batch", "drain"])
-@pytest.mark.parametrize("make", [DDPStrategy, FSDPStrategy])
+@pytest.mark.parametrize(
+    ("make", "meeting"),
+    [
+        (DDPStrategy, None),
+        (FSDPStrategy, None),
+        (DDPStrategy, drain),
+        (FSDPStrategy, drain),
+        (DDPStrategy, meet),
+        (DDPStrategy, speak),
+        (DDPStrategy, vote),
+    ],
+)
 def test_the_others_end_with_it(
-    workers: WorkerPool, make: Callable[[], Strategy], callback: type[L.Callback]
+    workers: WorkerPool, make: Callable[[], Strategy], meeting: Callable[[Any], object] | None
 ) -> None:
-    other, _ = workers.run(2, fit, make, callback)
+    other, _ = workers.run(2, fit, make, meeting)
     assert other == "Rank 1 failed first: KeyError: 'its own mistake'"
