@@ -141,7 +141,9 @@ class MovableLayers(LayoutFreeCheckpoints):
         with torch.inference_mode(mode=False):
             self.check_group_names()
             self.drain()
-            moves = self._open_exchange().run(
+            exchange = self._open_exchange()
+            self.check_peers()  # who had failed before it was there has interrupted nothing
+            moves = exchange.run(
                 self.session.pipeline,
                 self._split,
                 after,

@@ -118,6 +118,7 @@ class LayerExchange:
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._links = MoveLinks()
+        self._interruption: BaseException | None = None
 
     def run(
         self,
@@ -153,6 +154,8 @@ class LayerExchange:
         self._links = connect_moves(
             relocation, self._ranks, self._groups, self._device, self._timeout_seconds
         )
+        if self._interruption is not None:  # while they were made, or before
+            self._links.interrupt(self._interruption)
         with pipeline.letting_go():
             relocation.run(self._links, optimizers, with_gradients=with_gradients)
             pipeline.stages.take_over(after)
@@ -162,9 +165,10 @@ class LayerExchange:
         return relocation.moves
 
     def interrupt(self, error: BaseException) -> None:
-        """Wakes this rank where it waits for a layer.
+        """Wakes this rank where it waits for a layer, or when it comes to.
 
         Args:
             error: What to raise there.
         """
+        self._interruption = error
         self._links.interrupt(error)

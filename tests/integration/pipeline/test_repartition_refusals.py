@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import StageBalancer
+from lightning_dist.strategies import movable_layers, repartition
 from lightning_dist.strategies.failure_ring import RankFailedError
 from tests.helpers.models import (
     Classifier,
@@ -111,16 +113,40 @@ class OfStubborn(Classifier):
         self.model = nn.Sequential(nn.Flatten(), Stubborn(12, 12), nn.Linear(12, 3))
 
 
-def fail() -> str:
+def slow_down(strategy: PipelineStrategy, where: str) -> None:
+    """Lets a rank come to the exchange of layers, or to its channels, when the other has failed."""
+    module, name = {
+        "exchange": (movable_layers, "LayerExchange"),
+        "channels": (repartition, "connect_moves"),
+    }[where]
+    own = getattr(module, name)
+
+    def late(*args: Any) -> Any:
+        setattr(module, name, own)
+        deadline = time.monotonic() + 10
+        while strategy.guard.is_sound and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)  # the news is interrupting whatever waits
+        return own(*args)
+
+    setattr(module, name, late)
+
+
+def fail(where: str | None) -> str:
     strategy = PipelineStrategy(partition=[1, 2])
+    if where is not None and os.environ["RANK"] == "0":
+        slow_down(strategy, where)
     trainer = make_trainer(devices=2, strategy=strategy, callbacks=[ToAndFro((1, 0))])
     with pytest.raises((KeyError, RankFailedError)) as error:
         trainer.fit(make_module(OfStubborn), make_loader(8), make_loader(8))
     return type(error.value).__name__
 
 
-def test_a_rank_that_waits_for_a_layer_learns_that_it_does_not_come(workers: WorkerPool) -> None:
+@pytest.mark.parametrize("late", [None, "exchange", "channels"])
+def test_a_rank_that_waits_for_a_layer_learns_that_it_does_not_come(
+    workers: WorkerPool, late: str | None
+) -> None:
     begin = time.monotonic()
-    waited, failed = workers.run(2, fail)
+    waited, failed = workers.run(2, fail, late)
     assert (waited, failed) == ("RankFailedError", "KeyError")
     assert time.monotonic() - begin < 20
