@@ -6,9 +6,9 @@ import pytest
 
 import tests.helpers.workers  # noqa: F401  (says what the server of forks imports)
 from tests.helpers.chosen import chosen
-from tests.helpers.idle_runs import IdleRuns
+from tests.helpers.lesson_runs import LessonRuns
 
-IDLE_RUNS = pytest.StashKey[IdleRuns]()
+LESSONS = pytest.StashKey[LessonRuns]()
 
 
 def pytest_configure() -> None:
@@ -17,13 +17,13 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    jobs = chosen(session, "idle_runs", "job")
-    if jobs and not session.config.option.collectonly:
-        session.config.stash[IDLE_RUNS] = runs = IdleRuns(jobs)
+    paths = chosen(session, "lessons", "path")
+    if paths and not session.config.option.collectonly:
+        session.config.stash[LESSONS] = runs = LessonRuns(paths)
         session.config.add_cleanup(runs.close)
 
 
 @pytest.fixture(scope="session")
-def idle_runs(pytestconfig: pytest.Config) -> IdleRuns:
-    """Jobs that have run beside the tests before, or do so now."""
-    return pytestconfig.stash[IDLE_RUNS]
+def lessons(pytestconfig: pytest.Config) -> LessonRuns:
+    """Lessons that have run beside the tests before, or do so now."""
+    return pytestconfig.stash[LESSONS]

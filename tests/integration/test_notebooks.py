@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from tests.helpers.idle_runs import IdleRuns, Lesson
+from tests.helpers.lesson_runs import LessonRuns
 from tests.helpers.notebooks import FOLDER, SOURCES, read_source
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -25,9 +25,9 @@ def test_each_notebook_has_a_source() -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("job", [*map(Lesson, NOTEBOOKS)], ids=lambda job: job.path.stem)
-def test_a_notebook_runs(job: Lesson, idle_runs: IdleRuns) -> None:
-    notebook = idle_runs.outcome(job)
+@each_notebook
+def test_a_notebook_runs(path: Path, lessons: LessonRuns) -> None:
+    notebook = lessons.outcome(path)
     assert not [o for o in outputs(notebook) if o.output_type == "error"]
 
 

@@ -6,11 +6,10 @@ import csv
 import io
 import json
 import os
+import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,13 @@ from torch import Tensor
 
 from lightning_dist import DDPStrategy
 from lightning_dist.checkpoint import load_full
+from recipes import study_staleness
 from recipes.command_line import run
 from recipes.digits import DigitsDataModule, LabelledImages, load_images
 from recipes.resnet import ResNet
 from recipes.staleness.results import Results
 from recipes.staleness.training import Look, Sizes
 from recipes.staleness.trial import SYNC, TWO_VERSIONS, Trial
-from tests.helpers.idle_runs import Command, Finished, IdleRuns
 from tests.helpers.models import make_trainer
 from tests.helpers.workers import WorkerPool
 
@@ -173,21 +172,23 @@ def test_the_same_config_runs_on_one_device(workers: WorkerPool, tmp_path: Path)
     assert "bubble fraction" not in output
 
 
-TORCHRUN = Command(
-    (
-        *("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
-        *("-m", "recipes.train"),
-        *words(Path("recipes/configs/gpt_pipedream.yaml").absolute(), Path("runs")),
+def test_the_same_config_runs_under_torchrun(tmp_path: Path) -> None:
+    config = Path("recipes/configs/gpt_pipedream.yaml")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
+        *("-m", "recipes.train", *words(config, tmp_path)),
+    ]
+    result = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        env={k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")},
+        check=False,
     )
-)
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("job", [TORCHRUN], ids=["gpt_pipedream"])
-def test_the_same_config_runs_under_torchrun(job: Command, idle_runs: IdleRuns) -> None:
-    result = idle_runs.outcome(job)
-    assert result.code == 0, result.output
-    assert result.output.count("Run summary") == 1
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("Run summary") == 1
 
 
 def test_help_reads_well(workers: WorkerPool) -> None:
@@ -198,31 +199,20 @@ def test_help_reads_well(workers: WorkerPool) -> None:
     assert "the backward of a batch" in " ".join(text.split())
 
 
-@dataclass(frozen=True)
-class Study:
-    """A short one, of which a part is done already."""
-
+def test_the_study_of_stale_weights_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = Sizes(num_updates=2, num_looks=2)
-
-    def run(self, folder: Path, environment: Mapping[str, str]) -> Finished:
-        known = Trial(SYNC, "adamw", num_stages=1, rate_factor=1.0, seed=0)
-        Results(folder / "results.csv", self.sizes).add(known, [Look(1, 7.5), Look(2, 7.25)])
-        tokens = f"--tokens={2 * self.sizes.batch_tokens}"
-        dials = "--looks=2 --seeds=1 --stages=2 --rates=1 --jobs=1 --optimizers=adamw"
-        options = (tokens, *dials.split(), "--out=.", "--only", "sync", "2bw")
-        return Command(("-m", "recipes.study_staleness", *options)).run(folder, environment)
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("job", [Study()], ids=["short"])
-def test_the_study_of_stale_weights_goes_on_where_it_was(job: Study, idle_runs: IdleRuns) -> None:
-    result = idle_runs.outcome(job)
-    assert result.code == 0, result.output
-    printed, folder = result.output, result.folder
+    known = Trial(SYNC, "adamw", num_stages=1, rate_factor=1.0, seed=0)
+    Results(tmp_path / "results.csv", sizes).add(known, [Look(1, 7.5), Look(2, 7.25)])
+    words = f"--tokens={2 * sizes.batch_tokens} --looks=2 --seeds=1 --stages=2 --rates=1 --jobs=1"
+    options = ["--optimizers=adamw", "--only", "sync", "2bw"]
+    study_staleness.main([*words.split(), f"--out={tmp_path}", *options])
+    printed = capsys.readouterr().out
     assert "adamw 2bw on 2 stages" in printed
     assert "adamw sync on 1 stages" not in printed
-    read = Results(folder / "results.csv", job.sizes)
+    read = Results(tmp_path / "results.csv", sizes)
     late = read.curve(Trial(TWO_VERSIONS, "adamw", num_stages=2, rate_factor=1.0, seed=0))
     assert 8.1 > late[0].bits_per_byte > late[1].bits_per_byte > 6.0
-    assert "| sync, 1f1b | 7.250 | " in (folder / "table.md").read_text()
-    assert (folder / "adamw.png").exists()
+    assert "| sync, 1f1b | 7.250 | " in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "adamw.png").exists()

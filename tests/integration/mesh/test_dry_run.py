@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import resource
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -23,16 +23,8 @@ from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tree import flatten
+from recipes.gpt import GPT, build_gpt
 from tests.helpers.gpt_parity import BATCH_SIZE, data, make_gpt
-from tests.helpers.idle_runs import Command, IdleRuns
-from tests.helpers.large_dry_run import (
-    ANSWER,
-    MESH,
-    MICROBATCHES,
-    VOCABULARY,
-    WIDTH,
-    WORLD_SIZE,
-)
 from tests.helpers.models import make_trainer
 from tests.helpers.workers import WorkerPool
 
@@ -232,46 +224,62 @@ def test_a_dimension_that_does_not_divide(workers: WorkerPool) -> None:
 
 # --- a large mesh ------------------------------------------------------------------------------
 
+WIDTH, DEPTH, VOCABULARY, MICROBATCHES = 4096, 32, 32_000, 4
+LARGE = {"pp": 4, "dp_replicate": 2, "dp_shard": 16, "tp": 8}
 FLOAT = 4
-LARGE = Command(("-m", "tests.helpers.large_dry_run"))
-of_large = pytest.mark.parametrize("job", [LARGE], ids=["7 billion"])
 
 
-@pytest.fixture
-def large(job: Command, idle_runs: IdleRuns) -> DryRunSummary:
-    finished = idle_runs.outcome(job)
-    assert finished.code == 0, finished.output
-    said, num_left, peak_bytes = pickle.loads((finished.folder / ANSWER).read_bytes())
+class LargeGPT(GPT):
+    """Seven billion parameters, if built."""
+
+    def __init__(self) -> None:
+        super().__init__(width=8, depth=1)
+        self.model = nn.Sequential()
+
+    def configure_model(self) -> None:
+        if not len(self.model):
+            self.model = build_gpt(VOCABULARY, WIDTH, DEPTH, num_heads=32)
+
+
+def try_large() -> tuple[DryRunSummary, int, int]:
+    """Tries a step; gives what was said, the parameters left in the module, and the peak memory."""
+    module = LargeGPT()
+    strategy = MeshStrategy(**LARGE, pipeline=PipelineConfig(num_microbatches=MICROBATCHES))
+    batch = torch.empty(2, 8, 2048, dtype=torch.int64, device="meta").unbind()
+    said = strategy.dry_run(module, 1024, sample_batch=batch)
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return said, len(list(module.parameters())), peak_bytes
+
+
+@pytest.fixture(scope="module")
+def large(workers: WorkerPool) -> DryRunSummary:
+    ((said, num_left, peak_bytes),) = workers.run(1, try_large, timeout=110.0)
     assert num_left == 0
     assert peak_bytes < 4e9
     return said
 
 
-@pytest.mark.timeout(240)
-@of_large
 def test_bytes_of_seven_billion_parameters(large: DryRunSummary) -> None:
-    matrices = 12 * WIDTH * WIDTH / MESH["tp"]
+    matrices = 12 * WIDTH * WIDTH / LARGE["tp"]
     block = matrices + 2 * WIDTH
-    table = VOCABULARY * WIDTH / MESH["tp"]
+    table = VOCABULARY * WIDTH / LARGE["tp"]
     layers = {0: table + 8 * block, 1: 8 * block, 2: 8 * block, 3: 8 * block + WIDTH + table}
-    assert sum(kind.num_ranks for kind in large.kinds) == WORLD_SIZE
+    assert sum(kind.num_ranks for kind in large.kinds) == 1024
     assert [kind.stages for kind in large.kinds] == [(0,), (1, 2), (3,)]
     for stage, num_parameters in layers.items():
         kind = large.kind_of(256 * stage)
-        assert kind.parameter_bytes == FLOAT * num_parameters / MESH["dp_shard"]
+        assert kind.parameter_bytes == FLOAT * num_parameters / LARGE["dp_shard"]
         assert kind.gradient_bytes == kind.parameter_bytes
         assert kind.optimizer_state_bytes == 2 * kind.parameter_bytes
 
 
-@pytest.mark.timeout(240)
-@of_large
 def test_messages_of_seven_billion_parameters(large: DryRunSummary) -> None:
     activation = FLOAT * (8 // MICROBATCHES) * 2048 * WIDTH
-    units = 8 * (12 * WIDTH * WIDTH // MESH["tp"] + 2 * WIDTH) * FLOAT
+    units = 8 * (12 * WIDTH * WIDTH // LARGE["tp"] + 2 * WIDTH) * FLOAT
     assert _sent(large.kind_of(256)) == {
         ("all-gather", ("dp_shard",)): (8, units),
         ("reduce-scatter", ("dp_shard",)): (8, units),
-        ("all-reduce", ("dp_replicate",)): (8, units // MESH["dp_shard"]),
+        ("all-reduce", ("dp_replicate",)): (8, units // LARGE["dp_shard"]),
         # Into and out of attention and MLP, forward and backward.
         ("all-reduce", ("tp",)): (8 * 4 * MICROBATCHES, 8 * 4 * MICROBATCHES * activation),
         ("send", ("pp",)): (2 * MICROBATCHES, 2 * MICROBATCHES * activation),
