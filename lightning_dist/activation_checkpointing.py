@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from lightning_dist.module_tree import is_composite, original_class
+from lightning_dist.module_tree import is_composite, original_class, outermost
 
 _MATRIX_PRODUCTS = [
     torch.ops.aten.mm.default,
@@ -50,9 +50,9 @@ def choose_recomputed(root: nn.Module, names: Collection[str]) -> list[nn.Module
         Modules, none inside of another.
     """
     chosen: list[nn.Module] = []
-    for name in _outermost(names):
+    for name in outermost(names):
         inner = [other for other in names if other.startswith(f"{name}.")]
-        parts = map(root.get_submodule, _outermost(inner))
+        parts = map(root.get_submodule, outermost(inner))
         kinds = Counter(original_class(part) for part in parts if is_composite(part))
         holds_blocks = max(kinds.values(), default=0) > 1
         chosen += choose_recomputed(root, inner) if holds_blocks else [root.get_submodule(name)]
@@ -99,7 +99,3 @@ class _ProductsOnly(TorchDispatchMode):
 def _selective_contexts() -> tuple[_ProductsOnly, _ProductsOnly]:
     keeping, giving_back = create_selective_checkpoint_contexts(_MATRIX_PRODUCTS)
     return _ProductsOnly(keeping), _ProductsOnly(giving_back)
-
-
-def _outermost(names: Collection[str]) -> list[str]:
-    return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]

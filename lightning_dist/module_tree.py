@@ -36,6 +36,15 @@ def is_composite(module: nn.Module) -> bool:
     return original_class(module) is not nn.Sequential and any(True for _ in module.children())
 
 
+def outermost(names: Collection[str]) -> list[str]:
+    """Lists the modules that are inside of no other one.
+
+    Args:
+        names: Dotted names.
+    """
+    return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
+
+
 def count_parameters(module: nn.Module) -> int:
     """Counts the elements of a module's parameters, shared ones once; a DTensor's are global."""
     return sum(parameter.numel() for parameter in module.parameters())

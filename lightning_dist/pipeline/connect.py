@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,50 @@ class Channels:
         return [*results, *self.ties.incoming.values()]
 
 
+class Ends(Protocol):
+    """A rank's ends of the channels of one kind: activations, or gradients."""
+
+    def to(self, peer: int, stage: int) -> Sender:
+        """Gives the end by which a stage of this rank sends to one of another.
+
+        Args:
+            peer: The other rank.
+            stage: The sending one.
+        """
+
+    def of(self, peer: int, stage: int) -> Receiver:
+        """Gives the end by which a stage of this rank receives from one of another.
+
+        Args:
+            peer: The other rank.
+            stage: The sending one.
+        """
+
+
+def wire(rank_of_stage: Sequence[int], rank: int, activations: Ends, gradients: Ends) -> Links:
+    """Gives the stages of a rank their channels; two of them hand over in its memory.
+
+    Args:
+        rank_of_stage: The rank of each stage.
+        rank: This one.
+        activations: Its ends of the channels down the pipeline.
+        gradients: Its ends of the channels up.
+    """
+    links = Links()
+    for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
+        if home == next_home == rank:
+            down, up = MemoryChannel(), MemoryChannel()
+            links.activations_out[stage], links.activations_in[stage + 1] = down, down
+            links.gradients_out[stage + 1], links.gradients_in[stage] = up, up
+        elif home == rank:
+            links.activations_out[stage] = activations.to(next_home, stage)
+            links.gradients_in[stage] = gradients.of(next_home, stage + 1)
+        elif next_home == rank:
+            links.activations_in[stage + 1] = activations.of(home, stage)
+            links.gradients_out[stage + 1] = gradients.to(home, stage + 1)
+    return links
+
+
 def connect(
     pipelines: Sequence[Sequence[int]],
     device: torch.device,
@@ -110,7 +155,7 @@ def connect(
 
     others = [peer for peer in ranks if peer != last]
     return Channels(
-        _links(homes, rank, _Ends(activations, receiver), _Ends(gradients, receiver)),
+        wire(homes, rank, _GroupEnds(activations, receiver), _GroupEnds(gradients, receiver)),
         tuple(DistributedSender(results, peer) for peer in others) if rank == last else (),
         None if rank == last else receiver(results, last),
         tuple(own),
@@ -194,7 +239,7 @@ def _tie_links(
     return TieLinks(senders, receivers)
 
 
-class _Ends:
+class _GroupEnds:
     """This rank's ends of the channels of one communicator, one for each peer and direction."""
 
     def __init__(
@@ -207,28 +252,12 @@ class _Ends:
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
 
-    def to(self, peer: int) -> Sender:
+    def to(self, peer: int, stage: int) -> Sender:
         if peer not in self._senders:
             self._senders[peer] = DistributedSender(self._group, peer)
         return self._senders[peer]
 
-    def of(self, peer: int) -> Receiver:
+    def of(self, peer: int, stage: int) -> Receiver:
         if peer not in self._receivers:
             self._receivers[peer] = self._make_receiver(self._group, peer)
         return self._receivers[peer]
-
-
-def _links(homes: Sequence[int], rank: int, activations: _Ends, gradients: _Ends) -> Links:
-    links = Links()
-    for stage, (home, next_home) in enumerate(pairwise(homes)):
-        if home == next_home == rank:
-            down, up = MemoryChannel(), MemoryChannel()
-            links.activations_out[stage], links.activations_in[stage + 1] = down, down
-            links.gradients_out[stage + 1], links.gradients_in[stage] = up, up
-        elif home == rank:
-            links.activations_out[stage] = activations.to(next_home)
-            links.gradients_in[stage] = gradients.of(next_home)
-        elif next_home == rank:
-            links.activations_in[stage + 1] = activations.of(home)
-            links.gradients_out[stage + 1] = gradients.to(home)
-    return links

@@ -8,16 +8,14 @@ each tensor that requires grad, as large.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_dist.pipeline.connect import wire
 from lightning_dist.pipeline.loss_weights import WeighedGradients
-from lightning_dist.pipeline.memory_channel import MemoryChannel
 from lightning_dist.pipeline.runtime import Links
 from lightning_dist.tree import flatten, unflatten
 
@@ -124,8 +122,8 @@ class DryLinks:
         sent: What each stage of the rank has sent to one of another rank, by port.
     """
 
-    links: Links = field(default_factory=Links)
-    sent: dict[int, Sent] = field(default_factory=dict)
+    links: Links
+    sent: Mapping[int, Sent]
 
     @classmethod
     def of(
@@ -143,24 +141,39 @@ class DryLinks:
             known: What other ranks' stages send to this one's.
             note: Told of the bytes of each message to another rank.
         """
-        made = cls()
-        links = made.links
-        for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
-            if home == next_home == rank:
-                down, up = MemoryChannel(), MemoryChannel()
-                links.activations_out[stage], links.activations_in[stage + 1] = down, down
-                links.gradients_out[stage + 1], links.gradients_in[stage] = up, up
-            elif home == rank:
-                sender = DrySender(note)
-                made.sent[stage] = sender.sent
-                links.activations_out[stage] = sender
-                links.gradients_in[stage] = DryReceiver(partial(_gradient_of, sender.sent))
-            elif next_home == rank:
-                links.activations_in[stage + 1] = DryReceiver(known[stage].__getitem__)
-                links.gradients_out[stage + 1] = DrySender(note)
-        return made
+        activations = _DryActivations(known, note)
+        gradients = _DryGradients(activations.sent, note)
+        return cls(wire(rank_of_stage, rank, activations, gradients), activations.sent)
 
 
-def _gradient_of(sent: Sent, port: int) -> DryMessage:
-    wanted = [shape for shape in sent[port].shapes if shape.requires_grad]
+class _DryActivations:
+    def __init__(self, known: Mapping[int, Sent], note: Callable[[int], None]) -> None:
+        self.sent: dict[int, Sent] = {}
+        self._known = known
+        self._note = note
+
+    def to(self, peer: int, stage: int) -> DrySender:
+        sender = DrySender(self._note)
+        self.sent[stage] = sender.sent
+        return sender
+
+    def of(self, peer: int, stage: int) -> DryReceiver:
+        return DryReceiver(self._known[stage].__getitem__)
+
+
+class _DryGradients:
+    def __init__(self, sent: Mapping[int, Sent], note: Callable[[int], None]) -> None:
+        self._sent = sent
+        self._note = note
+
+    def to(self, peer: int, stage: int) -> DrySender:
+        return DrySender(self._note)
+
+    def of(self, peer: int, stage: int) -> DryReceiver:
+        """Receives what the stage after would send back for what the one before has sent it."""
+        return DryReceiver(lambda port: _gradient_of(self._sent[stage - 1][port]))
+
+
+def _gradient_of(activation: DryMessage) -> DryMessage:
+    wanted = [shape for shape in activation.shapes if shape.requires_grad]
     return DryMessage.of(WeighedGradients([torch.empty(s.size, dtype=s.dtype) for s in wanted]))

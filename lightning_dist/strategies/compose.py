@@ -25,7 +25,7 @@ from torch.distributed.tensor import Placement
 from lightning_dist.activation_checkpointing import checkpoint_activations, choose_recomputed
 from lightning_dist.device_mesh import axis
 from lightning_dist.half_precision import HalfPrecision
-from lightning_dist.module_tree import shardable_modules
+from lightning_dist.module_tree import outermost, shardable_modules
 from lightning_dist.pipeline.cut import layers_of
 from lightning_dist.pipeline.ties import Tie
 from lightning_dist.sharding import ShardingOptions
@@ -124,7 +124,8 @@ def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) ->
     summary = _describe(module, own, sharding)
 
     if asked.shard.compile:  # first, for the compiler does not see through checkpointing
-        for part in _outermost(module, own) or ([module] if split is None else roots):
+        units_alone = [module.get_submodule(name) for name in outermost([u.name for u in own])]
+        for part in units_alone or ([module] if split is None else roots):
             part.forward = torch.compile(part.forward)
     again = choose_recomputed(module, [unit.name for unit in recomputed if keeps(unit.name)])
     is_selective = asked.shard.activation_checkpointing == "selective"
@@ -248,12 +249,3 @@ def _describe(module: nn.Module, units: list[Unit], sharding: ShardingOptions) -
         bytes_per_element=None if half is None else half.itemsize,
         reshard_after_forward=True if reshard_by_default is None else reshard_by_default,
     )
-
-
-def _outermost(module: nn.Module, units: Iterable[Unit]) -> list[nn.Module]:
-    names = [unit.name for unit in units]
-    return [
-        module.get_submodule(name)
-        for name in names
-        if not any(name.startswith(f"{other}.") for other in names)
-    ]
