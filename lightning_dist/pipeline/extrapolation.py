@@ -2,7 +2,8 @@
 
 An optimizer with momentum goes on in its direction when gradients stay away, so its own state says
 where weights will about be when a batch's update is applied (SpecTrain: Chen et al. 2018, section
-3.2; XPipe: Guan et al. 2019, section 4). Weight decay is left out.
+3.2; XPipe: Guan et al. 2019, section 4). Weight decay is left out. ``lr`` is the rate of the next
+update.
 
 ==================  ==================================================================
 optimizer           after ``s`` more updates

@@ -133,7 +133,8 @@ class Stage:
         Raises:
             ValueError: The step did not call the pipelined module exactly once.
         """
-        call = _LayerCall(received, (*self._seed, *seed))
+        # Asked here: the user's step may switch gradients off or on around the pipelined module.
+        call = _LayerCall(received, (*self._seed, *seed), has_backward=torch.is_grad_enabled())
 
         def in_step() -> Any:
             return step(microbatch)
@@ -144,7 +145,7 @@ class Stage:
         seed_python(*call.seed)
         with seeded(*call.seed, device=self._device):
             result = self._seam.run(in_step, layers, leaves=not self.is_last)
-        if torch.is_grad_enabled():
+        if call.has_backward:
             self._keep(index, call)
         return result
 
@@ -245,8 +246,7 @@ class Stage:
         self, call: _LayerCall, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
         call.layer_input = self._layer_input(self.is_first, call.received, arguments, keywords)
-        differentiates = torch.is_grad_enabled()
-        call.weights = self.policy.acquire() if differentiates else self.policy.look()
+        call.weights = self.policy.acquire() if call.has_backward else self.policy.look()
         given = call.layer_input
         if self._recomputes:  # the layers may write into what they get
             given = map_tensors(_copy_of, given)
@@ -300,6 +300,7 @@ class _LayerCall:
 
     received: Any
     seed: tuple[int, ...]
+    has_backward: bool
     layer_input: Any = None
     output: Any = None
     weights: WeightVersion | None = None

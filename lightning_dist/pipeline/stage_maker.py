@@ -75,6 +75,7 @@ class StageMaker:
             self.predict,
             self.measure_discrepancy,
             self.half,
+            shape.num_microbatches,
         )
         return Stage(
             seam,

@@ -14,6 +14,8 @@ synchronous schedules                       0
 ``pipedream``, staleness corrected by       n - s, one for each micro-batch in flight; 0 on the
 ``"predict"``                               last
 ``pipedream_2bw``                           1, 0 on the last
+``pipedream_2bw``, staleness corrected by   2, one for each batch in flight; 1 on the last
+``"predict"``
 ==========================================  ======================================================
 """
 
@@ -53,7 +55,9 @@ def num_copies(
 
     def of_stage(stage: int) -> int:
         age = stage if is_synced else 0
-        count: _Count = _most_predicted if predicts else partial(_most_stashed, age=age)
+        count: _Count = partial(_most_stashed, age=age)
+        if predicts:
+            count = partial(_most_predicted, size=schedule.microbatches_per_update)
         actions = schedule.ranks[shape.rank_of_stage[stage]]
         return count([action for action in actions if action.stage_index == stage])
 
@@ -76,14 +80,17 @@ def _most_stashed(actions: Sequence[Action], age: int) -> int:
     return most
 
 
-def _most_predicted(actions: Sequence[Action]) -> int:
-    """Of copies that each forward makes for itself, unless the next update is its own."""
-    most = 0
-    has_copy: dict[int, bool] = {}
+def _most_predicted(actions: Sequence[Action], size: int) -> int:
+    """Of copies that each batch of a size makes for itself, unless the next update is its own."""
+    num_updates = most = 0
+    copied: set[int] = set()
     for action in actions:
-        if action.kind is ActionKind.FORWARD:
-            has_copy[action.microbatch_index] = bool(has_copy)
-        elif action.kind is ActionKind.BACKWARD:
-            del has_copy[action.microbatch_index]
-        most = max(most, sum(has_copy.values()))
+        batch, place = divmod(action.microbatch_index, size)
+        if action.kind is ActionKind.FORWARD and place == 0 and batch > num_updates:
+            copied.add(batch)
+        elif action.kind is ActionKind.BACKWARD and place == size - 1:
+            copied.discard(batch)
+        elif action.kind is ActionKind.STEP:
+            num_updates += 1
+        most = max(most, len(copied))
     return most

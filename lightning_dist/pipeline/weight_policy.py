@@ -214,6 +214,7 @@ def choose_policy(
     predict: Predict | None,
     remembers: bool,
     half: HalfWeights | None = None,
+    microbatches_per_update: int = 1,
 ) -> WeightPolicy:
     """Gives the policy that a schedule and a user ask for.
 
@@ -225,6 +226,7 @@ def choose_policy(
         predict: Gives copies of the trainable parameters as they will be some updates later.
         remembers: Whether what forwards have seen can be compared later.
         half: How layers compute in half precision; None where they do not.
+        microbatches_per_update: Of those that see the same weights.
     """
     # What stage s has is s updates newer than what the first one has for the same minibatch,
     # unless updates come in the same round everywhere.
@@ -234,7 +236,8 @@ def choose_policy(
         half = None
     trainable = {n: p for n, p in layers.named_parameters() if p.requires_grad}
     if predict is not None:
-        return Predicted(layers.named_parameters(), partial(predict, trainable), half)
+        foresee = partial(predict, trainable)
+        return Predicted(layers.named_parameters(), foresee, microbatches_per_update, half)
     if half is not None:
         store = HalfWeightStore(layers.named_parameters(), half, age)
         return UnstashedHalf(store, remembers=remembers) if versions == "none" else Stashed(store)

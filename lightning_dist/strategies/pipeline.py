@@ -90,10 +90,11 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             weights of its forward; ``"vertical_sync"`` too, and gives a batch the same version on
             all stages; ``"none"`` does neither, only to study what stashing buys.
         stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
-        staleness_correction: For ``"pipedream"``: ``"lr"`` trains a stage whose weights are stale
+        staleness_correction: ``"predict"``, for ``"pipedream"`` and ``"pipedream_2bw"``, computes a
+            batch with what the optimizer's own momentum will have made of the weights until the
+            batch's update. ``"lr"``, for ``"pipedream"``, trains a stage whose weights are stale
             by ``t`` updates with ``rate / t ** (1 - min(k / correction_steps, 1))`` at update ``k``
-            (PipeMare: Yang et al., MLSys 2021). ``"predict"`` runs forwards on what the optimizer's
-            own momentum will have made of the weights until the batch's update.
+            (PipeMare: Yang et al., MLSys 2021).
         correction_steps: Updates until all stages train with the full rate.
         log_staleness: Log how many updates old each stage's weights were (``staleness/stage_0``)
             and the bytes of the versions that it keeps (``stash_bytes/stage_0``), of the newest

@@ -115,11 +115,16 @@ class PipelineConfig:
                 f"staleness_correction={self.staleness_correction!r} is unknown; use 'none', 'lr'"
                 " or 'predict'."
             )
-        if self.staleness_correction != "none" and rule is not UpdateRule.EACH:
+        if self.staleness_correction != "none" and rule is UpdateRule.FLUSHED:
             raise ValueError(
                 f"staleness_correction={self.staleness_correction!r} does not go with schedule="
+                f"{self.schedule!r}, under which no weights are stale. Leave it at 'none'."
+            )
+        if self.staleness_correction == "lr" and rule is UpdateRule.LATE:
+            raise ValueError(
+                "staleness_correction='lr' does not go with schedule="
                 f"{self.schedule!r}: it makes up for a staleness that differs from stage to stage,"
-                " as under 'pipedream' only. Leave it at 'none'."
+                " and here it is one update on each. Use 'predict', or leave it at 'none'."
             )
         if self.staleness_correction == "predict" and self.weight_versions != "stash":
             raise ValueError(

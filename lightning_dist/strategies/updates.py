@@ -119,9 +119,11 @@ class Updates:
     ) -> Any:
         batch_index = self._pipeline.num_batches
         self._history.remember(batch_index, optimizer)
-        if self._pipeline.batches_since_drain < self._pipeline.delay:
-            return closure()
-        with self._history.of_batch(batch_index - self._pipeline.delay, optimizer):
+        in_flight = min(self._pipeline.delay, self._pipeline.batches_since_drain)
+        # While the pipeline fills too: forwards that foresee updates do so at the next one's rate.
+        with self._history.of_batch(batch_index - in_flight, optimizer):
+            if in_flight < self._pipeline.delay:
+                return closure()
             result = apply()
         self._pipeline.end_update()
         return result

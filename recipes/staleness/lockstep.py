@@ -120,7 +120,9 @@ class _Rank:
         )
 
     def train_batch(self, batch: Any) -> None:
-        self._set_rate(self._rate(self.pipeline.num_batches))
+        pipeline = self.pipeline  # forwards that foresee updates do so at the next one's rate
+        in_flight = min(pipeline.delay, pipeline.batches_since_drain)
+        self._set_rate(self._rate(pipeline.num_batches - in_flight))
         self.pipeline.train_batch(batch, self._step)
         if self.pipeline.has_gradients:
             self._update()

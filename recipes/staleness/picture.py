@@ -24,8 +24,10 @@ _COLOURS: Mapping[str, str] = MappingProxyType(
         "lr": "#E69F00",
         "predict": "#56B4E9",
         "2bw": "#009E73",
+        "2bw, predict": "#009E73",
     }
 )
+_DASHED = ("2bw, predict",)  # beside the same colour without
 _HIDDEN_AT_THE_START = 0.15
 
 
@@ -72,8 +74,9 @@ def draw(
 
 def _lines(axes: Axes, found: Sequence[Curve], places: Callable[[Curve], list[float]]) -> None:
     for curve in found:
-        x, colour = places(curve), _COLOURS[curve.clocked.name]
-        axes.plot(x, curve.means, color=colour, linewidth=1.6, label=curve.clocked.name)
+        x, name = places(curve), curve.clocked.name
+        colour, style = _COLOURS[name], "--" if name in _DASHED else "-"
+        axes.plot(x, curve.means, style, color=colour, linewidth=1.6, label=name)
         columns = list(zip(*curve.losses, strict=True))
         low, high = [min(c) for c in columns], [max(c) for c in columns]
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)

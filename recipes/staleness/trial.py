@@ -30,6 +30,11 @@ class Method:
     staleness_correction: StalenessCorrection = "none"
     trained_stages: int | None = None
 
+    @property
+    def predicts(self) -> bool:
+        """Whether it must know where the optimizer goes."""
+        return self.staleness_correction == "predict"
+
     def config(self, correction_steps: int) -> PipelineConfig:
         """Gives the strategy's arguments.
 
@@ -46,15 +51,15 @@ class Method:
 
 SYNC = Method("sync", "1f1b", trained_stages=1)
 TWO_VERSIONS = Method("2bw", "pipedream_2bw", trained_stages=2)
-PREDICT = Method("predict", "pipedream", staleness_correction="predict")
 METHODS = (
     SYNC,
     Method("pipedream", "pipedream"),
     Method("no stash", "pipedream", weight_versions="none"),
     Method("vertical sync", "pipedream", weight_versions="vertical_sync"),
     Method("lr", "pipedream", staleness_correction="lr"),
-    PREDICT,
+    Method("predict", "pipedream", staleness_correction="predict"),
     TWO_VERSIONS,
+    Method("2bw, predict", "pipedream_2bw", staleness_correction="predict", trained_stages=2),
 )
 
 
@@ -101,7 +106,7 @@ def trials(
         seeds: Of the repetitions.
     """
     for seed, factor, optimizer, method in product(seeds, rate_factors, optimizers, methods):
-        if optimizer == "muon" and method is PREDICT:
+        if optimizer == "muon" and method.predicts:
             continue  # nobody knows where Muon goes
         for count in stages if method.trained_stages is None else (method.trained_stages,):
             yield Trial(method, optimizer, count, factor, seed)

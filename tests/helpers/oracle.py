@@ -2,12 +2,15 @@
 
 Timing does not enter. PipeDream: minibatch b meets version max(t0, b - W_s) of stage s, where t0 is
 the last drain and W_s = n - 1 - s (n - 1 on all stages under vertical sync), and its gradient makes
-version b + 1 of the newest one. 2BW: batch b meets version max(t0, b - 1) of the whole model.
+version b + 1 of the newest one. 2BW: batch b meets version max(t0, b - 1) of the whole model. With
+prediction it meets what that version is about to become by the updates until its own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -23,6 +26,49 @@ Foresee = Callable[[nn.Module, torch.optim.Optimizer], Callable[[int], dict[str,
 def copy_of(module: nn.Module) -> dict[str, Tensor]:
     """Copies the parameters as they are."""
     return {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
+
+
+def foresee(
+    stage: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[int], dict[str, Tensor]]:
+    """Follows the momentum of SGD, or Adam's, at the rate of the moment that looks ahead."""
+    (group,) = optimizer.param_groups
+    weights = {n: p.detach().clone() for n, p in stage.named_parameters()}
+    states = {n: deepcopy(optimizer.state.get(p, {})) for n, p in stage.named_parameters()}
+
+    def ahead(name: str, num_updates: int) -> Tensor:
+        state, lr = states[name], group["lr"]
+        if not state or num_updates == 0:
+            return weights[name]
+        if isinstance(optimizer, torch.optim.SGD):
+            gamma = group["momentum"]
+            length = (gamma - gamma ** (num_updates + 1)) / (1 - gamma)
+            return weights[name] - lr * length * state["momentum_buffer"]
+        beta1, beta2 = group["betas"]
+        mean = state["exp_avg"] / (1 - beta1 ** float(state["step"]))
+        variance = state["exp_avg_sq"] / (1 - beta2 ** float(state["step"]))
+        return weights[name] - lr * num_updates * mean / (variance.sqrt() + group["eps"])
+
+    return lambda count: {n: ahead(n, count).clone().requires_grad_() for n in weights}
+
+
+def foresee_at(rate: Callable[[int], float]) -> Foresee:
+    """Looks ahead at the rate of the next update."""
+    versions: Counter[int] = Counter()
+
+    def look(
+        stage: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Callable[[int], dict[str, Tensor]]:
+        version, ahead = versions[id(stage)], foresee(stage, optimizer)
+        versions[id(stage)] += 1
+
+        def at(num_updates: int) -> dict[str, Tensor]:
+            optimizer.param_groups[0]["lr"] = rate(version)
+            return ahead(num_updates)
+
+        return at
+
+    return look
 
 
 def train_sequentially(
@@ -85,17 +131,23 @@ def train_late(
     staleness: Callable[[str], int] = lambda name: 1,
     copy: Copy = copy_of,
     step: Callable[[int], Any] | None = None,
+    foresee: Foresee | None = None,
 ) -> list[float]:
     """Trains a model in place; drains come before the batches named.
 
     The whole model's gradient is taken at weights of which each has its own age. With one update
     for all that is 2BW, with more of them for earlier stages PipeDream with stashed weights.
+    Who looks ahead gives all weights the same age.
     """
     versions = [copy(model)]
+    sights = [] if foresee is None else [foresee(model, optimizer)]
     drained, losses = 0, []
     for b, (x, y) in enumerate(batches):
         drained = b if b in drains else drained
         weights = {n: versions[max(drained, b - staleness(n))][n] for n in versions[0]}
+        if sights:
+            version = max(drained, b - 1)
+            weights = sights[version](b - version)
         result = loss(torch.func.functional_call(model, weights, x), y)
         losses.append(float(result.detach()))
         own = dict(model.named_parameters())
@@ -106,4 +158,6 @@ def train_late(
         before_step(b)
         optimizer.step() if step is None else step(b)
         versions.append(copy(model))
+        if foresee is not None:
+            sights.append(foresee(model, optimizer))
     return losses

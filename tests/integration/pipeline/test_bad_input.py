@@ -278,6 +278,8 @@ class Short(Classifier):
         ({"schedule": "pipedream", "num_microbatches": 2}, "num_microbatches=2.*pipedream"),
         ({"weight_versions": "many"}, "many.*stash"),
         ({"staleness_correction": "lr"}, "staleness_correction='lr'.*1f1b"),
+        ({"staleness_correction": "predict"}, "staleness_correction='predict'.*1f1b.*stale"),
+        ({"staleness_correction": "lr", "schedule": "pipedream_2bw"}, "'lr'.*2bw.*'predict'"),
         ({"staleness_correction": "guess", "schedule": "pipedream"}, "guess.*predict"),
         (
             {

@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 from lightning_dist import PipelineStrategy
 from lightning_dist.pipeline.pipeline import Pipeline
 from tests.helpers.models import Classifier, make_loader, make_module, make_optimizer
-from tests.helpers.oracle import train_late
+from tests.helpers.oracle import foresee_at, train_late
 from tests.helpers.workers import WorkerPool
 from tests.integration.pipeline.common import (
     EPOCHS,
@@ -28,6 +28,7 @@ from tests.integration.pipeline.common import (
 )
 
 LATE = {"schedule": "pipedream_2bw"}
+PREDICTING = {**LATE, "staleness_correction": "predict"}
 CLIP = 0.05
 CLIPPED = {"gradient_clip_val": CLIP}
 
@@ -39,6 +40,7 @@ def oracle(
     scheduled: bool = False,
     clip: bool = False,
     num_samples: int = sum(SIZES),
+    predicts: bool = False,
 ) -> tuple[dict[str, Tensor], list[float]]:
     model = make_module().model
     sgd = make_optimizer(optimizer, model.parameters())
@@ -46,14 +48,25 @@ def oracle(
     batches = [batch for _ in range(EPOCHS) for batch in make_loader(num_samples)]
     epoch = len(batches) // EPOCHS
 
+    def rate(b: int) -> float:
+        return float(base * LR_DECAY**b) if scheduled else base
+
     def before_step(b: int) -> None:
-        sgd.param_groups[0]["lr"] = base * LR_DECAY**b if scheduled else base
+        sgd.param_groups[0]["lr"] = rate(b)
         if clip:
             norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             assert norm > CLIP
 
     places: Collection[int] = range(0, len(batches), epoch) if drains else ()
-    losses = train_late(model, sgd, batches, F.cross_entropy, places, before_step)
+    losses = train_late(
+        model,
+        sgd,
+        batches,
+        F.cross_entropy,
+        places,
+        before_step,
+        foresee=foresee_at(rate) if predicts else None,
+    )
     return {f"model.{n}": p.detach() for n, p in model.named_parameters()}, losses[-epoch:]
 
 
@@ -87,6 +100,19 @@ def test_clips_by_the_norm_of_the_whole_gradient(workers: WorkerPool, num_stages
     actual = workers.run(num_stages, fit, num_stages, strategy, {}, CLIPPED)
     assert largest_difference(actual, oracle(clip=True)[0]) < 1e-12
     assert largest_difference(actual, oracle()[0]) > 1e-6
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize(("num_stages", "optimizer"), [(2, "sgd"), (3, "adamw"), (4, "sgd")])
+def test_batches_see_where_the_optimizer_goes(
+    workers: WorkerPool, num_stages: int, optimizer: str, extra: int
+) -> None:
+    strategy = {**PREDICTING, "num_microbatches": num_stages - 1 + extra}
+    options = {"optimizer": optimizer, "schedule_lr": True}
+    actual = workers.run(num_stages, fit, num_stages, strategy, options, CLIPPED)
+    given = {"scheduled": True, "clip": True}
+    assert largest_difference(actual, oracle(optimizer, **given, predicts=True)[0]) < 1e-12
+    assert largest_difference(actual, oracle(optimizer, **given)[0]) > 1e-6
 
 
 class Measured(Classifier):
@@ -129,7 +155,7 @@ def test_two_replicas_of_two_stages_equal_the_oracle(workers: WorkerPool) -> Non
     assert_replicas_agree(actual)
 
 
-def watch_memory(num_stages: int) -> tuple[list[int], tuple[int, ...], int]:
+def watch_memory(num_stages: int, options: dict[str, Any]) -> tuple[list[int], tuple[int, ...], int]:
     """Gives what was in flight after each batch, the stash of each stage, and this stage's size."""
     flying: list[int] = []
     own_train_batch = Pipeline.train_batch
@@ -141,7 +167,7 @@ def watch_memory(num_stages: int) -> tuple[list[int], tuple[int, ...], int]:
         return result
 
     module = make_module()
-    strategy = PipelineStrategy(schedule="pipedream_2bw", partition="uniform")
+    strategy = PipelineStrategy(partition="uniform", **options)
     trainer = trainer_of(num_stages, strategy, {"limit_val_batches": 0})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pipeline, "train_batch", watched)
@@ -150,9 +176,16 @@ def watch_memory(num_stages: int) -> tuple[list[int], tuple[int, ...], int]:
     return flying, strategy.peak_stash_bytes, num_bytes
 
 
-def test_holds_two_versions_at_most(workers: WorkerPool) -> None:
-    ranks = workers.run(4, watch_memory, 4)
+@pytest.mark.parametrize(
+    ("options", "on_the_last", "before"),
+    # Nothing is in flight on the last stage when it updates.
+    [(LATE, 0, 1), (PREDICTING, 1, 2)],
+    ids=["as they are", "predicted"],
+)
+def test_holds_few_versions(
+    workers: WorkerPool, options: dict[str, Any], on_the_last: int, before: int
+) -> None:
+    ranks = workers.run(4, watch_memory, 4, options)
     for stage, (flying, stashes, num_bytes) in enumerate(ranks):
         assert set(flying) == {3 - stage}
-        # Nothing is in flight on the last stage when it updates.
-        assert stashes[stage] == (num_bytes if stage < 3 else 0)
+        assert stashes[stage] == num_bytes * (before if stage < 3 else on_the_last)

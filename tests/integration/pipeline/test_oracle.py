@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_dist import PipelineStrategy
 from lightning_dist.pipeline.partition import uniform_partition
 from tests.helpers.models import make_loader, make_module, make_optimizer, state_of
-from tests.helpers.oracle import Foresee, train_sequentially
+from tests.helpers.oracle import foresee_at, train_sequentially
 from tests.helpers.workers import WorkerPool
 from tests.integration.pipeline.common import (
     EPOCHS,
@@ -42,7 +42,7 @@ def oracle(
     scheduled: bool = False,
     num_samples: int = sum(SIZES),
     rate_factor: Callable[[int, int], float] = lambda stage, b: 1.0,
-    foresee: Foresee | None = None,
+    predicts: bool = False,
 ) -> tuple[dict[str, Tensor], list[float]]:
     model = make_module().model
     layers = list(copy.deepcopy(model))
@@ -53,10 +53,12 @@ def oracle(
     optimizers = [make_optimizer(optimizer, stage.parameters()) for stage in stages]
     base = optimizers[0].param_groups[0]["lr"]
 
+    def rate(b: int) -> float:
+        return float(base * LR_DECAY**b) if scheduled else base
+
     def set_lr(b: int) -> None:
         for stage, opt in enumerate(optimizers):
-            rate = base * LR_DECAY**b if scheduled else base
-            opt.param_groups[0]["lr"] = rate * rate_factor(stage, b)
+            opt.param_groups[0]["lr"] = rate(b) * rate_factor(stage, b)
 
     batches = [batch for _ in range(EPOCHS) for batch in make_loader(num_samples)]
     epoch = len(batches) // EPOCHS
@@ -68,7 +70,7 @@ def oracle(
         drains=range(0, len(batches), epoch) if drains else (),
         weight_versions=versions,
         before_step=set_lr,
-        foresee=foresee,
+        foresee=foresee_at(rate) if predicts else None,
     )
     flat = nn.Sequential(*(layer for stage in stages for layer in stage))
     return {f"model.{n}": p.detach() for n, p in flat.named_parameters()}, losses[-epoch:]
@@ -118,32 +120,11 @@ def test_stale_stages_begin_with_smaller_rates(
     assert (largest_difference(actual, plain) > 1e-6) == (num_stages > 2)
 
 
-def foresee(stage: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], Any]:
-    (group,) = optimizer.param_groups
-    weights = {n: p.detach().clone() for n, p in stage.named_parameters()}
-    states = {n: copy.deepcopy(optimizer.state.get(p, {})) for n, p in stage.named_parameters()}
-
-    def ahead(name: str, num_updates: int) -> Tensor:
-        state, lr = states[name], group["lr"]
-        if not state or num_updates == 0:
-            return weights[name]
-        if isinstance(optimizer, torch.optim.SGD):
-            gamma = group["momentum"]
-            length = (gamma - gamma ** (num_updates + 1)) / (1 - gamma)
-            return weights[name] - lr * length * state["momentum_buffer"]
-        beta1, beta2 = group["betas"]
-        mean = state["exp_avg"] / (1 - beta1 ** float(state["step"]))
-        variance = state["exp_avg_sq"] / (1 - beta2 ** float(state["step"]))
-        return weights[name] - lr * num_updates * mean / (variance.sqrt() + group["eps"])
-
-    return lambda count: {n: ahead(n, count).clone().requires_grad_() for n in weights}
-
-
 def fit_predicting(num_stages: int, optimizer: str) -> tuple[Fitted, tuple[int, ...]]:
     strategy = PipelineStrategy(
         schedule="pipedream", partition="uniform", staleness_correction="predict"
     )
-    module = make_module(optimizer=optimizer)
+    module = make_module(optimizer=optimizer, schedule_lr=True)
     trainer_of(num_stages, strategy, {}).fit(module, make_loader(), make_loader())
     return (state_of(module), 0.0), strategy.peak_stash_bytes
 
@@ -155,9 +136,9 @@ def test_forwards_see_where_the_optimizer_goes(
 ) -> None:
     ranks = workers.run(num_stages, fit_predicting, num_stages, optimizer)
     actual = [fitted for fitted, _ in ranks]
-    expected, _ = oracle(num_stages, optimizer=optimizer, foresee=foresee)
+    expected, _ = oracle(num_stages, optimizer=optimizer, scheduled=True, predicts=True)
     assert largest_difference(actual, expected) < 1e-12
-    plain, _ = oracle(num_stages, optimizer=optimizer)
+    plain, _ = oracle(num_stages, optimizer=optimizer, scheduled=True)
     assert largest_difference(actual, plain) > 1e-6
     for stage, ((state, _), stashes) in enumerate(ranks):
         own = sum(value.nbytes for value in state.values())

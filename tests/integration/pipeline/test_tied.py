@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_dist import PipelineStrategy
 from lightning_dist.checkpoint import load_full
 from tests.helpers.models import make_module, make_optimizer, make_trainer, state_of
-from tests.helpers.oracle import train_late
+from tests.helpers.oracle import foresee, train_late
 from tests.helpers.workers import WorkerPool
 
 WIDTH, WORDS, LENGTH, BATCH = 6, 11, 4, 8
@@ -136,7 +136,7 @@ def test_synchronous_schedules_equal_a_single_device(
     assert any(not torch.allclose(unclipped[name], value) for name, value in expected.items())
 
 
-def oracle() -> dict[str, Tensor]:
+def oracle(*, predicts: bool = False) -> dict[str, Tensor]:
     model = make_module(TiedText).model
     optimizer = make_optimizer("adamw", model.parameters())
     batches = list(loader()) * 2
@@ -144,15 +144,19 @@ def oracle() -> dict[str, Tensor]:
     def clip(_: int) -> None:
         assert nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
 
-    train_late(model, optimizer, batches, loss_of, (0, len(batches) // 2), clip)
+    foreseeing = foresee if predicts else None
+    drains = (0, len(batches) // 2)
+    train_late(model, optimizer, batches, loss_of, drains, clip, foresee=foreseeing)
     return {f"model.{n}": p.detach() for n, p in model.named_parameters()}
 
 
 def test_2bw_equals_its_oracle_and_replicas_their_pipeline(workers: WorkerPool) -> None:
     clip = {"gradient_clip_val": 0.05}
-    strategies = [{**LATE, "num_microbatches": 3}, {**LATE, "num_stages": 2}]
-    for results in zip(*workers.run(4, fit_each, 4, strategies, clip), strict=True):
-        assert_equal_to(oracle(), list(results))
+    predicts = {"staleness_correction": "predict"}
+    strategies = [{**LATE, "num_microbatches": 3}, {**LATE, "num_stages": 2}, {**LATE, **predicts}]
+    found = zip(*workers.run(4, fit_each, 4, strategies, clip), strict=True)
+    for strategy, results in zip(strategies, found, strict=True):
+        assert_equal_to(oracle(predicts=predicts.items() <= strategy.items()), list(results))
     synchronous = [{"schedule": "1f1b", "num_stages": 2, "num_microbatches": 2}]
     ranks = workers.run(4, fit_each, 4, synchronous, OPTIONS)
     assert_equal_to(fit(1, None, OPTIONS), [state for (state,) in ranks])

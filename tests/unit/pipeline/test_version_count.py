@@ -37,6 +37,8 @@ def test_the_closed_forms(n: int) -> None:
     assert copies_of("pipedream", 1, n, "stash", predicts=True) == predicted
     for count in (max(1, n - 1), n, 2 * n):
         assert copies_of("pipedream_2bw", count, n, "stash") == (n - 1) * [1] + [0]
+        late = copies_of("pipedream_2bw", count, n, "stash", predicts=True)
+        assert late == (n - 1) * [2] + [1]
         assert copies_of("1f1b", count, n, "stash") == n * [0]
 
 
@@ -137,7 +139,8 @@ def test_as_many_are_alive(name: str) -> None:
             assert each == WIDTH * WIDTH * (2 if present else 4)
 
 
-def test_as_many_are_alive_that_were_predicted() -> None:
+@pytest.mark.parametrize(("schedule", "count"), [("pipedream", 1), ("pipedream_2bw", 3)])
+def test_as_many_are_alive_that_were_predicted(schedule: str, count: int) -> None:
     own: dict[int, Any] = {}
 
     def predict(parameters: Mapping[str, nn.Parameter], count: int) -> Mapping[str, Tensor]:
@@ -145,8 +148,8 @@ def test_as_many_are_alive_that_were_predicted() -> None:
         optimizer = own.setdefault(id(parameter), torch.optim.SGD([parameter], 0.1, momentum=0.9))
         return extrapolated(optimizer, parameters, count)
 
-    expected = copies_of("pipedream", 1, 3, "stash", predicts=True)
-    for stage, (most, stash, each) in enumerate(alive("pipedream", 1, {"predict": predict})):
+    expected = copies_of(schedule, count, 3, "stash", predicts=True)
+    for stage, (most, stash, each) in enumerate(alive(schedule, count, {"predict": predict})):
         assert most == expected[stage]
         assert stash == {stage: expected[stage] * each}
         assert each == WIDTH * WIDTH * 4

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,10 @@ from recipes.staleness.optimizers import LEARNING_RATE, OPTIMIZERS, adamw
 from recipes.staleness.results import Results
 from recipes.staleness.summary import curves, table
 from recipes.staleness.training import Look, Sizes, layers_of_stages, train
-from recipes.staleness.trial import METHODS, PREDICT, SYNC, TWO_VERSIONS, Trial, trials
+from recipes.staleness.trial import METHODS, SYNC, TWO_VERSIONS, Trial, trials
 from recipes.study_staleness import main
 from recipes.text import load_text, split_text
-from tests.helpers.oracle import Foresee, train_late, train_sequentially
+from tests.helpers.oracle import foresee_at, train_late, train_sequentially
 
 SMALL = Sizes(num_updates=6, num_looks=3, batch_size=2, sequence_length=8, width=8, depth=2)
 NUM_STAGES = 3
@@ -84,28 +82,6 @@ def assert_equal(actual: dict[str, Tensor], model: nn.Module) -> None:
         torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-13)
 
 
-def foreseeing() -> Foresee:
-    """Makes what extrapolates momentum at the rate of the batch that looks ahead."""
-    versions: Counter[int] = Counter()
-
-    def foresee(stage: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], Any]:
-        version = versions[id(stage)]
-        versions[id(stage)] += 1
-        weights = {n: p.detach().clone() for n, p in stage.named_parameters()}
-        buffers = {
-            n: optimizer.state[p].get("momentum_buffer", torch.zeros_like(p)).clone()
-            for n, p in stage.named_parameters()
-        }
-
-        def ahead(count: int) -> dict[str, Tensor]:
-            length = sum(0.9**k for k in range(1, count + 1)) * rate(version + count)
-            return {n: (w - length * buffers[n]).requires_grad_() for n, w in weights.items()}
-
-        return ahead
-
-    return foresee
-
-
 @pytest.mark.parametrize("name", ["pipedream", "no stash", "vertical sync", "lr", "predict"])
 def test_lockstep_equals_the_oracle(name: str) -> None:
     method = BY_NAME[name]
@@ -128,20 +104,22 @@ def test_lockstep_equals_the_oracle(name: str) -> None:
         drains=(),
         weight_versions=method.weight_versions,
         before_step=set_rates,
-        foresee=foreseeing() if method is PREDICT else None,
+        foresee=foresee_at(rate) if name == "predict" else None,
     )
     assert_equal(actual, nn.Sequential(*stages))
 
 
-def test_lockstep_of_2bw_equals_the_oracle() -> None:
-    actual = in_lockstep(TWO_VERSIONS.config(1), [2, 1])
+@pytest.mark.parametrize("name", ["2bw", "2bw, predict"])
+def test_lockstep_of_2bw_equals_the_oracle(name: str) -> None:
+    actual = in_lockstep(BY_NAME[name].config(1), [2, 1])
     model = make_model()
     (optimizer,) = sgd(model)
 
     def set_rate(b: int) -> None:
         optimizer.param_groups[0]["lr"] = rate(b)
 
-    train_late(model, optimizer, make_batches(), F.mse_loss, (), set_rate)
+    foresee = foresee_at(rate) if BY_NAME[name].predicts else None
+    train_late(model, optimizer, make_batches(), F.mse_loss, (), set_rate, foresee=foresee)
     assert_equal(actual, model)
 
 
@@ -192,8 +170,8 @@ def test_muon_takes_the_matrices_of_blocks_alone() -> None:
 
 def test_each_training_is_done_once() -> None:
     found = list(trials(["adamw", "muon"], METHODS, [2, 4], [1.0], range(2)))
-    assert len(found) == len(set(found)) == 2 * ((5 * 2 + 2) + (4 * 2 + 2))
-    assert not any(t.optimizer == "muon" and t.method is PREDICT for t in found)
+    assert len(found) == len(set(found)) == 2 * ((5 * 2 + 3) + (4 * 2 + 2))
+    assert not any(t.optimizer == "muon" and t.method.predicts for t in found)
 
 
 def test_the_clock_is_the_closed_form() -> None:
