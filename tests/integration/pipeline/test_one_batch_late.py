@@ -155,7 +155,7 @@ def test_two_replicas_of_two_stages_equal_the_oracle(workers: WorkerPool) -> Non
     assert_replicas_agree(actual)
 
 
-def watch_memory(num_stages: int, options: dict[str, Any]) -> tuple[list[int], tuple[int, ...], int]:
+def watch_memory(num_stages: int, options: Any) -> tuple[list[int], tuple[int, ...], int]:
     """Gives what was in flight after each batch, the stash of each stage, and this stage's size."""
     flying: list[int] = []
     own_train_batch = Pipeline.train_batch

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

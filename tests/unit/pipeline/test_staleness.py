@@ -179,9 +179,10 @@ def test_the_discrepancy_is_how_far_the_weights_have_moved(versions: str) -> Non
         assert_discrepancies(seen)
 
 
-def test_the_discrepancy_of_predicted_weights() -> None:
-    plain = train_all("pipedream", measure_discrepancy=True)
-    for stage, seen in enumerate(train_all("pipedream", predicts=True, measure_discrepancy=True)):
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+def test_the_discrepancy_of_predicted_weights(schedule: str) -> None:
+    plain = train_all(schedule, measure_discrepancy=True)
+    for stage, seen in enumerate(train_all(schedule, predicts=True, measure_discrepancy=True)):
         expected = []
         for u, report in enumerate(seen.reports):
             then, ahead = u - report.staleness, sum(0.9**k for k in range(1, report.staleness + 1))

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.pipeline.connect import connect_in_memory
 from lightning_dist.pipeline.extrapolation import extrapolated
 from lightning_dist.pipeline.gradients import Lent
 from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.stage import Stage
 from lightning_dist.pipeline.version_count import num_copies
 from lightning_dist.pipeline.weight_policy import Stashed
@@ -153,3 +155,26 @@ def test_as_many_are_alive_that_were_predicted(schedule: str, count: int) -> Non
         assert most == expected[stage]
         assert stash == {stage: expected[stage] * each}
         assert each == WIDTH * WIDTH * 4
+
+
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_a_step_that_switches_gradients_holds_no_version(differentiates: bool) -> None:
+    """Whether a version is held for a backward is not the user's to say."""
+
+    def step(microbatch: Any) -> Tensor:
+        with torch.set_grad_enabled(differentiates):
+            return model(microbatch.content).square().mean()
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    links = connect_in_memory(range(1))[0]
+    pipeline = Pipeline(model, PipelineShape("pipedream", 1, (2,), 0), links)
+    batch = torch.ones(6, WIDTH)
+    for _ in range(2):
+        with torch.no_grad():
+            pipeline.evaluate_batch(batch, step, 1)
+        pipeline.train_batch(batch, step)
+        pipeline.install_gradients()
+        with pipeline.updating():
+            pass
+    assert pipeline.stages.peak_stash_bytes == {0: 0}
+    assert (model[0].weight.grad is not None) == differentiates
