@@ -36,12 +36,8 @@ def check_arguments(
             f"compression={compression!r} is unknown; use one of {get_args(Compression)}."
         )
     check_count("powersgd_rank", powersgd_rank)
-    check_count("powersgd_start_step", powersgd_start_step, at_least=0)
-    if powersgd_start_step < 2:
-        raise ValueError(
-            f"powersgd_start_step={powersgd_start_step} must be at least 2: PowerSGD needs two"
-            " steps with whole gradients, in which the buckets are formed."
-        )
+    # PowerSGD needs two steps with whole gradients, in which the buckets are formed.
+    check_count("powersgd_start_step", powersgd_start_step, at_least=2)
     check_positive("bucket_megabytes", bucket_megabytes)
 
 

@@ -29,10 +29,12 @@ def state_kept(module: nn.Module) -> Iterator[None]:
         Nothing.
     """
     undo = [_keep(vars(part)) for part in module.modules()]
-    yield
-    with torch.no_grad():
-        for put_back in undo:
-            put_back()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for put_back in undo:
+                put_back()
 
 
 def _keep(value: Any) -> _Undo:

@@ -46,9 +46,11 @@ def first_ranks_numbers(group: dist.ProcessGroup) -> Iterator[None]:
     own = _states()
     share_random_state(group)
     were_alike = pickle.dumps(_states()) == pickle.dumps(own)
-    yield
-    if not were_alike:
-        _set_states(own)
+    try:
+        yield
+    finally:
+        if not were_alike:
+            _set_states(own)
 
 
 class RandomStream:

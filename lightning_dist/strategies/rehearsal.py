@@ -95,11 +95,13 @@ class Rehearsal:
         should_stop = trainer.should_stop
         generators = generators_of(self._run.device)
         states = [generator.get_state() for generator in generators]
-        with python_state_kept(), state_kept(self._module):
-            yield
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        trainer.should_stop = should_stop
+        try:
+            with python_state_kept(), state_kept(self._module):
+                yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+            trainer.should_stop = should_stop
 
 
 def _arguments_of(module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Any]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
@@ -66,3 +67,17 @@ def test_a_step_leaves_nothing() -> None:
     module.step()
     assert module.count == 2
     assert module.norm.num_batches_tracked == 2
+
+
+def test_a_step_that_fails_leaves_nothing_either() -> None:
+    module = Remembering()
+
+    def fail() -> None:
+        with state_kept(module):
+            module.step()
+            raise RuntimeError("the step fails")
+
+    with pytest.raises(RuntimeError, match="the step fails"):
+        fail()
+    assert module.count == 0
+    assert module.norm.num_batches_tracked.item() == 0
