@@ -16,7 +16,7 @@ from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.pipeline.pipeline import Pipeline
 from tests.helpers.half_reference import half_weights, one_thread
 from tests.helpers.models import make_optimizer
-from tests.helpers.oracle import train_sequentially
+from tests.helpers.oracle import train_late, train_sequentially
 from tests.helpers.threads import run_ranks, shapes_of, train_with
 
 BF16, NUM_STAGES = torch.bfloat16, 3
@@ -85,7 +85,28 @@ def expected(optimizer: str, weight_versions: str, predicts: bool) -> dict[str, 
     return model.state_dict()
 
 
-def actual(optimizer: str, **options: Any) -> tuple[dict[str, Tensor], list[int]]:
+def expected_late(optimizer: str, *, predicts: bool) -> dict[str, Tensor]:
+    model = make()
+    batches = [(x.to(BF16), y) for x, y in BATCHES]
+    with one_thread():
+        train_late(
+            model,
+            make_optimizer(optimizer, model.parameters()),
+            batches,
+            loss,
+            (),
+            foresee=foresee if predicts else None,
+            copy=lambda whole: half_weights(whole, BF16),
+        )
+    return model.state_dict()
+
+
+def actual(
+    optimizer: str,
+    schedule: str = "pipedream",
+    layers_per_stage: tuple[int, ...] = (1,) * NUM_STAGES,
+    **options: Any,
+) -> tuple[dict[str, Tensor], list[int]]:
     optimizers: dict[nn.Parameter, torch.optim.Optimizer] = {}
     stashed: list[int] = []
 
@@ -112,7 +133,7 @@ def actual(optimizer: str, **options: Any) -> tuple[dict[str, Tensor], list[int]
         options["predict"] = predict
     parts = run_ranks(
         make,
-        shapes_of("pipedream", 1, (1,) * NUM_STAGES, NUM_STAGES),
+        shapes_of(schedule, 1, layers_per_stage, len(layers_per_stage)),
         trained,
         half=HALF,
         gradients=lambda _: Lent(torch.float32),
@@ -135,6 +156,18 @@ def test_follows_the_loop(optimizer: str, options: dict[str, Any]) -> None:
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
     assert any(stashed) == (versions != "none")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_forecast_of_one_update_follows_the_loop(optimizer: str) -> None:
+    wanted = expected_late(optimizer, predicts=True)
+    found, stashed = actual(optimizer, "pipedream_2bw", (2, 1), predicts=True)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+    assert all(stashed)
+    plain = expected_late(optimizer, predicts=False)
+    assert not torch.equal(plain["0.linear.weight"], wanted["0.linear.weight"])
 
 
 def test_these_are_different_recursions() -> None:
