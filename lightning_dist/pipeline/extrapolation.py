@@ -8,7 +8,8 @@ update.
 ==================  ==================================================================
 optimizer           after ``s`` more updates
 ==================  ==================================================================
-SGD with momentum   ``W - lr * (g - g ** (s + 1)) / (1 - g) * buffer``, ``g`` the momentum
+SGD with momentum   ``W - lr * (g - g ** (s + 1)) / (1 - g) * buffer``, ``g`` the momentum;
+                    ``g`` times that way where it is Nesterov's
 Adam and its like   ``W - lr * s * m / (sqrt(v) + eps)``, ``m`` and ``v`` without bias
 ==================  ==================================================================
 """
@@ -61,23 +62,33 @@ def extrapolated(
             if name is not None:
                 state = optimizer.state.get(parameter, {})
                 found[name] = parameter.detach().clone()
-                direction, length = _direction(optimizer, group, state, num_updates)
-                if direction is not None:
-                    found[name].add_(direction, alpha=-float(group["lr"]) * length)
+                if isinstance(optimizer, SGD):
+                    _coast(found[name], group, state, num_updates)
+                else:
+                    _go_on(found[name], group, state, num_updates)
     return found
 
 
-def _direction(
-    optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any], num_updates: int
-) -> tuple[Tensor | None, float]:
-    """Gives a direction, and how far it goes in multiples of the learning rate."""
-    if isinstance(optimizer, SGD):
-        momentum = group["momentum"]
-        return state.get("momentum_buffer"), sum(momentum**i for i in range(1, num_updates + 1))
+def _coast(
+    weight: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], num_updates: int
+) -> None:
+    """Moves a weight as SGD does when gradients stay away."""
+    buffer, momentum = state.get("momentum_buffer"), group["momentum"]
+    if buffer is not None:
+        way = sum(momentum**i for i in range(1, num_updates + 1))
+        way *= momentum if group["nesterov"] else 1.0
+        weight.add_(buffer, alpha=-float(group["lr"]) * way)
+
+
+def _go_on(
+    weight: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], num_updates: int
+) -> None:
+    """Moves a weight as Adam does when gradients stay what they were on average."""
     if "exp_avg" not in state:
-        return None, 0.0
+        return
     beta1, beta2 = group["betas"]
     step = float(state["step"])
-    mean = state["exp_avg"] / (1 - beta1**step)
-    variance = state["exp_avg_sq"] / (1 - beta2**step)
-    return mean / (variance.sqrt() + group["eps"]), float(num_updates)
+    variance = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    spread = variance.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    rate = float(group["lr"]) * num_updates / (1 - beta1**step)
+    weight.addcdiv_(state["exp_avg"], spread, value=-rate)
