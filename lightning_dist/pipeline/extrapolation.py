@@ -39,7 +39,8 @@ def check_extrapolation(optimizer: Optimizer) -> None:
     if not has_momentum and not isinstance(optimizer, _ADAMS):
         raise ValueError(
             f"staleness_correction='predict' does not know where {type(optimizer).__name__} goes:"
-            " it takes SGD with momentum, Adam, AdamW, NAdam and RAdam. Use one of these, or 'lr'."
+            " it takes SGD with momentum, Adam, AdamW, NAdam and RAdam. Use one of"
+            " these, or another `staleness_correction`."
         )
 
 

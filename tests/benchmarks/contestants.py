@@ -250,6 +250,8 @@ def ours(rank: int, count: int, schedule: str, num_microbatches: int | str) -> f
     return in_lightning(our_pipeline(schedule, num_microbatches), count)
 
 
-def our_pipeline(schedule: str, num_microbatches: int | str) -> PipelineStrategy:
+def our_pipeline(schedule: str, num_microbatches: int | str, **options: Any) -> PipelineStrategy:
     cut = CUT if len(find_schedules(schedule).rank_of_stage(2)) == 2 else CUT_IN_FOUR
-    return PipelineStrategy(schedule=schedule, num_microbatches=num_microbatches, partition=cut)
+    return PipelineStrategy(
+        schedule=schedule, num_microbatches=num_microbatches, partition=cut, **options
+    )

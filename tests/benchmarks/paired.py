@@ -84,8 +84,10 @@ def _pipeline(schedule: str, loop: Callable[[int], c.RunBatch]) -> Pair:
     return Pair(lambda: c.our_pipeline(schedule, 4), loop)
 
 
-def _asynchronous(schedule: str, num_microbatches: int) -> Pair:
-    return Pair(lambda: c.our_pipeline(schedule, num_microbatches), c.ideal_loop, turn=LONG_TURN)
+def _asynchronous(schedule: str, num_microbatches: int, **options: Any) -> Pair:
+    return Pair(
+        lambda: c.our_pipeline(schedule, num_microbatches, **options), c.ideal_loop, turn=LONG_TURN
+    )
 
 
 def _listed(schedule: str) -> Pair:
@@ -98,6 +100,9 @@ PAIRS: dict[str, Pair] = {
     **{f"{schedule}, m=4": _listed(schedule) for schedule in c.LISTED},
     "pipedream beside the ideal": _asynchronous("pipedream", 1),
     "pipedream_2bw, m=2, beside the ideal": _asynchronous("pipedream_2bw", 2),
+    "pipedream_2bw, m=2, predicting, beside the ideal": _asynchronous(
+        "pipedream_2bw", 2, staleness_correction="predict"
+    ),
     "DDPStrategy": Pair(DDPStrategy, lambda _: d.ddp_loop(), d.SHARE),
     d.LIGHTNINGS_DDP: Pair(LightningDDPStrategy, lambda _: d.ddp_loop(), d.SHARE),
     "FSDPStrategy": Pair(FSDPStrategy, lambda _: d.fsdp_loop(1), d.SHARE),
