@@ -345,9 +345,9 @@ plt.show()
 #
 # What helps against staleness? Fewer stages, for each adds an update of delay. A smaller learning
 # rate, or a warm-up. `schedule="pipedream_2bw"`, which is one update late whatever the number of
-# stages, and with it `staleness_correction="predict"`, which reads from the optimizer's momentum what
-# that update will about be. Or a schedule that waits: `1f1b` and the zero-bubble schedules have no
-# staleness at all.
+# stages, and with it `staleness_correction="predict"`, which reads from the optimizer's momentum
+# what that update will about be. Or a schedule that waits: `1f1b` and the zero-bubble schedules
+# have no staleness at all.
 #
 # ## What does the stash cost?
 #

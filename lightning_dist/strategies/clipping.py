@@ -1,7 +1,8 @@
 """Gradient clipping by the norm of the whole model's gradient.
 
 Lightning clips each rank's gradients by their own norm, which on two stages leaves a total norm of
-up to sqrt(2) times the bound. The precision plugin is the one place where it does so.
+up to sqrt(2) times the bound. The precision plugin is the one place where it does so. It also hands
+all gradients to torch at once, which takes shards or whole tensors, but not both together.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from lightning_dist.local_part import local_part
@@ -24,8 +25,8 @@ FindNorm = Callable[[Sequence[Sequence[Tensor]]], Tensor]
 """Takes the parameters, grouped by how they are spread; gives the norm of the whole gradient."""
 
 
-def clip_by_global_norm(precision_plugin: Precision, find_norm: FindNorm) -> Callable[[], None]:
-    """Makes a precision plugin clip by the norm over all shards and stages.
+def clip_whole_gradient(precision_plugin: Precision, find_norm: FindNorm) -> Callable[[], None]:
+    """Makes a precision plugin clip what is spread and what is not, by the norm of all of it.
 
     Args:
         precision_plugin: Changed until the returned function is called.
@@ -35,14 +36,27 @@ def clip_by_global_norm(precision_plugin: Precision, find_norm: FindNorm) -> Cal
         Undoes the change.
     """
 
+    def kinds_of(optimizer: Optimizer) -> list[list[Tensor]]:
+        return _alike(p for p in precision_plugin.main_params(optimizer) if p.grad is not None)
+
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        parameters = [p for p in precision_plugin.main_params(optimizer) if p.grad is not None]
-        kinds = _alike(parameters)
+        kinds = kinds_of(optimizer)
         norm = find_norm(kinds)
         for alike in kinds:
             clip_grads_with_norm_(alike, float(clip_val), norm.to(alike[0].device, alike[0].dtype))
 
-    return replace_method(precision_plugin, "clip_grad_by_norm", clip_grad_by_norm)
+    def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+        for alike in kinds_of(optimizer):
+            clip_grad_value_(alike, float(clip_val))
+
+    undo_norm = replace_method(precision_plugin, "clip_grad_by_norm", clip_grad_by_norm)
+    undo_value = replace_method(precision_plugin, "clip_grad_by_value", clip_grad_by_value)
+
+    def undo() -> None:
+        undo_norm()
+        undo_value()
+
+    return undo
 
 
 def norm_over(group: dist.ProcessGroup | None = None) -> FindNorm:

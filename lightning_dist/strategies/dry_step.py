@@ -100,7 +100,7 @@ class DryStep:
             gradients=staged.gradients,
             mark_batches=False,
         )
-        step = staged.joining(self._training_step)
+        step = staged.prepared(self._training_step)
 
         def run(microbatch: Microbatch) -> Any:
             with self.context():

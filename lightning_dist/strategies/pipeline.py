@@ -40,7 +40,7 @@ from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.weight_policy import WeightVersions
 from lightning_dist.strategies import lightning_private, pipeline_checks, whole_model_checks
 from lightning_dist.strategies.bracket import bracket_callbacks
-from lightning_dist.strategies.clipping import NormsAhead, clip_by_global_norm
+from lightning_dist.strategies.clipping import NormsAhead, clip_whole_gradient
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.measured import MeasuredStages, gather_measurements
@@ -259,7 +259,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         gradients = self._stage_gradients(trainer)
         if self._config.schedules.update_rule is not UpdateRule.EACH:
             find_norm = gradients.find_norm(self.group("pp"))
-            self._undo += (clip_by_global_norm(self.precision_plugin, find_norm),)
+            self._undo += (clip_whole_gradient(self.precision_plugin, find_norm),)
         return open_session(
             self.module,
             self._split.layers,

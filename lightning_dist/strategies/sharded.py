@@ -25,7 +25,7 @@ from lightning_dist.replaced_method import replace_method
 from lightning_dist.shards import is_spread
 from lightning_dist.strategies import data_parallel_checks
 from lightning_dist.strategies import fsdp_checks as checks
-from lightning_dist.strategies.clipping import clip_by_global_norm, leaving_out, norm_over
+from lightning_dist.strategies.clipping import clip_whole_gradient, leaving_out, norm_over
 from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
@@ -153,7 +153,7 @@ class ShardedStrategy(DataParallelStrategy):
             self.tell()
             stages = self.group("pp") if self.mesh.pp > 1 else None
             norm = leaving_out(self.sharded.counted_elsewhere, norm_over(stages))
-            self._undo += (clip_by_global_norm(self.precision_plugin, norm),)
+            self._undo += (clip_whole_gradient(self.precision_plugin, norm),)
             self._setup_optimizers_of_whole_model(trainer)
         self.setup_precision_plugin()
         half = half_precision_of(self.precision_plugin)

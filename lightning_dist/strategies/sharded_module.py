@@ -154,7 +154,7 @@ class ShardedModule:
 
         def entered(*args: Any, **kwargs: Any) -> Any:
             with self.agreeing(training=training):
-                return self.joining(step)(*args, **kwargs)
+                return self.prepared(step)(*args, **kwargs)
 
         (root,) = self._roots
         with context():
@@ -168,20 +168,24 @@ class ShardedModule:
         """
         return nullcontext() if self._used is None else self._used.step(training=training)
 
-    def joining(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes a step one that does not know that its logits are apart.
+    def prepared(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a step one that knows of no other, nor that its logits are apart.
 
         Args:
             step: A method of the module.
         """
-        if not self._has_logits_apart:
+        spread = self._spread
+        if spread is None:
             return step
 
-        def with_logits_apart(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            spread.forget_step()
+            if not self._has_logits_apart:
+                return step(*args, **kwargs)
             with LogitsApart():
                 return joined(step(*args, **kwargs))
 
-        return with_logits_apart
+        return run
 
     # --- gradients ---------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class StagedModule(ShardedModule):
             run,
             layers=self.root,
             gradients=self.gradients,
-            change_step=self.joining,
+            change_step=self.prepared,
         )
 
     @override

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -88,18 +89,20 @@ class Entry:
 
     region: Region
     is_open: bool = False
-    _outside: tuple[Tensor, int] | None = field(default=None, repr=False)
+    _outside: Tensor | None = field(default=None, repr=False)
+    _state: tuple[int, bool] = field(default=(0, False), repr=False)
     _inside: Tensor | None = field(default=None, repr=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Lets an activation in."""
         if self.is_open:
             return x
-        known = self._outside
-        # Written to since, it is another activation.
-        if known is None or known[0] is not x or known[1] != x._version or self._inside is None:
-            inside = boundary.enter(x, self.region.mesh, self.region.dim_of(x))
-            self._outside, self._inside = (x, x._version), inside
+        # Written to since, it is another activation; and one that was let in by a validation has no
+        # gradient.
+        state = x._version, torch.is_grad_enabled()
+        if self._inside is None or self._outside is not x or self._state != state:
+            self._inside = boundary.enter(x, self.region.mesh, self.region.dim_of(x))
+            self._outside, self._state = x, state
         return self._inside
 
     def forget(self) -> None:
@@ -223,7 +226,8 @@ def vocab(layer: nn.Embedding, mesh: DeviceMesh) -> None:
     def forward(tokens: Tensor) -> Tensor:
         rows = local_part(layer.weight)
         own = tokens - first
-        is_foreign = (own < 0) | (own >= rows.shape[0])
+        is_known = (tokens >= 0) & (tokens < layer.num_embeddings)  # others are an error, as usual
+        is_foreign = ((own < 0) | (own >= rows.shape[0])) & is_known
         found = look_up(layer, own.masked_fill(is_foreign, 0), rows, first)
         return boundary.leave(found.masked_fill(is_foreign[..., None], 0), mesh)
 

@@ -5,6 +5,9 @@ rank holds other features, or another part of the sequence, the same mask on eac
 one mask of a few copies. A region's own numbers are seeded by one number that is drawn outside, the
 same on all ranks, and by the rank; behind the region the state is what it was after that draw. So
 they are drawn again, the same, when activation checkpointing computes a region a second time.
+
+Such a second computation stops as soon as it has what the backward needs, which may be inside of
+the region, and puts back the generators' state. So where a rank is, is read from their seed.
 """
 
 from __future__ import annotations
@@ -26,21 +29,24 @@ class RegionRandomness:
         self._index = index
         self._device = device
         self._outside: list[torch.Tensor] = []
+        self._seed = 0
 
     def enter(self) -> None:
         """Goes on with numbers of this rank's own; does nothing inside of a region."""
-        if self._outside:
+        if self._is_inside():
             return
-        shared = int(torch.randint(2**62, ()))
+        self._seed = seed_of((int(torch.randint(2**62, ())), self._index))
         generators = generators_of(self._device)
         self._outside = [generator.get_state() for generator in generators]
         for generator in generators:
-            generator.manual_seed(seed_of((shared, self._index)))
+            generator.manual_seed(self._seed)
 
     def leave(self) -> None:
         """Goes on with the numbers that all ranks share; does nothing outside of a region."""
-        states, self._outside = self._outside, []
-        if not states:
-            return
-        for generator, state in zip(generators_of(self._device), states, strict=True):
-            generator.set_state(state)
+        is_inside, states, self._outside = self._is_inside(), self._outside, []
+        if is_inside:
+            for generator, state in zip(generators_of(self._device), states, strict=True):
+                generator.set_state(state)
+
+    def _is_inside(self) -> bool:
+        return bool(self._outside) and torch.default_generator.initial_seed() == self._seed % 2**64

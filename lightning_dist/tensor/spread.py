@@ -137,7 +137,11 @@ class SpreadModule:
         boundary.add_up(gradients, self._mesh)
 
     def forget_step(self) -> None:
-        """Leaves the region, and lets go of the activations, in which a step has failed."""
+        """Leaves the region in which a step has failed, and lets go of the last one's activations.
+
+        The modules around layers let go of them, too; but one that only holds its layers, like an
+        ``nn.ModuleDict``, never runs.
+        """
         self._randomness.leave()
         for entry in self._entries.values():
             entry.forget()
