@@ -71,8 +71,7 @@ class DryStep:
         return self.composed.module.training_step
 
     def _run_whole(self, batch: Any, rest: tuple[int, ...]) -> None:
-        apart = self.asked.tensor.loss_parallel
-        sharded = ShardedModule(self.composed, None, has_logits_apart=apart)
+        sharded = ShardedModule(self.composed, None)
         loss = _loss_of(sharded.train(self._training_step, self.context, batch, *rest))
 
         def differentiate() -> Tensor:
@@ -87,8 +86,7 @@ class DryStep:
     ) -> Mapping[int, Sent]:
         split = self.composed.split
         assert split is not None
-        apart = self.asked.tensor.loss_parallel
-        staged = StagedModule(self.composed, None, self.asked.pipeline, has_logits_apart=apart)
+        staged = StagedModule(self.composed, None, self.asked.pipeline)
         note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
         shape = self.asked.pipeline.shape(self.mesh, self.rank, split.layers_per_stage)
         channels = DryLinks.of(split.rank_of_stage, shape.rank, known, note)

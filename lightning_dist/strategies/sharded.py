@@ -226,10 +226,9 @@ class ShardedStrategy(DataParallelStrategy):
             always=self._shard_config.find_unused_parameters,
             make_notes=self.make_notes,
         )
-        apart = self._tensor_config.loss_parallel
         if composed.split is None:
-            return ShardedModule(composed, used, has_logits_apart=apart)
-        return StagedModule(composed, used, self._pipeline_config, has_logits_apart=apart)
+            return ShardedModule(composed, used)
+        return StagedModule(composed, used, self._pipeline_config)
 
     @property
     def sharded(self) -> ShardedModule:

@@ -23,7 +23,7 @@ from lightning_dist.strategies.lightning_private import set_device
 from lightning_dist.strategies.measured import Measurements
 from lightning_dist.strategies.session import RunContext
 from lightning_dist.strategies.used_parts import UsedParts
-from lightning_dist.tensor.logits import LogitsApart, joined
+from lightning_dist.tensor.logits import joined
 from lightning_dist.tensor.plan_summary import describe_plan
 from lightning_dist.tensor.summary import TensorSummary, summarise
 from lightning_dist.wrap_summary import WrapSummary
@@ -37,18 +37,15 @@ class ShardedModule:
     Args:
         composed: The user's module, made parallel.
         used: Compares what ranks use of it in a step; None where no other rank exists.
-        has_logits_apart: Whether the logits of a step are spread over the vocabulary.
     """
 
-    def __init__(
-        self, composed: Composed, used: UsedParts | None, *, has_logits_apart: bool
-    ) -> None:
+    def __init__(self, composed: Composed, used: UsedParts | None) -> None:
         self.module = composed.module
         self.summary: WrapSummary = composed.summary
         self._roots = composed.roots
         self._spread = composed.spread
         self._shards = composed.shards
-        self._has_logits_apart = has_logits_apart and composed.spread is not None
+        self._logits = None if composed.spread is None else composed.spread.logits
         self._entered: set[nn.Module] = set()
         for root in self._roots if self._shards else ():
             root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
@@ -180,9 +177,9 @@ class ShardedModule:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             spread.forget_step()
-            if not self._has_logits_apart:
+            if self._logits is None:
                 return step(*args, **kwargs)
-            with LogitsApart():
+            with self._logits:
                 return joined(step(*args, **kwargs))
 
         return run
@@ -191,7 +188,7 @@ class ShardedModule:
 
     def backward_context(self) -> AbstractContextManager[None]:
         """Gives what the backward of a step's loss runs in."""
-        return loss_parallel() if self._has_logits_apart else nullcontext()
+        return nullcontext() if self._logits is None else loss_parallel()
 
     def backward(
         self, loss: Tensor, default: Callable[[], Tensor], *, accumulating: bool

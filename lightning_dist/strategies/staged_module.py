@@ -39,18 +39,10 @@ class StagedModule(ShardedModule):
         composed: The user's module, made parallel.
         used: As for :class:`ShardedModule`.
         config: Of the pipeline.
-        has_logits_apart: As for :class:`ShardedModule`.
     """
 
-    def __init__(
-        self,
-        composed: Composed,
-        used: UsedParts | None,
-        config: PipelineConfig,
-        *,
-        has_logits_apart: bool,
-    ) -> None:
-        super().__init__(composed, used, has_logits_apart=has_logits_apart)
+    def __init__(self, composed: Composed, used: UsedParts | None, config: PipelineConfig) -> None:
+        super().__init__(composed, used)
         assert composed.split is not None
         self._split = composed.split
         self._config = config

@@ -178,12 +178,13 @@ def colwise_gather(layer: nn.Linear, entry: Entry) -> None:
     layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def colwise_apart(layer: nn.Linear, entry: Entry) -> None:
+def colwise_apart(layer: nn.Linear, entry: Entry, is_asked: Callable[[], bool]) -> None:
     """Computes some output features on each rank, for a loss that takes them so.
 
     Args:
-        layer: A projection, its parameters cut; changed. Returns a ``DTensor``.
+        layer: A projection, its parameters cut; changed. Returns a ``DTensor``, if it is asked to.
         entry: Shared with the layers that read the same activation.
+        is_asked: Whether whoever calls it can do with parts; else they are joined.
     """
     colwise(layer, entry)
     compute: Callable[[Tensor], Tensor] = layer.forward
@@ -192,6 +193,8 @@ def colwise_apart(layer: nn.Linear, entry: Entry) -> None:
         features = compute(x)
         entry.region.end()
         mesh = entry.region.mesh
+        if not is_asked():
+            return boundary.gather(features, mesh)
         return DTensor.from_local(features, mesh, [Shard(features.dim() - 1)], run_check=False)
 
     layer.forward = forward  # type: ignore[method-assign, assignment]

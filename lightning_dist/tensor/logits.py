@@ -2,26 +2,61 @@
 
 The head leaves its output apart, as a ``DTensor`` over the vocabulary. torch's ``loss_parallel``
 makes ``F.cross_entropy`` compute the loss from the parts; the whole logits exist nowhere, forward
-or backward. Whatever else the user's step does with them beside plain tensors, an accuracy say,
-gets them joined.
+or backward. On the way there the step may shape and scale them
+(:mod:`lightning_dist.tensor.apart`). Whatever else it does with them, an accuracy say, or another
+loss, gets them joined. What writes into them joins them for good.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
+from lightning_dist.local_part import local_part
 from lightning_dist.shards import is_spread, whole
+from lightning_dist.tensor.apart import (
+    stays_apart,
+    takes_parts,
+    takes_parts_as_loss,
+    tensors_in,
+    writes,
+)
 from lightning_dist.tree import map_tensors
+
+_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 class LogitsApart(TorchFunctionMode):
-    """What a step runs in; looks at each of torch's functions that the step calls."""
+    """What a step runs in; looks at each of torch's functions that the step calls.
+
+    Attributes:
+        is_active: Whether a step runs in it. Heads leave logits apart only then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_active = False
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @override
+    def __enter__(self) -> LogitsApart:
+        self.is_active = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.is_active = False
+        self._written.clear()
 
     def __torch_function__(
         self,
@@ -37,16 +72,53 @@ class LogitsApart(TorchFunctionMode):
             types: Of its arguments.
             args: Its arguments.
             kwargs: Its arguments by name.
+
+        Raises:
+            ValueError: The logits have been written to, and this is another view of them.
         """
         named = kwargs or {}
-        given = [tensor for value in (*args, *named.values()) for tensor in _tensors_in(value)]
-        num_apart = sum(is_spread(tensor) for tensor in given)
-        if num_apart and func is F.cross_entropy:
+        if func in _DIFFERENTIATE:
+            with loss_parallel():
+                return func(*args, **named)
+        tensors = tensors_in((*args, *named.values()))
+        if not any(map(is_spread, tensors)):
+            return func(*args, **named)
+        if self._written:
+            args, named = map_tensors(self._newest, (args, named))
+            tensors = tensors_in((*args, *named.values()))
+        if func is F.cross_entropy and takes_parts_as_loss(args, named):
             with loss_parallel():
                 return joined(func(*args, **named)).clone()  # FSDP2 wants no view of a step
-        if 0 < num_apart < len(given):
-            return func(*joined(args), **joined(named))
-        return func(*args, **named)
+        if all(map(is_spread, tensors)) and takes_parts(func, args):
+            with suppress(RuntimeError):  # a `DTensor` has no such view; the whole may have
+                result = func(*args, **named)
+                if stays_apart(tensors[0], result):
+                    return result
+        if writes(func, named) and is_spread(args[0]):
+            return self._write(func, args, named)
+        return func(*joined(args), **joined(named))
+
+    def _write(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Lets a function write into the joined logits, which take the place of those apart."""
+        logits, *others = args
+        copy = whole(logits).clone()  # autograd lets nobody write into what was joined
+        self._written[id(logits)] = (logits, copy)
+        return func(copy, *joined(others), **joined(named))
+
+    def _newest(self, tensor: Tensor) -> Tensor:
+        """Gives what has been written to instead of what it was written for."""
+        if not is_spread(tensor):
+            return tensor
+        if id(tensor) in self._written:
+            return self._written[id(tensor)][1]
+        places = {_place(logits) for logits, _ in self._written.values()}
+        if _place(tensor) in places:
+            raise ValueError(
+                "With loss_parallel=True the step has written into logits, and then used another"
+                " view of the same logits, which would not see it. Write into a copy"
+                " (`logits = logits.clone()`), and use that from then on."
+            )
+        return tensor
 
 
 def joined(tree: Any) -> Any:
@@ -58,8 +130,5 @@ def joined(tree: Any) -> Any:
     return map_tensors(whole, tree)
 
 
-def _tensors_in(value: Any) -> Sequence[Tensor]:
-    # No deeper: this is asked for each operation of a step.
-    if isinstance(value, Tensor):
-        return (value,)
-    return [v for v in value if isinstance(v, Tensor)] if isinstance(value, list | tuple) else ()
+def _place(tensor: Tensor) -> int:
+    return local_part(tensor).untyped_storage().data_ptr()

@@ -25,6 +25,7 @@ from lightning_dist.shards import cut, is_spread
 from lightning_dist.tensor import boundary, layers
 from lightning_dist.tensor.heads import check_heads, explain_shapes, keep_own_heads
 from lightning_dist.tensor.layers import Entry, Region
+from lightning_dist.tensor.logits import LogitsApart
 from lightning_dist.tensor.mlp import is_mlp_projection
 from lightning_dist.tensor.projection import input_size, is_projection, output_size
 from lightning_dist.tensor.randomness import RegionRandomness
@@ -72,6 +73,7 @@ class SpreadModule:
 
     Attributes:
         cuts: Placements on the tensor-parallel ranks by parameter name, of the whole model.
+        logits: What steps run in whose logits are left apart; None where they are joined.
 
     Raises:
         ValueError: A size cannot be shared out over the ranks, or a style makes no sense.
@@ -92,6 +94,7 @@ class SpreadModule:
         kept = {name: style for name, style in styles.items() if is_kept(name)}
         self._mesh = mesh
         self._options = options
+        self.logits = LogitsApart() if options.loss_parallel else None
         self._randomness = RegionRandomness(mesh.get_local_rank(), torch.device(mesh.device_type))
         stacks = find_stacks(module) if options.sequence_parallel else []
         self._blocks = [name for stack in stacks for name in stack]
@@ -161,9 +164,14 @@ class SpreadModule:
         elif style is Style.COLWISE:
             layers.colwise(layer, self._entry(name, region), num_stacked)
         elif style is Style.COLWISE_GATHER:
-            apart = self._options.loss_parallel
-            spread = layers.colwise_apart if apart else layers.colwise_gather
-            spread(layer, Entry(region))
+            self._spread_head(layer, Entry(region))
+
+    def _spread_head(self, layer: nn.Linear, entry: Entry) -> None:
+        logits = self.logits
+        if logits is None:
+            layers.colwise_gather(layer, entry)
+        else:
+            layers.colwise_apart(layer, entry, lambda: logits.is_active)
 
     def _region(self, name: str) -> Region:
         if self._options.sequence_parallel and self._is_in_block(name):

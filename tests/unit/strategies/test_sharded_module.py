@@ -38,7 +38,7 @@ def sharded() -> ShardedModule:
     config, shard = TensorConfig(PLAN), ShardConfig()
     asked = Parallelism(PipelineConfig(), config, shard, shard.under(Precision()))
     composed = compose(Dropping(), build_mesh(MeshShape(tp=2), "cpu"), asked)
-    return ShardedModule(composed, None, has_logits_apart=False)
+    return ShardedModule(composed, None)
 
 
 def dropped_by(spread: ShardedModule) -> Tensor:

@@ -43,6 +43,41 @@ def test_the_loss_is_a_plain_tensor(apart: DTensor) -> None:
     assert float(loss) == float(same) == pytest.approx(float(expected))
 
 
+def test_on_the_way_to_the_loss_they_stay_apart(apart: DTensor) -> None:
+    with LogitsApart():
+        ways = [
+            apart.view(5, 1, 3).flatten(0, 1),
+            apart[1:].float(),
+            (apart / 2.0).tanh(),
+            apart.permute(1, 0),
+        ]
+        assert all(isinstance(way, DTensor) for way in ways)
+        assert apart.shape == (5, 3)
+
+
+def test_nothing_else_sees_a_part(apart: DTensor) -> None:
+    with LogitsApart():
+        joins = [apart.mean(), apart.log_softmax(-1), apart.view(-1), apart[:, [0, 1]], apart[0, 0]]
+        assert [type(made) for made in joins] == [torch.Tensor] * len(joins)
+
+
+def test_what_was_written_to_takes_the_place_of_the_logits(apart: DTensor) -> None:
+    with LogitsApart():
+        view = apart.view(5, 1, 3)
+        apart.masked_fill_(torch.tensor([True, False, False]), 7.0)
+        assert type(apart * 1.0) is torch.Tensor
+        assert (apart * 1.0)[:, 0].tolist() == [7.0] * 5
+        with pytest.raises(ValueError, match="another view of the same logits"):
+            view.sum()
+
+
+def test_they_are_left_apart_in_a_step_only() -> None:
+    mode = LogitsApart()
+    with mode:
+        assert mode.is_active
+    assert not mode.is_active
+
+
 def test_a_step_returns_plain_tensors(apart: DTensor) -> None:
     result = joined({"logits": apart, "name": "a"})
     assert type(result["logits"]) is torch.Tensor

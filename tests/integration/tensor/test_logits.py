@@ -1,0 +1,120 @@
+"""Whatever a step does with logits that each rank has a part of, it gets what the whole gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from lightning_dist.shards import whole
+from lightning_dist.tensor.logits import joined
+from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
+from lightning_dist.tensor.styles import Style
+from tests.helpers.workers import WorkerPool
+
+ROWS, WIDTH, LENGTH = 12, 6, 5
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def flat(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.view(-1, ROWS), y.flatten()
+
+
+def shifted(logits: Tensor, y: Tensor) -> Tensor:
+    y = y.masked_fill(y == 3, -100)
+    return F.cross_entropy(logits[:, :-1].float().double().transpose(1, 2), y[:, 1:])
+
+
+def written(write: Callable[[Tensor], Any]) -> Step:
+    def step(logits: Tensor, y: Tensor) -> Tensor:
+        write(logits)
+        return F.cross_entropy(*flat(logits, y)) + logits.logsumexp(-1).square().mean()
+
+    return step
+
+
+def numbers(logits: Tensor, y: Tensor) -> Tensor:
+    """Counts what Python is told of the logits as much as what autograd is."""
+    told = logits.mean().item() + float(logits.detach().max()) + logits[0, 0].tolist()[-1]
+    return F.cross_entropy(*flat(logits, y)) * (told + logits.norm().item())
+
+
+def penalised(logits: Tensor, y: Tensor) -> Tensor:
+    """Differentiates inside of the step."""
+    loss = F.cross_entropy(*flat(logits, y))
+    (slope,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    return loss + slope.square().sum()
+
+
+def first_columns(logits: Tensor) -> None:
+    logits[..., :5] = -3.0
+
+
+FLAT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross-entropy": F.cross_entropy,
+    "scaled": lambda x, y: F.cross_entropy(torch.tanh(x / 2.0) * 2.0, y),
+    "likelihood": lambda x, y: F.nll_loss(F.log_softmax(x, -1), y),
+    "gathered": lambda x, y: -x.log_softmax(-1).gather(-1, y[:, None]).mean(),
+    "distilled": lambda x, y: F.kl_div(
+        x.log_softmax(-1), x.detach().roll(1, -1).softmax(-1), reduction="batchmean"
+    ),
+    "smoothed": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+    "soft targets": lambda x, y: F.cross_entropy(x, F.one_hot(y, ROWS).to(x.dtype)),
+    "two halves": lambda x, y: F.cross_entropy(x.view(-1, 2, ROWS // 2)[:, 0], y % 6),
+    "thirds": lambda x, y: F.cross_entropy(
+        x.view(-1, 3, ROWS // 3).transpose(1, 2), y.view(-1, 1).expand(-1, 3) % 4
+    ),
+    "some columns": lambda x, y: F.cross_entropy(x[:, [1, 7, 3]], y % 3),
+}
+STEPS: dict[str, Step] = {
+    **{name: lambda x, y, use=use: use(*flat(x, y)) for name, use in FLAT.items()},  # type: ignore[misc]
+    "shifted": shifted,
+    "numbers": numbers,
+    "penalised": penalised,
+    "divided in place": written(lambda x: x.div_(2.0)),
+    "masked in place": written(lambda x: x.masked_fill_(torch.arange(ROWS) % 3 == 0, -9.0)),
+    "assigned": written(first_columns),
+}
+
+
+def differences() -> dict[str, float]:
+    """Trains each step alone and spread; gives the largest difference in loss and gradients."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)).double()
+    together = deepcopy(alone)
+    styles = {"0": Style.VOCAB, "1": Style.COLWISE_GATHER}
+    spread = SpreadModule(together, styles, mesh, SpreadOptions(loss_parallel=True))
+    x, y = torch.randint(ROWS, (2, 3, LENGTH))
+    assert type(together(x)) is Tensor, "outside of a step nobody knows what to do with parts"
+    found = {}
+    for name, step in STEPS.items():
+        expected = _slopes(alone, step(alone(x), y))
+        assert spread.logits is not None
+        with spread.logits:
+            loss = joined(step(together(x), y))
+        with loss_parallel():
+            actual = _slopes(together, loss)
+        pairs = zip(expected, actual, strict=True)
+        found[name] = max(float((a - b).abs().max()) for a, b in pairs)
+    return found
+
+
+def _slopes(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    assert type(loss) is Tensor
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return [loss.detach(), *map(whole, gradients)]
+
+
+def test_a_step_may_do_with_logits_what_it_likes(workers: WorkerPool) -> None:
+    for found in workers.run(2, differences):
+        assert found.keys() == STEPS.keys()
+        assert {name: value for name, value in found.items() if not value < 1e-12} == {}
