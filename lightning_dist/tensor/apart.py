@@ -19,8 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_dist.shards import is_spread
-
 # Names of functions and of methods, with two operands only where the other is a number.
 _SCALE = ("add", "sub", "mul", "div", "true_divide", "neg", "tanh")
 _COPY = ("clone", "detach", "contiguous", "to", "float", "double", "half", "bfloat16")
@@ -29,6 +27,8 @@ _TURN = ("transpose", "permute", "movedim", "swapaxes")
 _TAKE = ("narrow", "select", "chunk", "split", "unbind")
 _TELL = ("size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "__len__")
 _PROPERTY = ("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn")
+# An attribute, for these tensors come and go within a step, and parameters are DTensors, too.
+_MARK = "_lightning_dist_logits"
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 
 
@@ -39,6 +39,25 @@ _KNOWN = frozenset(
     if hasattr(holder, name)
 )
 _PROPERTIES = frozenset(getattr(Tensor, name).__get__ for name in _PROPERTY)
+
+
+def mark(logits: DTensor) -> DTensor:
+    """Notes that a tensor is logits that are apart.
+
+    Args:
+        logits: They are.
+    """
+    setattr(logits, _MARK, True)
+    return logits
+
+
+def is_apart(tensor: Tensor) -> bool:
+    """Tells whether a tensor is logits that are apart.
+
+    Args:
+        tensor: Any.
+    """
+    return hasattr(tensor, _MARK)
 
 
 def takes_parts(func: Callable[..., Any], args: Sequence[Any]) -> bool:
@@ -54,16 +73,22 @@ def takes_parts(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     return func in _KNOWN or func in _PROPERTIES
 
 
-def stays_apart(before: Tensor, result: Any) -> bool:
-    """Whether what a function has made of logits has the vocabulary in one piece still.
+def stay_apart(before: Tensor, result: Any) -> bool:
+    """Marks what a function has made of logits, if the vocabulary is in one piece still.
 
     Args:
         before: The logits.
-        result: Of a function.
+        result: Of the function.
+
+    Returns:
+        Whether it is; True, too, for what is no tensor.
     """
-    sizes = {_size_apart(before)}
-    found = result if isinstance(result, list | tuple) else [result]
-    return sizes == {_size_apart(t) for t in found if isinstance(t, Tensor)} | sizes
+    found = tensors_in((result,))
+    if any(_size_apart(tensor) != _size_apart(before) for tensor in found):
+        return False
+    for tensor in found:
+        setattr(tensor, _MARK, True)
+    return True
 
 
 def takes_parts_as_loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -77,9 +102,9 @@ def takes_parts_as_loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     logits, targets = given["input"], given["target"]
     classes = Shard(min(logits.dim() - 1, 1))
     return (
-        is_spread(logits)
+        is_apart(logits)
         and logits.placements == (classes,)
-        and not is_spread(targets)
+        and not is_apart(targets)
         and not targets.is_floating_point()
         and not given.get("label_smoothing")
     )
@@ -109,6 +134,5 @@ def tensors_in(values: Sequence[Any]) -> list[Tensor]:
 
 def _size_apart(tensor: Tensor) -> int | None:
     """Gives the size of the dim along which a tensor is spread; None if it is not, or oddly."""
-    if not isinstance(tensor, DTensor) or type(tensor.placements[0]) is not Shard:
-        return None
-    return tensor.shape[tensor.placements[0].dim]
+    placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
+    return tensor.shape[placement.dim] if type(placement) is Shard else None

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from lightning_dist.local_part import local_part
 from lightning_dist.shards import is_spread
 from lightning_dist.tensor import boundary
+from lightning_dist.tensor.apart import mark
 from lightning_dist.tensor.embedding import look_up
 from lightning_dist.tensor.placements import stacked
 from lightning_dist.tensor.projection import (
@@ -195,7 +196,8 @@ def colwise_apart(layer: nn.Linear, entry: Entry, is_asked: Callable[[], bool]) 
         mesh = entry.region.mesh
         if not is_asked():
             return boundary.gather(features, mesh)
-        return DTensor.from_local(features, mesh, [Shard(features.dim() - 1)], run_check=False)
+        apart = [Shard(features.dim() - 1)]
+        return mark(DTensor.from_local(features, mesh, apart, run_check=False))
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
 

@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_dist.local_part import local_part
-from lightning_dist.shards import is_spread, whole
+from lightning_dist.shards import whole
 from lightning_dist.tensor.apart import (
-    stays_apart,
+    is_apart,
+    stay_apart,
     takes_parts,
     takes_parts_as_loss,
     tensors_in,
@@ -78,10 +79,9 @@ class LogitsApart(TorchFunctionMode):
         """
         named = kwargs or {}
         if func in _DIFFERENTIATE:
-            with loss_parallel():
-                return func(*args, **named)
+            return _differentiate(func, args, named)
         tensors = tensors_in((*args, *named.values()))
-        if not any(map(is_spread, tensors)):
+        if not any(map(is_apart, tensors)):
             return func(*args, **named)
         if self._written:
             args, named = map_tensors(self._newest, (args, named))
@@ -89,25 +89,27 @@ class LogitsApart(TorchFunctionMode):
         if func is F.cross_entropy and takes_parts_as_loss(args, named):
             with loss_parallel():
                 return joined(func(*args, **named)).clone()  # FSDP2 wants no view of a step
-        if all(map(is_spread, tensors)) and takes_parts(func, args):
+        if all(map(is_apart, tensors)) and takes_parts(func, args):
             with suppress(RuntimeError):  # a `DTensor` has no such view; the whole may have
                 result = func(*args, **named)
-                if stays_apart(tensors[0], result):
+                if stay_apart(tensors[0], result):
                     return result
-        if writes(func, named) and is_spread(args[0]):
+        if writes(func, named) and is_apart(args[0]):
             return self._write(func, args, named)
-        return func(*joined(args), **joined(named))
+        args, named = map_tensors(_join, (args, named))
+        return func(*args, **named)
 
     def _write(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Lets a function write into the joined logits, which take the place of those apart."""
         logits, *others = args
         copy = whole(logits).clone()  # autograd lets nobody write into what was joined
         self._written[id(logits)] = (logits, copy)
-        return func(copy, *joined(others), **joined(named))
+        others, named = map_tensors(_join, (others, named))
+        return func(copy, *others, **named)
 
     def _newest(self, tensor: Tensor) -> Tensor:
         """Gives what has been written to instead of what it was written for."""
-        if not is_spread(tensor):
+        if not is_apart(tensor):
             return tensor
         if id(tensor) in self._written:
             return self._written[id(tensor)][1]
@@ -128,6 +130,20 @@ def joined(tree: Any) -> Any:
         tree: Any.
     """
     return map_tensors(whole, tree)
+
+
+def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    with loss_parallel():
+        found = func(*args, **named)
+    if func is torch.autograd.grad:  # the slope of logits is apart, as they are
+        for source, slope in zip(tensors_in(args[1:2]), found, strict=True):
+            if is_apart(source) and slope is not None:
+                stay_apart(source, slope)
+    return found
+
+
+def _join(tensor: Tensor) -> Tensor:
+    return whole(tensor) if is_apart(tensor) else tensor
 
 
 def _place(tensor: Tensor) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from lightning_dist.shards import whole
+from lightning_dist.tensor import logits as logits_module
 from lightning_dist.tensor.logits import joined
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
 from lightning_dist.tensor.styles import Style
@@ -84,8 +86,15 @@ STEPS: dict[str, Step] = {
 }
 
 
-def differences() -> dict[str, float]:
-    """Trains each step alone and spread; gives the largest difference in loss and gradients."""
+APART = {"cross-entropy", "scaled", "shifted"}
+"""Of these the whole logits exist nowhere."""
+
+
+def differences() -> tuple[dict[str, float], set[str]]:
+    """Takes each step's loss and gradients alone and spread.
+
+    Gives the largest difference of each, and those that have joined the logits.
+    """
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
@@ -95,17 +104,25 @@ def differences() -> dict[str, float]:
     spread = SpreadModule(together, styles, mesh, SpreadOptions(loss_parallel=True))
     x, y = torch.randint(ROWS, (2, 3, LENGTH))
     assert type(together(x)) is Tensor, "outside of a step nobody knows what to do with parts"
-    found = {}
+    found, joins = {}, set()
+    join = logits_module.whole
+
+    def noticed(tensor: Tensor) -> Tensor:
+        if tensor.dim():  # the loss is joined, too
+            joins.add(name)
+        return join(tensor)
+
     for name, step in STEPS.items():
         expected = _slopes(alone, step(alone(x), y))
         assert spread.logits is not None
-        with spread.logits:
+        with spread.logits, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(logits_module, "whole", noticed)
             loss = joined(step(together(x), y))
         with loss_parallel():
             actual = _slopes(together, loss)
         pairs = zip(expected, actual, strict=True)
         found[name] = max(float((a - b).abs().max()) for a, b in pairs)
-    return found
+    return found, joins
 
 
 def _slopes(model: nn.Module, loss: Tensor) -> list[Tensor]:
@@ -115,6 +132,7 @@ def _slopes(model: nn.Module, loss: Tensor) -> list[Tensor]:
 
 
 def test_a_step_may_do_with_logits_what_it_likes(workers: WorkerPool) -> None:
-    for found in workers.run(2, differences):
+    for found, joins in workers.run(2, differences):
+        assert joins == STEPS.keys() - APART
         assert found.keys() == STEPS.keys()
         assert {name: value for name, value in found.items() if not value < 1e-12} == {}

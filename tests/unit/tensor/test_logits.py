@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_dist.tensor.apart import mark
 from lightning_dist.tensor.logits import LogitsApart, joined
 
 
@@ -19,7 +20,7 @@ def apart() -> Iterator[DTensor]:
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     mesh = init_device_mesh("cpu", (1,))
     logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    yield DTensor.from_local(logits, mesh, [Shard(1)], run_check=False)
+    yield mark(DTensor.from_local(logits, mesh, [Shard(1)], run_check=False))
     dist.destroy_process_group()
 
 
