@@ -108,6 +108,7 @@ def add_up(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
 
 
 def _from_local(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    x = x if torch.is_grad_enabled() else x.detach()  # it may be a parameter
     return DTensor.from_local(x, mesh, [placement], run_check=False)
 
 

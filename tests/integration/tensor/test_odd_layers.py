@@ -197,3 +197,50 @@ def case_padded_evaluation() -> float:
 
 def test_torch_s_encoder_evaluates_padded_sequences(workers: WorkerPool) -> None:
     assert max(workers.run(2, case_padded_evaluation)) < 1e-5
+
+
+class Listed(nn.Module):
+    """Holds the layers of its MLP in a dictionary, which never runs; reads a learned activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(ROWS, WIDTH)
+        self.queries = nn.Parameter(torch.randn(4, WIDTH))
+        self.mlp = nn.ModuleDict({"up": nn.Linear(WIDTH, 24), "down": nn.Linear(24, WIDTH)})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mixed: Tensor = self.mlp["down"](self.mlp["up"](self.queries).relu())
+        return self.tokens(tokens) + mixed.sum(0)
+
+
+def case_listed() -> float:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    tokens = torch.randint(ROWS, (3, 6))
+
+    def loss_of(net: nn.Module) -> Tensor:
+        with torch.no_grad():
+            net(tokens)  # as a validation does
+        return net(tokens).square().mean()
+
+    plan = {"mlp.up": "colwise", "mlp.down": "rowwise"}
+    model = Listed().double()
+    return largest_difference(model, resolve_plan(model, plan), loss_of)
+
+
+def test_what_a_validation_has_let_in_is_not_trained_with(workers: WorkerPool) -> None:
+    assert max(workers.run(2, case_listed)) < TOLERANCE
+
+
+def case_unknown_token(token: int) -> str:
+    dist.init_process_group("gloo")
+    model, mesh = Model(Attention), init_device_mesh("cpu", (2,))
+    SpreadModule(model, resolve_plan(model, {"tokens": "vocab"}), mesh, SpreadOptions())
+    with pytest.raises(IndexError) as error:
+        model.tokens(torch.tensor([[0, ROWS - 1, token]]))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("token", [-1, ROWS])
+def test_an_unknown_token_is_no_zero(workers: WorkerPool, token: int) -> None:
+    assert workers.run(2, case_unknown_token, token) == ["index out of range in self"] * 2
