@@ -38,6 +38,7 @@ from lightning_dist.strategies.step_module import StepModule
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.plan import resolve_plan
+from lightning_dist.tensor.proof import check_parts
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
 from lightning_dist.wrap import ByClass, Unit, WrapPolicy
 from lightning_dist.wrap_summary import WrapSummary, describe
@@ -235,6 +236,7 @@ def _spread(
         styles = find_plan(module, mesh.size())
     else:
         styles = resolve_plan(module, config.plan)
+        check_parts(module, styles, mesh.size())
     options = SpreadOptions(config.sequence_parallel, config.loss_parallel)
     if split is None:
         return SpreadModule(module, styles, mesh, options)

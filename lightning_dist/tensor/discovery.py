@@ -1,8 +1,9 @@
 """Find a tensor-parallel plan by looking at the model.
 
 What the user's module says comes first, then what a Hugging Face model says, then names and sizes
-that are usual for transformers. What is not surely one of these stays whole: that costs memory and
-time, but never changes a number.
+that are usual for transformers. What is not surely one of these, or does not compute in parts what
+it computes whole (:mod:`lightning_dist.tensor.proof`), stays whole: that costs memory and time, but
+never changes a number.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from lightning_dist.tensor.attention import find_attention
 from lightning_dist.tensor.built_in_plan import built_in_plans, translate
 from lightning_dist.tensor.mlp import find_mlp
 from lightning_dist.tensor.plan import resolve_plan
+from lightning_dist.tensor.proof import check_parts, find_flaws
+from lightning_dist.tensor.regions import holders
 from lightning_dist.tensor.styles import Style
 from lightning_dist.tensor.vocabulary import find_vocabulary
 
@@ -24,8 +27,8 @@ def find_plan(module: nn.Module, tp_size: int = 1) -> dict[str, Style]:
 
     Args:
         module: The model; a method ``tensor_parallel_plan()`` of it says what it shall be.
-        tp_size: Ranks which the vocabulary must be shared out over, to be spread. Other sizes are
-            not looked at here.
+        tp_size: Ranks. Those which the vocabulary cannot be shared out over leave it whole; other
+            sizes are not looked at here.
 
     Returns:
         Style by module name, in the order of the model.
@@ -35,8 +38,10 @@ def find_plan(module: nn.Module, tp_size: int = 1) -> dict[str, Style]:
     """
     own_plan = getattr(module, "tensor_parallel_plan", None)
     if callable(own_plan):
-        return resolve_plan(module, own_plan())
-    pairs = _find_pairs(module)
+        styles = resolve_plan(module, own_plan())
+        check_parts(module, styles, tp_size)
+        return styles
+    pairs = _without_flaws(module, _find_pairs(module), tp_size)
     styles = pairs | find_vocabulary(module, pairs, tp_size)
     if not styles:
         classes = dict.fromkeys(original_class(part).__name__ for part in module.modules())
@@ -49,6 +54,19 @@ def find_plan(module: nn.Module, tp_size: int = 1) -> dict[str, Style]:
             " tensor_parallel_plan() that returns one."
         )
     return {name: styles[name] for name, _ in module.named_modules() if name in styles}
+
+
+def _without_flaws(module: nn.Module, pairs: dict[str, Style], tp_size: int) -> dict[str, Style]:
+    """Leaves whole what cannot be cut, though it looks as if it could."""
+    styles = {name: pairs[name] for name, _ in module.named_modules() if name in pairs}
+    flaws = find_flaws(module, styles, tp_size)
+    wrong = {
+        layer
+        for name, layers in holders(module, styles).items()
+        if name in flaws
+        for layer in layers
+    }
+    return {name: style for name, style in styles.items() if name not in wrong}
 
 
 def _find_pairs(module: nn.Module) -> dict[str, Style]:

@@ -12,9 +12,9 @@ each, get a summand of their gradient there (:mod:`lightning_dist.tensor.summand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -26,9 +26,9 @@ from lightning_dist.tensor import boundary, layers
 from lightning_dist.tensor.heads import check_heads, explain_shapes, keep_own_heads
 from lightning_dist.tensor.layers import Entry, Region
 from lightning_dist.tensor.logits import LogitsApart
-from lightning_dist.tensor.mlp import is_mlp_projection
 from lightning_dist.tensor.projection import input_size, is_projection, output_size
 from lightning_dist.tensor.randomness import RegionRandomness
+from lightning_dist.tensor.regions import Styles, attentions, only_holds, stacked_in
 from lightning_dist.tensor.sequence import (
     SEQUENCE_DIM,
     change_activation,
@@ -38,12 +38,6 @@ from lightning_dist.tensor.sequence import (
 )
 from lightning_dist.tensor.styles import Style
 from lightning_dist.tensor.summands import check_shared, find_summands
-
-Styles = Mapping[str, Style]
-
-# Their weight has the query, key and value of one head next to each other, so that a contiguous
-# piece of it is whole heads.
-_INTERLEAVED = ("query_key_value",)
 
 
 @dataclass(frozen=True)
@@ -185,7 +179,8 @@ class SpreadModule:
             self._entries[parent_name] = entry = Entry(region)
             parent = self.module.get_submodule(parent_name)
             parent.register_forward_hook(lambda *_: entry.forget())
-            if region.dim is not None and parent_name not in self._blocks:
+            runs_first = parent_name not in self._blocks and not only_holds(parent)
+            if region.dim is not None and runs_first:
                 # It may look at the length of what it is given, which is that of its layers' then.
                 entry.is_open = True
                 outer = Entry(region)
@@ -208,48 +203,6 @@ class SpreadModule:
         part = nn.Parameter(cut(whole, self._mesh, [placement]), requires_grad=whole.requires_grad)
         for holder, attribute in self._uses[whole]:
             setattr(holder, attribute, part)
-
-
-def stacked_in(module: nn.Module, styles: Styles, name: str) -> int:
-    """Counts the matrices that a layer's weight stacks.
-
-    Each of them has as many output features as the layer that sums up takes.
-
-    Args:
-        module: The model.
-        styles: By module name.
-        name: Of the layer.
-
-    Raises:
-        ValueError: They are not of one size, so that no cut is between heads.
-    """
-    path, _, own = name.rpartition(".")
-    if styles[name] is not Style.COLWISE or own in _INTERLEAVED:
-        return 1
-    partner = _partner(styles, name)
-    if partner is None:
-        return 1
-    features = output_size(module.get_submodule(name))
-    taken = input_size(module.get_submodule(partner))
-    if features > taken and features % taken:
-        raise ValueError(
-            f"The {features} output features of {name!r} are no multiple of the {taken} input"
-            f" features of {partner!r}: queries, keys and values of different sizes in one layer"
-            " cannot be cut between heads. Leave both out of the plan, or split the layer."
-        )
-    return max(1, features // taken)
-
-
-def attentions(styles: Styles) -> list[str]:
-    """Finds the modules with projections to heads: those that are not surely of an MLP.
-
-    A block can hold the layers of its MLP beside a number of heads that are not cut.
-
-    Args:
-        styles: By module name.
-    """
-    cut = [name.rpartition(".") for name, style in styles.items() if style is Style.COLWISE]
-    return list(dict.fromkeys(parent for parent, _, own in cut if not is_mlp_projection(own)))
 
 
 def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_parallel: bool) -> None:
@@ -286,23 +239,6 @@ def _check_size(name: str, what: str, size: int, tp_size: int) -> None:
             f"The {size} {what} of {name!r} cannot be shared out over tp_size={tp_size} ranks. Use"
             f" a size that divides them, or pad them to {-(-size // tp_size) * tp_size}."
         )
-
-
-def _partner(styles: Styles, name: str) -> str | None:
-    """Finds the layer that sums up what another one has given each rank.
-
-    The nearest by name, for a module may list its layers in any order; of those the next one.
-    """
-    places = {other: place for place, other in enumerate(styles)}
-    parts = name.split(".")
-
-    def distance(other: str) -> tuple[int, bool, int]:
-        pairs = zip(parts, other.split("."), strict=False)
-        num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        after = places[other] - places[name]
-        return -num_shared, after < 0, abs(after)
-
-    return min((other for other in styles if styles[other].sums_up), key=distance, default=None)
 
 
 def _uses(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

@@ -5,7 +5,8 @@ from torch import nn
 
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.plan import resolve_plan
-from lightning_dist.tensor.spread import check_styles, stacked_in
+from lightning_dist.tensor.regions import stacked_in
+from lightning_dist.tensor.spread import check_styles
 from lightning_dist.tensor.styles import Style
 
 

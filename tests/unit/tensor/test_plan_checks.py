@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from lightning_dist.tensor.plan import resolve_plan
 from lightning_dist.tensor.projection import is_projection
-from lightning_dist.tensor.spread import check_styles, stacked_in
+from lightning_dist.tensor.regions import stacked_in
+from lightning_dist.tensor.spread import check_styles
 from lightning_dist.tensor.styles import Style
 
 

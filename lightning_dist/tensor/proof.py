@@ -1,0 +1,240 @@
+"""See that parts add up to the whole, before anything is cut.
+
+Names and sizes say which layers look as if they could be cut; whether they can be is up to the code
+between them, which may lay out its heads in another way, or look at all features at once. So it is
+run: a copy of the module around the layers, with random weights, once whole, and once for each rank
+with that rank's part of them. Whatever the ranks' parts give to a layer that sums up must add up to
+what the whole gives to it. Nothing is sent, and all ranks find the same.
+
+What outside of regions is whole on each rank is whole here, too: the layer that sums up returns
+what the whole one has returned. A module that wants more than an activation cannot be run so, and
+is taken at its word.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.tensor.heads import check_heads, explain_shapes, keep_own_heads
+from lightning_dist.tensor.projection import (
+    input_dim,
+    input_size,
+    is_projection,
+    output_dim,
+    project,
+)
+from lightning_dist.tensor.regions import Styles, attentions, holders, stacked_in
+from lightning_dist.tensor.styles import Style
+from lightning_dist.tree import flatten
+
+_Cuts = Mapping[str, tuple[Style, int]]
+"""Style, and how many matrices are stacked, of the layers of a module by their names in it."""
+
+_BATCH, _LENGTH = 2, 4
+_TOLERANCE = 1e-3  # in float32, of the largest element
+_SAME = ("key", "value", "k", "v", "memory")  # a second activation, as of a cross-attention
+
+
+def find_flaws(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str]:
+    """Finds the modules that do not compute what they should if their layers are cut.
+
+    Args:
+        module: The model, whole; left as it is. May be on the meta device.
+        styles: By module name, in the order of the model.
+        tp_size: Tensor-parallel ranks.
+
+    Returns:
+        What is wrong with a module, by its name.
+    """
+    known: dict[Any, str | None] = {}
+    found: dict[str, str] = {}
+    for name, layers in holders(module, styles).items():
+        cuts = {layer: (styles[layer], stacked_in(module, styles, layer)) for layer in layers}
+        inner = {_inside(name, layer): cut for layer, cut in cuts.items()}
+        holder = module.get_submodule(name)
+        kind = (type(holder), tuple((n, holder.get_submodule(n).weight.shape) for n in inner))
+        if name and kind not in known:  # the whole model is more than a copy should be made of
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(0)
+                known[kind] = _find_flaw(name, holder, inner, tp_size)
+        flaw = known.get(kind)
+        if flaw is not None:
+            found[name] = flaw
+    return found
+
+
+def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
+    """Checks that what is cut computes what it would whole, as far as that can be seen.
+
+    Args:
+        module: The model.
+        styles: By module name.
+        tp_size: Tensor-parallel ranks.
+
+    Raises:
+        ValueError: It does not.
+    """
+    for name, flaw in find_flaws(module, styles, tp_size).items():
+        raise ValueError(
+            f"{flaw[0].upper()}{flaw[1:]}. (The plan cuts the layers of {name!r}, and a copy of it"
+            f" with random weights was run whole and as tp_size={tp_size} parts.) Leave its layers"
+            " out of the plan, or write its forward so that each head, or each hidden feature, is"
+            " computed by itself; a fused layer has all queries, then all keys, then all values."
+        )
+
+
+def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str | None:
+    try:
+        for parent in _attentions(cuts):
+            check_heads(parent, holder.get_submodule(parent), tp_size)
+        copy = _random_copy(holder)
+        arguments = _arguments(copy, _activation(copy, cuts))
+        whole = _Run(copy, cuts, arguments)
+    except Exception:  # noqa: BLE001  (the user's code, called in a way that it may not know)
+        return None
+    try:
+        parts = [
+            _Run(_part(name, copy, cuts, tp_size, rank), cuts, arguments, whole.sums)
+            for rank in range(tp_size)
+        ]
+    except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
+        return f"{name!r} cannot compute with a part of its features: {error}"
+    if any(_differ(part.returned, whole.returned) for part in parts):
+        return f"{name!r} returns something else if its layers are cut"
+    for layer, wanted in whole.sums.items():
+        for call, sum_of_all in enumerate(wanted):
+            total = torch.stack([part.sums[layer][call] for part in parts]).sum(0)
+            if _differ(total, sum_of_all):
+                return _not_the_sum(name, layer, total, sum_of_all)
+    return None
+
+
+class _Run:
+    """One call of a module.
+
+    Args:
+        module: Its layers that sum up are changed.
+        cuts: Of its layers.
+        arguments: Of the call.
+        whole: What those layers return, call by call; None where they compute it.
+
+    Attributes:
+        sums: What they have computed, without their biases.
+        returned: The first tensor that the module has returned.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cuts: _Cuts,
+        arguments: Sequence[Tensor],
+        whole: Mapping[str, Sequence[Tensor]] | None = None,
+    ) -> None:
+        names = [name for name, (style, _) in cuts.items() if style.sums_up]
+        self.sums: dict[str, list[Tensor]] = {name: [] for name in names}
+        for name in names:
+            given = None if whole is None else whole[name]
+            _note_sums(_layer(module, name), self.sums[name], given)
+        self.returned: Tensor = flatten(module.forward(*arguments))[0][0]
+
+
+def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | None) -> None:
+    def forward(x: Tensor) -> Tensor:
+        sums.append(project(layer, x, layer.weight, None))
+        given = sums[-1] if whole is None else whole[len(sums) - 1]
+        return given.clone() if layer.bias is None else given + layer.bias
+
+    layer.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _random_copy(module: nn.Module) -> nn.Module:
+    """Copies a module with other values on the CPU, whatever device it is on."""
+    known: dict[int, Any] = {}
+    for parameter in module.parameters():
+        value = torch.empty(parameter.shape)
+        reach = (3 / parameter.shape[-1]) ** 0.5 if parameter.dim() > 1 else 0.5
+        value.uniform_(-reach, reach).add_(float(parameter.dim() < 2))
+        known[id(parameter)] = nn.Parameter(value, requires_grad=False)
+    for buffer in module.buffers():
+        value = torch.ones_like(buffer, device="cpu") if buffer.is_meta else buffer.cpu()
+        known[id(buffer)] = value.float() if value.is_floating_point() else value
+    return deepcopy(module, known).eval()
+
+
+def _part(name: str, copy: nn.Module, cuts: _Cuts, tp_size: int, rank: int) -> nn.Module:
+    """Makes what one rank has of a module; values are shared with it."""
+    shared: dict[int, Any] = {id(t): t for t in [*copy.parameters(), *copy.buffers()]}
+    part = deepcopy(copy, shared)
+    for own_name, (style, num_stacked) in cuts.items():
+        layer = _layer(part, own_name)
+        dim = input_dim(layer) if style.sums_up else output_dim(layer)
+        weight = _piece(layer.weight, dim, num_stacked, tp_size, rank)
+        if style.sums_up:
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+            continue
+        bias = None if layer.bias is None else _piece(layer.bias, 0, num_stacked, tp_size, rank)
+        layer.forward = partial(_project, layer, weight, bias)  # type: ignore[method-assign]
+    for parent in _attentions(cuts):
+        keep_own_heads(part.get_submodule(parent), tp_size)
+        path = f"{name}.{parent}" if parent else name
+        explain_shapes(path, part.get_submodule(parent), tp_size)
+    return part
+
+
+def _project(layer: nn.Linear, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return project(layer, x, weight, bias)
+
+
+def _piece(tensor: Tensor, dim: int, num_stacked: int, tp_size: int, rank: int) -> Tensor:
+    apart: Tensor = tensor.unflatten(dim, (num_stacked, -1))
+    return apart.chunk(tp_size, dim + 1)[rank].flatten(dim, dim + 1)
+
+
+def _attentions(cuts: _Cuts) -> list[str]:
+    return attentions({name: style for name, (style, _) in cuts.items()})
+
+
+def _activation(module: nn.Module, cuts: _Cuts) -> Tensor:
+    first = next(name for name, (style, _) in cuts.items() if not style.sums_up)
+    return torch.randn(_BATCH, _LENGTH, input_size(_layer(module, first)))
+
+
+def _arguments(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Gives what a module that wants an activation is called with."""
+    _, *others = inspect.signature(module.forward).parameters.values()
+    wanted = [p for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    unknown = [p.name for p in wanted if p.name not in _SAME]
+    if unknown:
+        raise TypeError(f"it wants {unknown}, too")
+    return [x] * (1 + len(wanted))
+
+
+def _layer(module: nn.Module, name: str) -> nn.Linear:
+    layer = module.get_submodule(name)
+    assert is_projection(layer)
+    return layer
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return True
+    return not float((one - other).abs().max()) <= _TOLERANCE * float(other.abs().max())
+
+
+def _not_the_sum(name: str, layer: str, total: Tensor, wanted: Tensor) -> str:
+    largest, reach = float((total - wanted).abs().max()), float(wanted.abs().max())
+    return (
+        f"what the ranks of {name!r} give to {layer!r} does not add up to what the whole gives:"
+        f" it is off by {largest:.2g}, with elements up to {reach:.2g}"
+    )
+
+
+def _inside(holder: str, name: str) -> str:
+    return name.removeprefix(f"{holder}.") if holder else name

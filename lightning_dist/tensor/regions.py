@@ -1,0 +1,116 @@
+"""Which layers of a plan belong together: those that open a region, and the one that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import takewhile
+
+from torch import nn
+
+from lightning_dist.tensor.mlp import is_mlp_projection
+from lightning_dist.tensor.projection import input_size, output_size
+from lightning_dist.tensor.styles import Style
+
+Styles = Mapping[str, Style]
+
+# Their weight has the query, key and value of one head next to each other, so that a contiguous
+# piece of it is whole heads.
+_INTERLEAVED = ("query_key_value",)
+
+
+def partner_of(styles: Styles, name: str) -> str | None:
+    """Finds the layer that sums up what another one has given each rank.
+
+    The nearest by name, for a module may list its layers in any order; of those the next one.
+
+    Args:
+        styles: By module name, in the order of the model.
+        name: Of a layer.
+    """
+    places = {other: place for place, other in enumerate(styles)}
+    parts = name.split(".")
+
+    def distance(other: str) -> tuple[int, bool, int]:
+        after = places[other] - places[name]
+        return -len(_shared(parts, other.split("."))), after < 0, abs(after)
+
+    return min((other for other in styles if styles[other].sums_up), key=distance, default=None)
+
+
+def stacked_in(module: nn.Module, styles: Styles, name: str) -> int:
+    """Counts the matrices that a layer's weight stacks.
+
+    Each of them has as many output features as the layer that sums up takes.
+
+    Args:
+        module: The model.
+        styles: By module name.
+        name: Of the layer.
+
+    Raises:
+        ValueError: They are not of one size, so that no cut is between heads.
+    """
+    path, _, own = name.rpartition(".")
+    if styles[name] is not Style.COLWISE or own in _INTERLEAVED:
+        return 1
+    partner = partner_of(styles, name)
+    if partner is None:
+        return 1
+    features = output_size(module.get_submodule(name))
+    taken = input_size(module.get_submodule(partner))
+    if features > taken and features % taken:
+        raise ValueError(
+            f"The {features} output features of {name!r} are no multiple of the {taken} input"
+            f" features of {partner!r}: queries, keys and values of different sizes in one layer"
+            " cannot be cut between heads. Leave both out of the plan, or split the layer."
+        )
+    return max(1, features // taken)
+
+
+def attentions(styles: Styles) -> list[str]:
+    """Finds the modules with projections to heads: those that are not surely of an MLP.
+
+    A block can hold the layers of its MLP beside a number of heads that are not cut.
+
+    Args:
+        styles: By module name.
+    """
+    cut = [name.rpartition(".") for name, style in styles.items() if style is Style.COLWISE]
+    return list(dict.fromkeys(parent for parent, _, own in cut if not is_mlp_projection(own)))
+
+
+def holders(module: nn.Module, styles: Styles) -> dict[str, list[str]]:
+    """Finds the smallest modules that run whole regions.
+
+    Args:
+        module: The model.
+        styles: By module name, in the order of the model.
+
+    Returns:
+        By name the layers that open and end its regions, and what is local between them.
+    """
+    found: dict[str, list[str]] = {}
+    for name, style in styles.items():
+        partner = partner_of(styles, name) if style is Style.COLWISE else None
+        if partner is None:
+            continue
+        shared = _shared(name.split("."), partner.split("."))
+        while shared and only_holds(module.get_submodule(".".join(shared))):
+            shared.pop()
+        holder = ".".join(shared)
+        found.setdefault(holder, []).extend([name, partner])
+    return {holder: list(dict.fromkeys(names)) for holder, names in found.items()}
+
+
+def only_holds(module: nn.Module) -> bool:
+    """Whether a module has no forward, but for its layers'.
+
+    Args:
+        module: Any.
+    """
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _shared(parts: list[str], others: list[str]) -> list[str]:
+    pairs = zip(parts, others, strict=False)
+    return [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]

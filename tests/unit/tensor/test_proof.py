@@ -1,0 +1,151 @@
+"""What looks as if it could be cut, and can or cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_dist.tensor.discovery import find_plan
+from lightning_dist.tensor.plan import resolve_plan
+from lightning_dist.tensor.proof import check_parts, find_flaws
+
+WIDTH, HEADS, TP = 8, 2, 2
+Split = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+class Attention(nn.Module):
+    """Has one layer for queries, keys and values."""
+
+    def __init__(self, split: Callable[[Tensor, int], Tensor], *, swaps: bool = False) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.split, self.swaps = split, swaps
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.split(self.qkv(x), self.num_heads)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        if self.swaps:
+            mixed = mixed.transpose(2, 3)
+        summed: Tensor = self.out(mixed.flatten(2))
+        return summed
+
+
+def stacked(qkv: Tensor, heads: int) -> Tensor:
+    return qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+
+
+def by_head(qkv: Tensor, heads: int) -> Tensor:
+    return qkv.unflatten(-1, (heads, 3, -1)).permute(3, 0, 2, 1, 4)
+
+
+class Grouped(nn.Module):
+    """Has fewer keys than queries; ``repeat`` says which queries each serves."""
+
+    def __init__(self, repeat: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = 4, 2, 2
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+        self.repeat = repeat
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = (self.q(x), self.k(x), self.v(x))
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projected)
+        mixed = F.scaled_dot_product_attention(q, self.repeat(k), self.repeat(v))
+        summed: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return summed
+
+
+class Mlp(nn.Module):
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        summed: Tensor = x + self.fc2(self.between(self.fc1(x)))
+        return summed
+
+
+class Norm(nn.Module):
+    """Keeps its layers in a dictionary, and what it is between them in a module of its own."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict(
+            {"c_fc": nn.Linear(WIDTH, 12), "act": between, "c_proj": nn.Linear(12, WIDTH)}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        summed: Tensor = self.mlp["c_proj"](self.mlp["act"](self.mlp["c_fc"](x)))
+        return summed
+
+
+CAN: dict[str, nn.Module] = {
+    "stacked": Attention(stacked),
+    "keys beside each other": Grouped(lambda k: k.repeat_interleave(2, 1)),
+    "gelu": Mlp(F.gelu),
+    "listed": Norm(nn.ReLU()),
+}
+CANNOT: dict[str, nn.Module] = {
+    "queries, keys and values of each head": Attention(by_head),
+    "heads merged the other way": Attention(stacked, swaps=True),
+    "keys one after the other": Grouped(lambda k: k.repeat(1, 2, 1, 1)),
+    "softmax": Mlp(lambda h: h.softmax(-1)),
+    "flipped": Mlp(lambda h: h.flip(-1)),
+    "layer norm": Mlp(lambda h: F.layer_norm(h, h.shape[-1:])),
+    "norm without parameters": Norm(nn.LayerNorm(12, elementwise_affine=False)),
+    "width in the code": Mlp(lambda h: h.view(-1, 4, 12)),
+}
+
+
+def model_of(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Embedding(6, WIDTH), module, nn.Linear(WIDTH, 6))
+
+
+def plan_of(model: nn.Module) -> set[str]:
+    return {name for name in find_plan(model, TP) if name.startswith("1.")}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", CAN)
+def test_what_adds_up_is_cut_and_nobody_notices_the_proof(name: str, device: str) -> None:
+    model = deepcopy(model_of(CAN[name])).to(device)
+    before, numbers = deepcopy(model), torch.get_rng_state()
+    assert plan_of(model)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert str(model) == str(before)
+    if device == "cpu":
+        pairs = zip(model.parameters(), before.parameters(), strict=True)
+        assert all(torch.equal(now, then) for now, then in pairs)
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_does_not_add_up_stays_whole(name: str) -> None:
+    assert not plan_of(model_of(CANNOT[name]))
+
+
+def test_a_plan_that_does_not_add_up_is_refused() -> None:
+    model = model_of(CANNOT["queries, keys and values of each head"])
+    styles = resolve_plan(model, {"1.qkv": "colwise", "1.out": "rowwise"})
+    with pytest.raises(ValueError, match=r"ranks of '1' give to 'out' does not add up.*off by"):
+        check_parts(model, styles, TP)
+
+
+class Rotary(Attention):
+    """Wants more than an activation."""
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * angles)
+
+
+def test_what_cannot_be_run_is_taken_at_its_word() -> None:
+    model = model_of(Rotary(by_head))
+    assert plan_of(model) == {"1.qkv", "1.out"}
+    assert find_flaws(model, find_plan(model, TP), TP) == {}
