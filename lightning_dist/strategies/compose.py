@@ -40,6 +40,7 @@ from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.plan import resolve_plan
 from lightning_dist.tensor.proof import check_parts
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
+from lightning_dist.tensor.vocabulary import check_head
 from lightning_dist.wrap import ByClass, Unit, WrapPolicy
 from lightning_dist.wrap_summary import WrapSummary, describe
 
@@ -230,13 +231,14 @@ def _choose_recomputed(module: nn.Module, units: list[Unit], shard: ShardConfig)
 def _spread(
     module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig, split: PipelineSplit | None
 ) -> SpreadModule | None:
+    asked = None if config.plan == "auto" else resolve_plan(module, config.plan)
     if mesh is None:
         return None
-    if config.plan == "auto":
-        styles = find_plan(module, mesh.size())
-    else:
-        styles = resolve_plan(module, config.plan)
-        check_parts(module, styles, mesh.size())
+    if asked is not None:
+        check_parts(module, asked, mesh.size())
+    styles = find_plan(module, mesh.size()) if asked is None else asked
+    if config.loss_parallel:
+        check_head(module, styles, mesh.size())
     options = SpreadOptions(config.sequence_parallel, config.loss_parallel)
     if split is None:
         return SpreadModule(module, styles, mesh, options)

@@ -250,7 +250,8 @@ def check_gradients(without: Sequence[str]) -> None:
         raise ValueError(
             f"The loss does not depend on {_some(without)}. Freeze what is not trained with"
             " `requires_grad_(False)`, or, if other steps use it, pass"
-            " find_unused_parameters=True."
+            " find_unused_parameters=True (to a MeshStrategy in shard=ShardConfig(...), which with"
+            " tp=... is what TensorParallelStrategy is)."
         )
 
 

@@ -70,8 +70,9 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
         )
     if not module.automatic_optimization:
         raise ValueError(
-            "Manual optimization calls backward inside of the step, while the parameters are"
-            " gathered for its forward. Use automatic optimization, or DDPStrategy."
+            "Manual optimization calls backward inside of the step, where this strategy cannot"
+            " complete the gradients: ranks have gathered parameters for its forward, or have"
+            " summands of each other's. Use automatic optimization, or DDPStrategy."
         )
     scalars = [name for name, p in module.named_parameters() if p.ndim == 0]
     if scalars:

@@ -16,12 +16,18 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
+from lightning_dist.count import check_count
 from lightning_dist.dry_run_summary import DryRunSummary
 from lightning_dist.mesh import MeshShape, fill_mesh
 from lightning_dist.strategies import fsdp_checks
 from lightning_dist.strategies.dry_run import DryRun
 from lightning_dist.strategies.measured import MeasuredStages
-from lightning_dist.strategies.mesh_checks import check_dry_run, check_mesh, check_offload
+from lightning_dist.strategies.mesh_checks import (
+    check_dry_run,
+    check_mesh,
+    check_offload,
+    check_sizes,
+)
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.rank_table import gather_rank_table
@@ -79,6 +85,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
+        check_sizes(pp, dp_replicate, dp_shard, tp)
         check_mesh(pp, tp, pipeline, shard)
         super().__init__(
             pipeline,
@@ -148,6 +155,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
                 parallel so, its step needs the values of tensors, or this process is a rank
                 already.
         """
+        check_count("world_size", world_size)
         shape = self.mesh_shape(world_size)
         check_dry_run(self._policy.is_manual, optimizer_states_per_parameter)
         check_precision(str(self.precision_plugin.precision), shape.tp)

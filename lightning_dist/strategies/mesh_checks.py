@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+from lightning_dist.count import check_count
 from lightning_dist.mesh import MeshShape
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.shard_config import Offload, ShardConfig
+
+
+def check_sizes(pp: object, dp_replicate: object, dp_shard: object, tp: object) -> None:
+    """Checks the sizes of the axes, each by itself.
+
+    Args:
+        pp: As given to the strategy.
+        dp_replicate: As given to the strategy.
+        dp_shard: As given to the strategy.
+        tp: As given to the strategy.
+
+    Raises:
+        ValueError: One is no number of ranks.
+    """
+    for name, size in (("pp", pp), ("dp_replicate", dp_replicate), ("tp", tp)):
+        check_count(name, size)
+    if dp_shard != "auto":
+        check_count("dp_shard", dp_shard, instead="'auto'")
 
 
 def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -> None:

@@ -274,11 +274,12 @@ class ShardedStrategy(DataParallelStrategy):
     @override
     def teardown(self) -> None:
         module = self.lightning_module
-        if module is None or not any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
+        if module is None or self.is_running:
             super().teardown()
             return
-        # The run has failed before there were values. Lightning moves the module to the CPU, and
-        # the error that this would be must not take the place of the one that ended the run.
+        # The run has failed: maybe before there were values, or in the middle of a step. Lightning
+        # moves the module to the CPU, and the error that this would be must not take the place of
+        # the one that ended the run.
         undo = replace_method(module, "cpu", lambda: module)
         try:
             super().teardown()

@@ -21,6 +21,7 @@ from lightning_dist.sharding import move_rest, reshard
 from lightning_dist.strategies.compose import Composed
 from lightning_dist.strategies.lightning_private import set_device
 from lightning_dist.strategies.measured import Measurements
+from lightning_dist.strategies.mixture import explained_mixture
 from lightning_dist.strategies.session import RunContext
 from lightning_dist.strategies.used_parts import UsedParts
 from lightning_dist.tensor.logits import joined
@@ -154,7 +155,7 @@ class ShardedModule:
                 return self.prepared(step)(*args, **kwargs)
 
         (root,) = self._roots
-        with context():
+        with context(), explained_mixture():
             return root(entered, *args, **kwargs)
 
     def agreeing(self, *, training: bool) -> AbstractContextManager[None]:
@@ -203,7 +204,7 @@ class ShardedModule:
         Returns:
             The loss.
         """
-        with self.backward_context():
+        with self.backward_context(), explained_mixture():
             return default()
 
     def update(

@@ -35,5 +35,11 @@ class TensorConfig:
                     " such as {'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}."
                 )
             return
+        is_plan = isinstance(self.plan, Mapping) and bool(self.plan)
+        if not is_plan or not all(isinstance(pattern, str) for pattern in self.plan):
+            raise ValueError(
+                f"plan={self.plan!r} must be 'auto' or a dictionary of patterns and styles, such as"
+                " {'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}."
+            )
         for pattern, style in self.plan.items():
             parse_style(style, pattern)

@@ -58,7 +58,7 @@ def parse_style(name: str, pattern: str) -> Style:
         ValueError: There is no such style.
     """
     styles = {style.value: style for style in Style}
-    if name not in styles:
+    if not isinstance(name, str) or name not in styles:
         raise ValueError(
             f"The style {name!r} of {pattern!r} is unknown.{nearest(str(name), styles)} Use one of"
             f" {', '.join(styles)}."

@@ -30,7 +30,7 @@ from lightning_dist.tensor.projection import (
     output_dim,
     project,
 )
-from lightning_dist.tensor.regions import Styles, attentions, holders, stacked_in
+from lightning_dist.tensor.regions import Styles, attentions, holders, partner_of, stacked_in
 from lightning_dist.tensor.styles import Style
 from lightning_dist.tree import flatten
 
@@ -81,6 +81,7 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
     Raises:
         ValueError: It does not.
     """
+    _check_ends(styles)
     for name, flaw in find_flaws(module, styles, tp_size).items():
         raise ValueError(
             f"{flaw[0].upper()}{flaw[1:]}. (The plan cuts the layers of {name!r}, and a copy of it"
@@ -88,6 +89,26 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
             " out of the plan, or write its forward so that each head, or each hidden feature, is"
             " computed by itself; a fused layer has all queries, then all keys, then all values."
         )
+
+
+def _check_ends(styles: Styles) -> None:
+    """Checks that regions begin and end."""
+    begins = [name for name, style in styles.items() if style is Style.COLWISE]
+    ends = [name for name, style in styles.items() if style.sums_up]
+    if begins and not ends:
+        raise ValueError(
+            f"The plan gives each rank its own features in {begins[0]!r} ('colwise'), and no layer"
+            " sums up over them. Name the one that takes them 'rowwise', or use 'colwise_gather'."
+        )
+    met = {partner_of(styles, name) for name in begins}
+    parents = {name.rpartition(".")[0] for name in begins}
+    for name in ends:
+        if name not in met and name.rpartition(".")[0] not in parents:
+            raise ValueError(
+                f"The plan sums up over the ranks' own features in {name!r}, as a"
+                f" {styles[name].value!r} layer does, and no layer beside it gives them any. Name"
+                " the one that does 'colwise'."
+            )
 
 
 def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str | None:

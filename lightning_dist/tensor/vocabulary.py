@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -49,6 +49,33 @@ def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> 
     if users <= set(found):
         return found
     return {} if head is None or head in users else {head: Style.COLWISE_GATHER}
+
+
+def check_head(module: nn.Module, styles: Mapping[str, Style], tp_size: int) -> None:
+    """Checks that there are logits to leave apart.
+
+    Args:
+        module: The model.
+        styles: By module name.
+        tp_size: Tensor-parallel ranks.
+
+    Raises:
+        ValueError: No head is spread.
+    """
+    if Style.COLWISE_GATHER in styles.values():
+        return
+    sizes = {part.num_embeddings for part in module.modules() if is_token_table(part)}
+    odd = sorted(size for size in sizes if size % tp_size)
+    padded = [f"{size} to {-(-size // tp_size) * tp_size}" for size in odd]
+    reason = (
+        f" A vocabulary must be shared out over tp_size={tp_size} ranks: pad {', '.join(padded)}."
+        if padded
+        else " None was found that has an output for each row of a token embedding."
+    )
+    raise ValueError(
+        "loss_parallel=True leaves each rank its part of the logits, but no head is spread as"
+        f" 'colwise_gather'.{reason} Or name the head in plan={{...}}, or leave loss_parallel out."
+    )
 
 
 def _find_head(module: nn.Module, table: nn.Embedding, taken: Collection[str]) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import MeshStrategy
@@ -40,6 +40,14 @@ class TwoOptimizers(GPT):
         for parameter in self.parameters():
             halves[parameter.dim() > 1].append(parameter)
         return [torch.optim.SGD(half, lr=0.1) for half in halves], []
+
+
+class Penalised(GPT):
+    """Computes with a parameter in its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = self.model[1].up.weight  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx) + 0.1 * weight.square().sum()  # type: ignore[operator]
 
 
 def refusal(
@@ -137,6 +145,20 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
         8,
         ["255 rows", "'model.0.token'", "256"],
     ),
+    "logits that nobody spreads": (
+        odd_vocabulary,
+        {"tp": 2, "tensor": TensorConfig(loss_parallel=True)},
+        {},
+        8,
+        ["loss_parallel=True", "no head", "pad 255 to 256"],
+    ),
+    "a penalty on weights": (
+        lambda: Penalised(width=32, depth=2, num_heads=4),
+        {"tp": 2},
+        {},
+        8,
+        ["parameter itself", "weight_decay"],
+    ),
     "a sequence": (
         make_gpt,
         {"pp": 2, "tp": 2, "tensor": TensorConfig(sequence_parallel=True)},
@@ -164,3 +186,23 @@ def refusal_of(name: str) -> str:
 def test_layers_of_a_mesh_stay_where_they_are() -> None:
     with pytest.raises(ValueError, match="partition='profile' moves layers when it has measured"):
         MeshStrategy(pp=2, pipeline=PipelineConfig(partition="profile"))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tp": "auto"}, {"pp": "2"}, {"dp_replicate": "auto"}, {"dp_shard": None}, {"tp": 0}]
+)
+def test_sizes_are_counts(sizes: dict[str, Any]) -> None:
+    (name,) = sizes
+    with pytest.raises(ValueError, match=f"{name}=.*an integer of at least 1"):
+        MeshStrategy(**sizes)
+
+
+@pytest.mark.parametrize("plan", [[], None, {}, {1: "colwise"}, True])
+def test_a_plan_is_a_dictionary(plan: Any) -> None:
+    with pytest.raises(ValueError, match="must be 'auto' or a dictionary"):
+        TensorConfig(plan=plan)
+
+
+def test_a_dry_run_has_a_world() -> None:
+    with pytest.raises(ValueError, match="world_size='4' must be an integer"):
+        MeshStrategy(tp=2).dry_run(make_gpt(), "4", sample_batch=None)  # type: ignore[arg-type]

@@ -138,6 +138,20 @@ def test_a_plan_that_does_not_add_up_is_refused() -> None:
         check_parts(model, styles, TP)
 
 
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"1.fc1": "colwise"}, "own features in '1.fc1'.*no layer sums up"),
+        ({"1.fc2": "rowwise"}, "sums up .* in '1.fc2'.*no layer beside it"),
+        ({"1.fc*": "colwise", "1.fc2": "rowwise", "2": "rowwise"}, "sums up .* in '2'"),
+    ],
+)
+def test_a_region_begins_and_ends(plan: dict[str, str], words: str) -> None:
+    model = model_of(CAN["gelu"])
+    with pytest.raises(ValueError, match=words):
+        check_parts(model, resolve_plan(model, plan), TP)
+
+
 class Rotary(Attention):
     """Wants more than an activation."""
 
