@@ -13,7 +13,6 @@ is taken at its word.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -32,14 +31,12 @@ from lightning_dist.tensor.projection import (
 )
 from lightning_dist.tensor.regions import Styles, attentions, holders, partner_of, stacked_in
 from lightning_dist.tensor.styles import Style
-from lightning_dist.tree import flatten
+from lightning_dist.tensor.trial import arguments_of, differ, random_copy, returned_by
 
 _Cuts = Mapping[str, tuple[Style, int]]
 """Style, and how many matrices are stacked, of the layers of a module by their names in it."""
 
 _BATCH, _LENGTH = 2, 4
-_TOLERANCE = 1e-3  # in float32, of the largest element
-_SAME = ("key", "value", "k", "v", "memory")  # a second activation, as of a cross-attention
 
 
 def find_flaws(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str]:
@@ -115,8 +112,8 @@ def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str |
     try:
         for parent in _attentions(cuts):
             check_heads(parent, holder.get_submodule(parent), tp_size)
-        copy = _random_copy(holder)
-        arguments = _arguments(copy, _activation(copy, cuts))
+        copy = random_copy(holder)
+        arguments = arguments_of(copy, _activation(copy, cuts))
         whole = _Run(copy, cuts, arguments)
     except Exception:  # noqa: BLE001  (the user's code, called in a way that it may not know)
         return None
@@ -127,12 +124,12 @@ def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str |
         ]
     except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
         return f"{name!r} cannot compute with a part of its features: {error}"
-    if any(_differ(part.returned, whole.returned) for part in parts):
+    if any(differ(part.returned, whole.returned) for part in parts):
         return f"{name!r} returns something else if its layers are cut"
     for layer, wanted in whole.sums.items():
         for call, sum_of_all in enumerate(wanted):
             total = torch.stack([part.sums[layer][call] for part in parts]).sum(0)
-            if _differ(total, sum_of_all):
+            if differ(total, sum_of_all):
                 return _not_the_sum(name, layer, total, sum_of_all)
     return None
 
@@ -163,7 +160,7 @@ class _Run:
         for name in names:
             given = None if whole is None else whole[name]
             _note_sums(_layer(module, name), self.sums[name], given)
-        self.returned: Tensor = flatten(module.forward(*arguments))[0][0]
+        self.returned = returned_by(module, arguments)
 
 
 def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | None) -> None:
@@ -173,20 +170,6 @@ def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | N
         return given.clone() if layer.bias is None else given + layer.bias
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
-
-
-def _random_copy(module: nn.Module) -> nn.Module:
-    """Copies a module with other values on the CPU, whatever device it is on."""
-    known: dict[int, Any] = {}
-    for parameter in module.parameters():
-        value = torch.empty(parameter.shape)
-        reach = (3 / parameter.shape[-1]) ** 0.5 if parameter.dim() > 1 else 0.5
-        value.uniform_(-reach, reach).add_(float(parameter.dim() < 2))
-        known[id(parameter)] = nn.Parameter(value, requires_grad=False)
-    for buffer in module.buffers():
-        value = torch.ones_like(buffer, device="cpu") if buffer.is_meta else buffer.cpu()
-        known[id(buffer)] = value.float() if value.is_floating_point() else value
-    return deepcopy(module, known).eval()
 
 
 def _part(name: str, copy: nn.Module, cuts: _Cuts, tp_size: int, rank: int) -> nn.Module:
@@ -227,26 +210,10 @@ def _activation(module: nn.Module, cuts: _Cuts) -> Tensor:
     return torch.randn(_BATCH, _LENGTH, input_size(_layer(module, first)))
 
 
-def _arguments(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """Gives what a module that wants an activation is called with."""
-    _, *others = inspect.signature(module.forward).parameters.values()
-    wanted = [p for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    unknown = [p.name for p in wanted if p.name not in _SAME]
-    if unknown:
-        raise TypeError(f"it wants {unknown}, too")
-    return [x] * (1 + len(wanted))
-
-
 def _layer(module: nn.Module, name: str) -> nn.Linear:
     layer = module.get_submodule(name)
     assert is_projection(layer)
     return layer
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return True
-    return not float((one - other).abs().max()) <= _TOLERANCE * float(other.abs().max())
 
 
 def _not_the_sum(name: str, layer: str, total: Tensor, wanted: Tensor) -> str:

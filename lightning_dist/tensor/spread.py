@@ -36,6 +36,7 @@ from lightning_dist.tensor.sequence import (
     cut_sequence,
     find_stacks,
 )
+from lightning_dist.tensor.sequence_proof import check_positions
 from lightning_dist.tensor.styles import Style
 from lightning_dist.tensor.summands import check_shared, find_summands
 
@@ -93,6 +94,7 @@ class SpreadModule:
         stacks = find_stacks(module) if options.sequence_parallel else []
         self._blocks = [name for stack in stacks for name in stack]
         check_blocks(module, self._blocks, styles)
+        check_positions(module, self._blocks, styles, mesh.size())
         self._uses = _uses(module)
         stacks_in = {name: stacked_in(module, styles, name) for name in styles}
         self.cuts = {

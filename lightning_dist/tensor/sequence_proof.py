@@ -1,0 +1,149 @@
+"""See that a block treats each position by itself, but for the layers that get the whole sequence.
+
+The same as :mod:`lightning_dist.tensor.proof`, for sequence parallelism: a copy of each kind of
+block is run on a whole sequence, and on each rank's part of one. Layers that get the whole sequence
+get the one that they have had in the first run. What the parts return must be the parts of what the
+whole has returned. A shift, a norm over the batch, a table of positions do not pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.tensor.projection import input_size, is_projection
+from lightning_dist.tensor.regions import Styles, only_holds
+from lightning_dist.tensor.sequence import SEQUENCE_DIM, change_activation
+from lightning_dist.tensor.styles import Style
+from lightning_dist.tensor.trial import arguments_of, differ, random_copy, returned_by
+
+_BATCH, _LENGTH_PER_RANK = 2, 2
+
+_Change = Callable[[Tensor], Tensor]
+
+
+def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp_size: int) -> None:
+    """Checks that nothing but spread layers looks at more than one position.
+
+    Args:
+        module: The model, whole; left as it is. May be on the meta device.
+        blocks: Names of its blocks.
+        styles: By module name, in the order of the model.
+        tp_size: Tensor-parallel ranks.
+
+    Raises:
+        ValueError: Something does, as far as that can be seen.
+    """
+    known: dict[Any, str | None] = {}
+    for name in blocks:
+        block, prefix = module.get_submodule(name), f"{name}."
+        inner = {n.removeprefix(prefix): s for n, s in styles.items() if n.startswith(prefix)}
+        kind = type(block), tuple(inner), str(block)
+        if kind not in known:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(0)
+                known[kind] = _find_flaw(block, inner, tp_size)
+        if known[kind] is not None:
+            raise ValueError(
+                f"sequence_parallel=True cuts the sequence for {name!r}, a {type(block).__name__},"
+                f" which {known[kind]}, as a copy with random weights has shown. Something beside"
+                " the spread layers looks at more than one position: a norm over the batch, a"
+                " shift, a mean, a table of positions. Do that outside of the blocks, or leave"
+                " sequence_parallel out."
+            )
+
+
+def _find_flaw(block: nn.Module, styles: Styles, tp_size: int) -> str | None:
+    try:
+        copy = random_copy(block)
+        x = torch.randn(_BATCH, _LENGTH_PER_RANK * tp_size, _width(copy, styles))
+        arguments = arguments_of(copy, x)
+        _train(copy, arguments)
+        noted: dict[str, list[Tensor]] = {name: [] for name in _gathering(copy, styles)}
+        whole = _with_changes(copy, {name: _note(met) for name, met in noted.items()})
+        returned = returned_by(whole, arguments)
+    except Exception:  # noqa: BLE001  (the user's code, called in a way that it may not know)
+        return None
+    parts = []
+    for rank, own in enumerate(x.chunk(tp_size, SEQUENCE_DIM)):
+        give = partial(_give, tp_size=tp_size, rank=rank)
+        part = _with_changes(copy, {name: give(met) for name, met in noted.items()})
+        _scatter(part, styles, tp_size, rank)
+        try:
+            parts.append(returned_by(part, [own] * len(arguments)))
+        except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
+            return f"computes something else with a part of it ({error})"
+    if differ(torch.cat(parts, SEQUENCE_DIM), returned):
+        return "computes something else with a part of it"
+    return None
+
+
+def _width(block: nn.Module, styles: Styles) -> int:
+    names = [name for name, style in styles.items() if style is Style.COLWISE]
+    return input_size(block.get_submodule(names[0]))
+
+
+def _train(copy: nn.Module, arguments: Sequence[Tensor]) -> None:
+    """Makes a block train if it draws no numbers then: norms look at the batch."""
+    for part in copy.train().modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    first, second = (returned_by(copy, arguments) for _ in range(2))
+    copy.train(torch.equal(first, second))
+
+
+def _gathering(block: nn.Module, styles: Styles) -> list[str]:
+    """Names the modules that are given the whole sequence, as they are when a model is spread."""
+    found = []
+    for name, style in styles.items():
+        if style is Style.COLWISE:
+            parent = name.rpartition(".")[0]
+            runs_first = bool(parent) and not only_holds(block.get_submodule(parent))
+            found.append(parent if runs_first else name)
+    return list(dict.fromkeys(found))
+
+
+def _with_changes(copy: nn.Module, changes: dict[str, _Change]) -> nn.Module:
+    """Copies a copy, with the same values, and changes what some modules are given."""
+    shared: dict[int, Any] = {id(t): t for t in [*copy.parameters(), *copy.buffers()]}
+    changed = deepcopy(copy, shared)
+    for name, change in changes.items():
+        change_activation(changed.get_submodule(name), change)
+    return changed
+
+
+def _note(met: list[Tensor]) -> _Change:
+    def note(x: Tensor) -> Tensor:
+        met.append(x.clone())
+        return x
+
+    return note
+
+
+def _give(met: Sequence[Tensor], tp_size: int, rank: int) -> _Change:
+    calls = iter(met)
+
+    def give(x: Tensor) -> Tensor:
+        whole = next(calls)
+        if differ(x, whole.chunk(tp_size, SEQUENCE_DIM)[rank]):
+            raise ValueError("a spread layer is given something else")
+        return whole.clone()
+
+    return give
+
+
+def _scatter(block: nn.Module, styles: Styles, tp_size: int, rank: int) -> None:
+    """Makes layers that sum up return a rank's part of the sequence."""
+
+    def cut(_: nn.Module, __: object, whole: Tensor) -> Tensor:
+        return whole.chunk(tp_size, SEQUENCE_DIM)[rank]
+
+    for name, style in styles.items():
+        layer = block.get_submodule(name)
+        if style.sums_up and is_projection(layer):
+            layer.register_forward_hook(cut)

@@ -1,0 +1,78 @@
+"""Run a copy of a module on its own, to see what it computes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.tree import flatten
+
+_TOLERANCE = 1e-3  # in float32, of the largest element
+_SAME = ("key", "value", "k", "v", "memory")  # a second activation, as of a cross-attention
+
+
+def random_copy(module: nn.Module) -> nn.Module:
+    """Copies a module with other values on the CPU, for evaluation.
+
+    Args:
+        module: Whole; on any device, the meta device too.
+    """
+    known: dict[int, Any] = {}
+    for parameter in module.parameters():
+        value = torch.empty(parameter.shape)
+        reach = (3 / parameter.shape[-1]) ** 0.5 if parameter.dim() > 1 else 0.5
+        value.uniform_(-reach, reach).add_(float(parameter.dim() < 2))
+        known[id(parameter)] = nn.Parameter(value, requires_grad=False)
+    for buffer in module.buffers():
+        value = torch.ones_like(buffer, device="cpu") if buffer.is_meta else buffer.cpu()
+        known[id(buffer)] = value.to(torch.float32) if value.is_floating_point() else value
+    return deepcopy(module, known).eval()
+
+
+def arguments_of(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Gives what a module that wants an activation is called with.
+
+    Args:
+        module: Any.
+        x: An activation.
+
+    Raises:
+        TypeError: It wants something else, too.
+    """
+    _, *others = inspect.signature(module.forward).parameters.values()
+    wanted = [p for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    unknown = [p.name for p in wanted if p.name not in _SAME]
+    if unknown:
+        raise TypeError(f"it wants {unknown}, too")
+    return [x] * (1 + len(wanted))
+
+
+def returned_by(module: nn.Module, arguments: Sequence[Tensor]) -> Tensor:
+    """Calls a module's forward, without the hooks around it.
+
+    Args:
+        module: Any.
+        arguments: Of the call.
+
+    Returns:
+        The first tensor that it has returned.
+    """
+    found: Tensor = flatten(module.forward(*arguments))[0][0]
+    return found
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Tells whether two results are not one and the same, but for the order of sums.
+
+    Args:
+        one: Of float32.
+        other: Of float32.
+    """
+    if one.shape != other.shape:
+        return True
+    return not float((one - other).abs().max()) <= _TOLERANCE * float(other.abs().max())
