@@ -21,7 +21,6 @@ A stage asks its policy; the schedule decides which policy is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
@@ -111,19 +110,19 @@ class Unstashed(Current):
     differentiates that. Only to study what stashing buys (PipeDream, section 3.3).
 
     Args:
-        remembered: Parameters to copy at each forward, for comparisons.
+        remembered: Gives the parameters to copy at a forward, for comparisons.
     """
 
     recomputes = True
 
-    def __init__(self, remembered: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, remembered: Callable[[], Mapping[str, nn.Parameter]]) -> None:
         super().__init__()
         self._remembered = remembered
 
     @override
     def acquire(self) -> WeightVersion:
         """Gives the parameters themselves."""
-        copies = {name: p.detach().clone() for name, p in self._remembered.items()}
+        copies = {name: p.detach().clone() for name, p in self._remembered().items()}
         return WeightVersion(self.num_steps, copies=copies)
 
 
@@ -234,15 +233,22 @@ def choose_policy(
     age = stage if is_apart and versions == "vertical_sync" else 0
     if half is not None and not half.casts(layers):
         half = None
-    trainable = {n: p for n, p in layers.named_parameters() if p.requires_grad}
+
+    def trainable() -> dict[str, nn.Parameter]:  # now: they may be frozen and thawed
+        return {name: p for name, p in layers.named_parameters() if p.requires_grad}
+
     if predict is not None:
-        foresee = partial(predict, trainable)
-        return Predicted(layers.named_parameters(), foresee, microbatches_per_update, half)
+        return Predicted(
+            layers.named_parameters(),
+            lambda num_updates: predict(trainable(), num_updates),
+            microbatches_per_update,
+            half,
+        )
     if half is not None:
         store = HalfWeightStore(layers.named_parameters(), half, age)
         return UnstashedHalf(store, remembers=remembers) if versions == "none" else Stashed(store)
     if update_rule is UpdateRule.FLUSHED:
         return Current()
     if versions == "none":
-        return Unstashed(trainable if remembers else {})
+        return Unstashed(trainable if remembers else dict)
     return Stashed(WeightStore(layers.named_parameters(), age))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.pipeline.extrapolation import check_extrapolation, extrapolated
+from lightning_dist.pipeline.schedule import UpdateRule
+from lightning_dist.pipeline.weight_policy import choose_policy
 
 AHEAD = (1, 2, 5)
 
@@ -67,3 +70,18 @@ def test_before_the_first_update_nothing_is_known(kind: Any) -> None:
 def test_without_momentum_nobody_knows() -> None:
     with pytest.raises(ValueError, match=r"does not know where SGD goes.*momentum"):
         check_extrapolation(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+
+
+def test_a_thawed_parameter_is_foreseen_and_copied() -> None:
+    layer = nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    predict = partial(extrapolated, optimizer)
+    policy = choose_policy(layer, 0, UpdateRule.EACH, "stash", predict, remembers=False)
+    policy.acquire()
+    frozen = policy.acquire().aliases["bias"]
+    assert frozen.data_ptr() == layer.bias.data_ptr(), "nobody writes to it"
+    layer.bias.requires_grad_(True)
+    thawed = policy.acquire().aliases["bias"]
+    assert thawed.requires_grad
+    assert thawed.data_ptr() != layer.bias.data_ptr()
