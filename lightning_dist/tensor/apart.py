@@ -26,7 +26,10 @@ _SHAPE = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ex
 _TURN = ("transpose", "permute", "movedim", "swapaxes")
 _TAKE = ("narrow", "select", "chunk", "split", "unbind")
 _TELL = ("size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "__len__")
-_PROPERTY = ("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn")
+_PROPERTY = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf")
+# FSDP2 looks whether what its units return is a view, and hooks into it.
+_WATCH = ("register_hook", "_is_view")
+_WATCHED = ("_base",)
 # An attribute, for these tensors come and go within a step, and parameters are DTensors, too.
 _MARK = "_lightning_dist_logits"
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
@@ -34,11 +37,11 @@ _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 
 _KNOWN = frozenset(
     getattr(holder, name)
-    for name in (*_SCALE, *_COPY, *_SHAPE, *_TURN, *_TAKE, *_TELL)
+    for name in (*_SCALE, *_COPY, *_SHAPE, *_TURN, *_TAKE, *_TELL, *_WATCH)
     for holder in (Tensor, torch)
     if hasattr(holder, name)
 )
-_PROPERTIES = frozenset(getattr(Tensor, name).__get__ for name in _PROPERTY)
+_PROPERTIES = frozenset(getattr(Tensor, name).__get__ for name in (*_PROPERTY, *_WATCHED))
 
 
 def mark(logits: DTensor) -> DTensor:

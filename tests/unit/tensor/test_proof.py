@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -118,7 +119,12 @@ def plan_of(model: nn.Module) -> set[str]:
 def test_what_adds_up_is_cut_and_nobody_notices_the_proof(name: str, device: str) -> None:
     model = deepcopy(model_of(CAN[name])).to(device)
     before, numbers = deepcopy(model), torch.get_rng_state()
+    calls: list[Any] = []
+    for part in model.modules():
+        part.register_forward_pre_hook(lambda *_: calls.append("before"))
+        part.register_forward_hook(lambda *_: calls.append("behind"))
     assert plan_of(model)
+    assert calls == []
     assert torch.equal(torch.get_rng_state(), numbers)
     assert str(model) == str(before)
     if device == "cpu":
