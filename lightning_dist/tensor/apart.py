@@ -28,7 +28,7 @@ _TAKE = ("narrow", "select", "chunk", "split", "unbind")
 _TELL = ("size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "__len__")
 _PROPERTY = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf")
 # FSDP2 looks whether what its units return is a view, and hooks into it.
-_WATCH = ("register_hook", "_is_view")
+_WATCH = ("register_hook",)
 _WATCHED = ("_base",)
 # An attribute, for these tensors come and go within a step, and parameters are DTensors, too.
 _MARK = "_lightning_dist_logits"
