@@ -31,7 +31,7 @@ from lightning_dist.tensor.projection import (
 )
 from lightning_dist.tensor.regions import Styles, attentions, holders, partner_of, stacked_in
 from lightning_dist.tensor.styles import Style
-from lightning_dist.tensor.trial import arguments_of, differ, random_copy, returned_by
+from lightning_dist.tensor.trial import arguments_of, differ, kind_of, random_copy, returned_by
 
 _Cuts = Mapping[str, tuple[Style, int]]
 """Style, and how many matrices are stacked, of the layers of a module by their names in it."""
@@ -56,7 +56,7 @@ def find_flaws(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str
         cuts = {layer: (styles[layer], stacked_in(module, styles, layer)) for layer in layers}
         inner = {_inside(name, layer): cut for layer, cut in cuts.items()}
         holder = module.get_submodule(name)
-        kind = (type(holder), tuple((n, holder.get_submodule(n).weight.shape) for n in inner))
+        kind = (*kind_of(holder), *inner)
         if name and kind not in known:  # the whole model is more than a copy should be made of
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(0)

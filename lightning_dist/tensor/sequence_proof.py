@@ -20,7 +20,7 @@ from lightning_dist.tensor.projection import input_size, is_projection
 from lightning_dist.tensor.regions import Styles, only_holds
 from lightning_dist.tensor.sequence import SEQUENCE_DIM, change_activation
 from lightning_dist.tensor.styles import Style
-from lightning_dist.tensor.trial import arguments_of, differ, random_copy, returned_by
+from lightning_dist.tensor.trial import arguments_of, differ, kind_of, random_copy, returned_by
 
 _BATCH, _LENGTH_PER_RANK = 2, 2
 
@@ -43,7 +43,7 @@ def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp
     for name in blocks:
         block, prefix = module.get_submodule(name), f"{name}."
         inner = {n.removeprefix(prefix): s for n, s in styles.items() if n.startswith(prefix)}
-        kind = type(block), tuple(inner), str(block)
+        kind = (*kind_of(block), *inner)
         if kind not in known:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(0)

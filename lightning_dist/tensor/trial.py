@@ -20,6 +20,18 @@ _TOLERANCE = 1e-3  # in float32, of the largest element
 _SAME = ("key", "value", "k", "v", "memory")  # a second activation, as of a cross-attention
 
 
+def kind_of(module: nn.Module) -> tuple[Any, ...]:
+    """Names what several modules have in common that compute the same with other weights.
+
+    Args:
+        module: Any, of a model with more of its kind, as blocks are.
+    """
+    parts = list(module.modules())
+    functions = (value for part in parts for value in vars(part).values() if callable(value))
+    shapes = (tensor.shape for tensor in [*module.parameters(), *module.buffers()])
+    return (*map(type, parts), str(module), *map(id, functions), *shapes)
+
+
 def random_copy(module: nn.Module) -> nn.Module:
     """Copies a module with other values on the CPU, for evaluation.
 

@@ -137,6 +137,11 @@ def test_what_does_not_add_up_stays_whole(name: str) -> None:
     assert not plan_of(model_of(CANNOT[name]))
 
 
+def test_modules_of_a_class_are_not_all_alike() -> None:
+    mlps = [Mlp(F.gelu), Mlp(lambda h: h.softmax(-1)), Mlp(F.gelu)]
+    assert plan_of(model_of(nn.Sequential(*mlps))) == {"1.0.fc1", "1.0.fc2", "1.2.fc1", "1.2.fc2"}
+
+
 def test_a_plan_that_does_not_add_up_is_refused() -> None:
     model = model_of(CANNOT["queries, keys and values of each head"])
     styles = resolve_plan(model, {"1.qkv": "colwise", "1.out": "rowwise"})
