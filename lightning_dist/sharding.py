@@ -71,6 +71,7 @@ def shard(
     Raises:
         ValueError: A unit's trainable parameters are of several dtypes.
     """
+    _check_stacks(module, mesh)
     _check_dtypes(roots, module, units)
     precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     is_cuda = mesh.device_type == "cuda"
@@ -120,6 +121,23 @@ def _check_dtypes(roots: Sequence[nn.Module], module: nn.Module, units: Sequence
                 f"The unit {unit_name} would have trainable parameters of several"
                 f" dtypes: {', '.join(held)}. Give them one, or make the modules with another one"
                 " units of their own: wrap=AnyOf(EachBlock(), ByName([...]))."
+            )
+
+
+def _check_stacks(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Checks that FSDP2 can share out what tensor-parallel ranks have several pieces of.
+
+    It shards along a dim that is not the first one only in equal parts.
+    """
+    num_shards = mesh.shape[-1]
+    for name, parameter in module.named_parameters():
+        dim = _shard_dim(parameter)
+        size = parameter.shape[dim.dim] if dim is not None else num_shards
+        if size % num_shards:
+            raise ValueError(
+                f"{name!r} stacks several matrices, such as queries, keys and values, so its"
+                f" {size} input features are sharded, and dp_shard={num_shards} does not divide"
+                " them. Use another width or dp_shard, or a layer for each matrix."
             )
 
 

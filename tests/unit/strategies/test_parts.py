@@ -188,8 +188,11 @@ def test_sigterm_is_ours_before_and_with_lightnings_handlers_and_then_the_users_
 def test_sigterm_ends_what_was_forked_during_a_run() -> None:
     handler = SigtermHandler(quiet_trainer(), lambda: None)
     try:
-        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        context = multiprocessing.get_context("fork")
+        runs = context.Event()  # until it does, Python drops the signals of a forked process
+        child = context.Process(target=lambda: (runs.set(), signal.pause()))
         child.start()
+        assert runs.wait(10)
         child.terminate()
         child.join(10)
         assert child.exitcode == -signal.SIGTERM
