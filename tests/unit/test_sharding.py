@@ -17,6 +17,7 @@ from lightning_dist import sharding
 from lightning_dist.fake_ranks import fake_rank
 from lightning_dist.interrupted_step import forget_step
 from lightning_dist.sharding import ShardingOptions, fill, move_rest, reshard, shard, unshard
+from lightning_dist.shards import cut
 from lightning_dist.tensor.placements import stacked
 from lightning_dist.wrap import Unit
 
@@ -217,3 +218,12 @@ def test_what_is_not_sharded_goes_to_the_device(mesh: DeviceMesh) -> None:
     assert list(dict(module.named_parameters())) == names
     module.layer(torch.ones(1, 4)).sum().backward()
     assert module.layer.weight.grad is not None
+
+
+def test_stacked_matrices_are_sharded_in_equal_parts_or_not_at_all() -> None:
+    with fake_rank(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        layer = nn.Linear(7, 12, bias=False)
+        layer.weight = nn.Parameter(cut(layer.weight, mesh["tp"], [stacked(0, 3)]))
+        with pytest.raises(ValueError, match=r"'weight' stacks.* 7 input features.* dp_shard=2"):
+            shard([layer], layer, [], mesh["dp_shard"], ShardingOptions())
