@@ -8,6 +8,7 @@ gradients would still come out for the old version, but of activations that it n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -28,6 +29,7 @@ class Reweighted(nn.Module):
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
         self.layers = layers
+        self._places = _places(layers)
 
     def run(self, version: WeightVersion | None, function: Callable[[], T]) -> T:
         """Runs a function with the weights of a version in the place of the layers' own.
@@ -38,8 +40,14 @@ class Reweighted(nn.Module):
         """
         if version is None or not version.aliases:
             return function()
-        lent = {f"layers.{name}": alias for name, alias in version.aliases.items()}
-        result: T = torch.func.functional_call(self, lent, (function,))
+        # Not by torch's `tie_weights`: where a module has two names, that takes what it has lent by
+        # the first for the module's own, and leaves it there.
+        lent = {
+            f"layers.{place}": alias
+            for name, alias in version.aliases.items()
+            for place in self._places.get(name, [name])
+        }
+        result: T = torch.func.functional_call(self, lent, (function,), tie_weights=False)
         return result
 
     def backward(
@@ -57,3 +65,20 @@ class Reweighted(nn.Module):
     def forward(self, function: Callable[[], T]) -> T:
         """Runs a function."""
         return function()
+
+
+def _places(layers: nn.Module) -> dict[str, list[str]]:
+    """Lists where each parameter and buffer is, once for each module that has it.
+
+    Args:
+        layers: Any.
+
+    Returns:
+        Paths, by the first of them.
+    """
+    known: dict[int, list[str]] = {}
+    for path, part in layers.named_modules():
+        own = {"prefix": path, "recurse": False, "remove_duplicate": False}
+        for place, tensor in chain(part.named_parameters(**own), part.named_buffers(**own)):
+            known.setdefault(id(tensor), []).append(place)
+    return {places[0]: places for places in known.values()}

@@ -142,7 +142,7 @@ def read_schedule(path: str | Path) -> Schedule:
         ValueError: It cannot be read, a cell is no action, or the schedule cannot be executed.
     """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"The schedule {str(path)!r} cannot be read: {error}.") from error

@@ -144,3 +144,9 @@ def test_a_file_that_cannot_be_executed_says_why(text: str, message: str, tmp_pa
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere\.csv.*cannot be read"):
         read_schedule(tmp_path / "nowhere.csv")
+
+
+def test_a_file_of_a_spreadsheet_begins_with_a_mark(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,0B0\n", encoding="utf-8-sig")
+    assert read_schedule(path).num_stages == 1
