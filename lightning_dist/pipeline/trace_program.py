@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from lightning_dist.module_hooks import hooks_of
 from lightning_dist.pipeline.cut import skeleton_of
 from lightning_dist.pipeline.trace_call import Call, CallCheck, bind, example_of
 from lightning_dist.pipeline.trace_export import check_of, export
@@ -53,7 +54,7 @@ class TraceProgram:
         _refuse_hooks(module)
         self._module = module
         self._skeleton = skeleton_of(module)
-        for hooks in _hooks_of(self._skeleton):  # they run around the sequence, as around any other
+        for hooks in hooks_of(self._skeleton):  # they run around the sequence, as around any other
             hooks.clear()
         self.signature = inspect.signature(module.forward)
         given = bind(self.signature, args, kwargs)
@@ -161,17 +162,13 @@ class TraceProgram:
 
 def _refuse_hooks(module: nn.Module) -> None:
     """Refuses what would run in the trace, and never again."""
-    names = [name for name, part in module.named_modules() if name and any(_hooks_of(part))]
+    names = [name for name, part in module.named_modules() if name and any(hooks_of(part))]
     if names:
         raise ValueError(
             f"{names} have forward hooks, which nobody calls in a graph. Return what they collect"
             " from the forward; for weight and spectral norm use"
             " `torch.nn.utils.parametrizations`."
         )
-
-
-def _hooks_of(part: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    return part._forward_hooks, part._forward_pre_hooks
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -274,7 +274,8 @@ class ShardedStrategy(DataParallelStrategy):
     @override
     def teardown(self) -> None:
         module = self.lightning_module
-        if module is None or self.is_running:
+        tensors = [] if module is None else [*module.parameters(), *module.buffers()]
+        if module is None or (self.is_running and not any(t.is_meta for t in tensors)):
             super().teardown()
             return
         # The run has failed: maybe before there were values, or in the middle of a step. Lightning

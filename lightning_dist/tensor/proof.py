@@ -14,7 +14,6 @@ is taken at its word.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,15 @@ from lightning_dist.tensor.projection import (
 )
 from lightning_dist.tensor.regions import Styles, attentions, holders, partner_of, stacked_in
 from lightning_dist.tensor.styles import Style
-from lightning_dist.tensor.trial import arguments_of, differ, kind_of, random_copy, returned_by
+from lightning_dist.tensor.trial import (
+    arguments_of,
+    differ,
+    kind_of,
+    on_the_side,
+    random_copy,
+    returned_by,
+    shared_copy,
+)
 
 _Cuts = Mapping[str, tuple[Style, int]]
 """Style, and how many matrices are stacked, of the layers of a module by their names in it."""
@@ -58,8 +65,7 @@ def find_flaws(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str
         holder = module.get_submodule(name)
         kind = (*kind_of(holder), *inner)
         if name and kind not in known:  # the whole model is more than a copy should be made of
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(0)
+            with on_the_side():
                 known[kind] = _find_flaw(name, holder, inner, tp_size)
         flaw = known.get(kind)
         if flaw is not None:
@@ -174,8 +180,7 @@ def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | N
 
 def _part(name: str, copy: nn.Module, cuts: _Cuts, tp_size: int, rank: int) -> nn.Module:
     """Makes what one rank has of a module; values are shared with it."""
-    shared: dict[int, Any] = {id(t): t for t in [*copy.parameters(), *copy.buffers()]}
-    part = deepcopy(copy, shared)
+    part = shared_copy(copy)
     for own_name, (style, num_stacked) in cuts.items():
         layer = _layer(part, own_name)
         dim = input_dim(layer) if style.sums_up else output_dim(layer)

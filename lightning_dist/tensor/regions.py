@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
 from torch import nn
@@ -87,7 +87,7 @@ def holders(module: nn.Module, styles: Styles) -> dict[str, list[str]]:
         styles: By module name, in the order of the model.
 
     Returns:
-        By name the layers that open and end its regions, and what is local between them.
+        By name the layers that open and end its regions.
     """
     found: dict[str, list[str]] = {}
     for name, style in styles.items():
@@ -95,19 +95,28 @@ def holders(module: nn.Module, styles: Styles) -> dict[str, list[str]]:
         if partner is None:
             continue
         shared = _shared(name.split("."), partner.split("."))
-        while shared and only_holds(module.get_submodule(".".join(shared))):
+        while shared and _only_holds(module.get_submodule(".".join(shared))):
             shared.pop()
         holder = ".".join(shared)
         found.setdefault(holder, []).extend([name, partner])
     return {holder: list(dict.fromkeys(names)) for holder, names in found.items()}
 
 
-def only_holds(module: nn.Module) -> bool:
-    """Whether a module has no forward, but for its layers'.
+def opens_early(root: nn.Module, parent: str, blocks: Sequence[str]) -> bool:
+    """Whether the module around some layers is given the whole sequence, and not each layer.
+
+    It may look at the length of what it is given. A block has norms to compute before, and what
+    only holds its layers is never called.
 
     Args:
-        module: Any.
+        root: The model, or a block.
+        parent: Name of the module around the layers.
+        blocks: Names of the blocks for which the sequence is cut.
     """
+    return parent not in blocks and not _only_holds(root.get_submodule(parent))
+
+
+def _only_holds(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 

@@ -9,7 +9,6 @@ whole has returned. A shift, a norm over the batch, a table of positions do not 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -17,10 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.tensor.projection import input_size, is_projection
-from lightning_dist.tensor.regions import Styles, only_holds
+from lightning_dist.tensor.regions import Styles, opens_early
 from lightning_dist.tensor.sequence import SEQUENCE_DIM, change_activation
 from lightning_dist.tensor.styles import Style
-from lightning_dist.tensor.trial import arguments_of, differ, kind_of, random_copy, returned_by
+from lightning_dist.tensor.trial import (
+    arguments_of,
+    differ,
+    kind_of,
+    on_the_side,
+    random_copy,
+    returned_by,
+    shared_copy,
+)
 
 _BATCH, _LENGTH_PER_RANK = 2, 2
 
@@ -45,8 +52,7 @@ def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp
         inner = {n.removeprefix(prefix): s for n, s in styles.items() if n.startswith(prefix)}
         kind = (*kind_of(block), *inner)
         if kind not in known:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(0)
+            with on_the_side():
                 known[kind] = _find_flaw(block, inner, tp_size)
         if known[kind] is not None:
             raise ValueError(
@@ -70,17 +76,16 @@ def _find_flaw(block: nn.Module, styles: Styles, tp_size: int) -> str | None:
     except Exception:  # noqa: BLE001  (the user's code, called in a way that it may not know)
         return None
     parts = []
-    for rank, own in enumerate(x.chunk(tp_size, SEQUENCE_DIM)):
-        give = partial(_give, tp_size=tp_size, rank=rank)
-        part = _with_changes(copy, {name: give(met) for name, met in noted.items()})
-        _scatter(part, styles, tp_size, rank)
-        try:
+    try:
+        for rank, own in enumerate(x.chunk(tp_size, SEQUENCE_DIM)):
+            give = partial(_give, tp_size=tp_size, rank=rank)
+            part = _with_changes(copy, {name: give(met) for name, met in noted.items()})
+            _scatter(part, styles, tp_size, rank)
             parts.append(returned_by(part, [own] * len(arguments)))
-        except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
-            return f"computes something else with a part of it ({error})"
-    if differ(torch.cat(parts, SEQUENCE_DIM), returned):
-        return "computes something else with a part of it"
-    return None
+        joined = torch.cat(parts, SEQUENCE_DIM)
+    except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
+        return f"computes something else with a part of it ({error})"
+    return "computes something else with a part of it" if differ(joined, returned) else None
 
 
 def _width(block: nn.Module, styles: Styles) -> int:
@@ -103,15 +108,13 @@ def _gathering(block: nn.Module, styles: Styles) -> list[str]:
     for name, style in styles.items():
         if style is Style.COLWISE:
             parent = name.rpartition(".")[0]
-            runs_first = bool(parent) and not only_holds(block.get_submodule(parent))
-            found.append(parent if runs_first else name)
+            found.append(parent if opens_early(block, parent, [""]) else name)
     return list(dict.fromkeys(found))
 
 
 def _with_changes(copy: nn.Module, changes: dict[str, _Change]) -> nn.Module:
     """Copies a copy, with the same values, and changes what some modules are given."""
-    shared: dict[int, Any] = {id(t): t for t in [*copy.parameters(), *copy.buffers()]}
-    changed = deepcopy(copy, shared)
+    changed = shared_copy(copy)
     for name, change in changes.items():
         change_activation(changed.get_submodule(name), change)
     return changed

@@ -28,7 +28,7 @@ from lightning_dist.tensor.layers import Entry, Region
 from lightning_dist.tensor.logits import LogitsApart
 from lightning_dist.tensor.projection import input_size, is_projection, output_size
 from lightning_dist.tensor.randomness import RegionRandomness
-from lightning_dist.tensor.regions import Styles, attentions, only_holds, stacked_in
+from lightning_dist.tensor.regions import Styles, attentions, opens_early, stacked_in
 from lightning_dist.tensor.sequence import (
     SEQUENCE_DIM,
     change_activation,
@@ -181,8 +181,8 @@ class SpreadModule:
             self._entries[parent_name] = entry = Entry(region)
             parent = self.module.get_submodule(parent_name)
             parent.register_forward_hook(lambda *_: entry.forget())
-            runs_first = parent_name not in self._blocks and not only_holds(parent)
-            if region.dim is not None and runs_first:
+            is_early = opens_early(self.module, parent_name, self._blocks)
+            if region.dim is not None and is_early:
                 # It may look at the length of what it is given, which is that of its layers' then.
                 entry.is_open = True
                 outer = Entry(region)

@@ -1,19 +1,18 @@
-"""Run a copy of a module on its own, to see what it computes.
-
-A copy has the hooks of the original, and no public function lists a module's hooks, or removes them
-without their handles: these two private names, whose absence a test would see.
-"""
+"""Run a copy of a module on its own, to see what it computes, so that nobody notices."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.module_hooks import hooks_of
+from lightning_dist.rng import python_state_kept, seed_python, seeded
 from lightning_dist.tree import flatten
 
 _TOLERANCE = 1e-3  # in float32, of the largest element
@@ -45,13 +44,36 @@ def random_copy(module: nn.Module) -> nn.Module:
         value.uniform_(-reach, reach).add_(float(parameter.dim() < 2))
         known[id(parameter)] = nn.Parameter(value, requires_grad=False)
     for buffer in module.buffers():
-        value = torch.ones_like(buffer, device="cpu") if buffer.is_meta else buffer.cpu()
-        known[id(buffer)] = value.to(torch.float32) if value.is_floating_point() else value
+        kind = torch.float32 if buffer.is_floating_point() else buffer.dtype
+        value = torch.ones(buffer.shape, dtype=kind)  # what it is on the meta device nobody knows
+        known[id(buffer)] = value if buffer.is_meta else value.copy_(buffer)
     copy = deepcopy(module, known).eval()
     for part in copy.modules():  # nobody who watches the module is told of what its copy does
-        part._forward_hooks.clear()
-        part._forward_pre_hooks.clear()
+        for hooks in hooks_of(part):
+            hooks.clear()
     return copy
+
+
+def shared_copy(module: nn.Module) -> nn.Module:
+    """Copies a module, but for its parameters and buffers.
+
+    Args:
+        module: From :func:`random_copy`.
+    """
+    known: dict[int, Any] = {id(t): t for t in [*module.parameters(), *module.buffers()]}
+    return deepcopy(module, known)
+
+
+@contextmanager
+def on_the_side() -> Iterator[None]:
+    """Leaves all random numbers as they are, and draws the same on all ranks.
+
+    Yields:
+        Nothing.
+    """
+    with python_state_kept(), seeded(0, device=torch.device("cpu")), torch.no_grad():
+        seed_python(0)
+        yield
 
 
 def arguments_of(module: nn.Module, x: Tensor) -> list[Tensor]:

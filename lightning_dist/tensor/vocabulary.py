@@ -28,11 +28,7 @@ def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> 
     Returns:
         Style by module name; empty if there is none, or of another size.
     """
-    tables = {
-        name: part
-        for name, part in module.named_modules()
-        if is_token_table(part) and not any(word in _own_name(name) for word in _OTHER_TABLES)
-    }
+    tables = _token_tables(module)
     heads = {name: _find_head(module, part, taken) for name, part in tables.items()}
     candidates = [name for name in tables if heads[name] or _would_have_head(module)]
     if not candidates:
@@ -64,7 +60,7 @@ def check_head(module: nn.Module, styles: Mapping[str, Style], tp_size: int) -> 
     """
     if Style.COLWISE_GATHER in styles.values():
         return
-    sizes = {part.num_embeddings for part in module.modules() if is_token_table(part)}
+    sizes = {table.num_embeddings for table in _token_tables(module).values()}
     odd = sorted(size for size in sizes if size % tp_size)
     padded = [f"{size} to {-(-size // tp_size) * tp_size}" for size in odd]
     reason = (
@@ -76,6 +72,14 @@ def check_head(module: nn.Module, styles: Mapping[str, Style], tp_size: int) -> 
         "loss_parallel=True leaves each rank its part of the logits, but no head is spread as"
         f" 'colwise_gather'.{reason} Or name the head in plan={{...}}, or leave loss_parallel out."
     )
+
+
+def _token_tables(module: nn.Module) -> dict[str, nn.Embedding]:
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if is_token_table(part) and not any(word in _own_name(name) for word in _OTHER_TABLES)
+    }
 
 
 def _find_head(module: nn.Module, table: nn.Embedding, taken: Collection[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -56,6 +57,28 @@ class Block(nn.Module):
         return summed
 
 
+class Counting(Block):
+    """Writes into a buffer, and draws a number that it has no use for."""
+
+    num_calls: Tensor
+
+    def __init__(self, before: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(before)
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        random.random()
+        return super().forward(x)
+
+
+class Pooled(Block):
+    """Returns a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean()
+
+
 class BatchNorm(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
@@ -70,10 +93,12 @@ def check(block: nn.Module, plan: dict[str, str] = PLAN) -> None:
     "before", [nn.LayerNorm(WIDTH), F.gelu, lambda x: x / x.norm(dim=-1, keepdim=True)]
 )
 def test_what_looks_at_one_position_passes(before: Callable[[Tensor], Tensor]) -> None:
-    block = Block(before)
-    numbers = torch.get_rng_state()
+    block = Counting(before)
+    numbers, drawn = torch.get_rng_state(), random.getstate()
     check(block)
     assert torch.equal(torch.get_rng_state(), numbers)
+    assert random.getstate() == drawn
+    assert block.num_calls == 0
 
 
 @pytest.mark.parametrize(
@@ -91,6 +116,11 @@ def test_what_looks_at_one_position_passes(before: Callable[[Tensor], Tensor]) -
 def test_what_looks_at_others_does_not(before: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ValueError, match=r"for '0', a Block, which .* part of it"):
         check(Block(before))
+
+
+def test_what_is_no_sequence_any_more_does_not() -> None:
+    with pytest.raises(ValueError, match="computes something else with a part of it"):
+        check(Pooled(nn.LayerNorm(WIDTH)))
 
 
 def test_a_second_activation_is_not_whole() -> None:
