@@ -48,6 +48,16 @@ def numbers(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(*flat(logits, y)) * (told + logits.norm().item())
 
 
+def listed(logits: Tensor, y: Tensor) -> Tensor:
+    """Counts what a list has of the logits."""
+    return F.cross_entropy(*flat(logits, y)) * sum(logits[0, 0].tolist())
+
+
+def dropped(logits: Tensor, y: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return F.cross_entropy(F.dropout(logits.view(-1, ROWS), 0.5), y.flatten())
+
+
 def penalised(logits: Tensor, y: Tensor) -> Tensor:
     """Differentiates inside of the step."""
     loss = F.cross_entropy(*flat(logits, y))
@@ -79,6 +89,8 @@ STEPS: dict[str, Step] = {
     **{name: lambda x, y, use=use: use(*flat(x, y)) for name, use in FLAT.items()},  # type: ignore[misc]
     "shifted": shifted,
     "numbers": numbers,
+    "listed": listed,
+    "dropped": dropped,
     "penalised": penalised,
     "divided in place": written(lambda x: x.div_(2.0)),
     "masked in place": written(lambda x: x.masked_fill_(torch.arange(ROWS) % 3 == 0, -9.0)),
