@@ -8,12 +8,12 @@ which they were registered decides.
 from __future__ import annotations
 
 import ast
-import inspect
-from textwrap import dedent
 from typing import Any
 
 from torch import nn
 from typing_extensions import override
+
+from lightning_dist.forward_source import syntax_of
 
 
 def runs_before(module: nn.Module, name: str, other: str) -> bool:
@@ -33,13 +33,10 @@ def runs_before(module: nn.Module, name: str, other: str) -> bool:
 
 
 def _mentions(forward: Any) -> list[str]:
-    try:
-        source = inspect.getsource(inspect.unwrap(forward))
-        code = ast.parse(dedent(source))
-    except (OSError, TypeError, SyntaxError):
-        return []
     reader = _Reader()
-    reader.visit(code)
+    code = syntax_of(forward)
+    if code is not None:
+        reader.visit(code)
     return list(dict.fromkeys(reader.names))
 
 

@@ -8,7 +8,7 @@ one *branch*: what arrives there in a backward through the chain is enough for a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -109,6 +109,15 @@ def node_of(tensor: Tensor) -> Node:
         tensor: Requires grad; a leaf, too.
     """
     return get_gradient_edge(tensor).node
+
+
+def nodes_beneath(outputs: Sequence[Tensor]) -> Collection[Node]:
+    """Gives all nodes that a backward comes to, those of the outputs included.
+
+    Args:
+        outputs: Roots; each requires grad.
+    """
+    return _parents_of_all(map(node_of, outputs)).keys()
 
 
 def _parents_of_all(roots: Iterable[Node]) -> dict[Node, list[Node]]:

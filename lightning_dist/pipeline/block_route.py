@@ -33,7 +33,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.cut import ForeignLayer, structure_of
+from lightning_dist.pipeline.cut import ForeignLayer
 from lightning_dist.tree import flatten, map_tensors
 
 
@@ -242,7 +242,8 @@ class _GuardedBlock:
 
     def __getattr__(self, name: str) -> Any:
         # Another rank's block still says what it is: the kind of its attention, a dtype.
-        return getattr(structure_of(self._block), name)
+        is_foreign = isinstance(self._block, ForeignLayer)
+        return getattr(self._block.described if is_foreign else self._block, name)
 
 
 def _placeholder(skeleton: nn.Module, arguments: Any, keywords: Any) -> Any:

@@ -35,6 +35,9 @@ class ForeignLayer(nn.Module):
         skeleton: The structure of the layer that it replaces, its tensors on the meta device.
         name: The layer's name in the pipelined module.
         stage_index: The stage that has it.
+
+    Attributes:
+        is_in_sight: Whether its description shows.
     """
 
     def __init__(self, skeleton: nn.Module, name: str, stage_index: int) -> None:
@@ -44,6 +47,8 @@ class ForeignLayer(nn.Module):
         # In a tuple, where nn.Module does not look for submodules.
         self._skeleton = (skeleton,)
         self._dtype_of: DtypeOf = _own_dtype
+        self._description: tuple[nn.Module, ...] = ()
+        self.is_in_sight = False
 
     def compute_in(self, dtype_of: DtypeOf) -> None:
         """Says what the layer's parameters compute in where it lives.
@@ -57,10 +62,32 @@ class ForeignLayer(nn.Module):
         """Makes what returns tensors like the layer's, on the meta device."""
         # Of a shared parameter the skeleton has this rank's copy, with values, or with a part.
         stand_ins: dict[int, Tensor] = {
-            id(p): nn.Parameter(torch.empty(p.shape, device="meta", dtype=self._dtype_of(p)), False)
+            id(p): nn.Parameter(torch.empty(p.shape, device="meta", dtype=self.dtype_of(p)), False)
             for p in self.skeleton.parameters()
         }
         return skeleton_of(self.skeleton, stand_ins)
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Gives the data type that a parameter computes in where the layer lives.
+
+        Args:
+            parameter: Of the skeleton.
+        """
+        return self._dtype_of(parameter)
+
+    def answer_by(self, description: nn.Module | None) -> None:
+        """Says what answers for the attributes of the layer.
+
+        Args:
+            description: See :func:`~lightning_dist.pipeline.layer_description.describe`. None
+                answers for none.
+        """
+        self._description = () if description is None else (description,)
+
+    @property
+    def described(self) -> nn.Module:
+        """What answers for the attributes of the layer."""
+        return self._description[0] if self._description else self.skeleton
 
     @property
     def skeleton(self) -> nn.Module:
@@ -74,11 +101,25 @@ class ForeignLayer(nn.Module):
         except AttributeError as error:
             if name not in dir(self.skeleton):
                 raise
+            if self._description:
+                return getattr(self.described, name)
             raise AttributeError(
                 f"{name!r} of layer {self.name!r} was asked for, but that layer lives on stage"
                 f" {self.stage_index}, not on this rank. Use it where the layer runs only, or put"
                 " both uses on one stage with `partition=`."
             ) from error
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Walks through the layer's description while that is in sight, else through nothing.
+
+        ``parameters()``, ``modules()`` and ``buffers()`` of all that holds the layer come here.
+        """
+        walk = super().named_modules
+        if self.is_in_sight and self._description:
+            walk = self.described.named_modules
+        yield from walk(memo, prefix, remove_duplicate)
 
     def forward(self, *_: object, **__: object) -> Tensor:
         """Refuses.
@@ -112,9 +153,20 @@ def _copy_with(module: Module, stand_ins: dict[int, Tensor], device: torch.devic
     for buffer in module.buffers():
         if id(buffer) not in stand_ins:
             stand_ins[id(buffer)] = torch.empty_like(buffer, device=device)
+    for part in module.modules():
+        for tensor in _computed(part):
+            stand_ins[id(tensor)] = torch.empty_like(tensor.detach(), device=device)
     # What deepcopy finds in its memo it takes for a copy. A hook may be the method of anything.
     hooks = {id(hook): hook for part in module.modules() for hook in _hooks_of(part)}
     return copy.deepcopy(module, {**stand_ins, **hooks})
+
+
+def _computed(part: nn.Module) -> list[Tensor]:
+    """Lists the tensors in attributes that remember how they were computed; none can be copied.
+
+    ``torch.nn.utils.weight_norm`` leaves a weight so, and each forward anew.
+    """
+    return [held for held in vars(part).values() if isinstance(held, Tensor) and held.grad_fn]
 
 
 def _hooks_of(part: nn.Module) -> list[object]:

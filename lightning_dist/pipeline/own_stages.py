@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_dist.pipeline.cut import stage_of_layers
+from lightning_dist.pipeline.layer_description import WholeInSight
 from lightning_dist.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.seam import Seam
@@ -134,7 +135,9 @@ class OwnStages(Mapping[int, Stage]):
         known = self.staleness
         found = self.maker.found
         found.attach()
-        seam = self._seam = Seam(found.module, is_whole=self.shape.num_stages == 1)
+        sight = WholeInSight(found.module, self.maker.device)
+        is_whole = self.shape.num_stages == 1
+        seam = self._seam = Seam(found.module, sight, is_whole=is_whole)
         self._stages = {
             number: self.maker.make(self.shape, number, seam, known.get(number, ()))
             for number in self.shape.stages

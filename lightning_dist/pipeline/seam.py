@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_dist.pipeline.layer_description import WholeInSight
 from lightning_dist.replaced_method import replace_method
 
 
@@ -27,10 +28,12 @@ class Seam:
 
     Args:
         sequence: The pipelined module.
+        sight: What a step sees of the layers that are not here.
         is_whole: Whether all of its layers are here, so that it may be called at any time.
     """
 
-    def __init__(self, sequence: nn.Module, *, is_whole: bool) -> None:
+    def __init__(self, sequence: nn.Module, sight: WholeInSight, *, is_whole: bool) -> None:
+        self._sight = sight
         self._is_whole = is_whole
         self._own_forward: Callable[..., Any] = sequence.forward
         self._layers: Callable[..., Any] | None = None
@@ -41,6 +44,7 @@ class Seam:
     def detach(self) -> None:
         """Gives the sequence its own forward back."""
         self._undo()
+        self._sight.end()
 
     def run(self, step: Callable[[], Any], layers: Callable[..., Any], *, leaves: bool) -> Any:
         """Runs a step in which the pipelined module runs something.
@@ -59,7 +63,8 @@ class Seam:
         self._layers, self._leaves, self._outputs = layers, leaves, []
         result = None
         try:
-            result = step()
+            with self._sight.in_step():
+                result = step()
         except _StepLeft:
             (result,) = self._outputs
         finally:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_dist.pipeline.alias import behind_leaf
 from lightning_dist.pipeline.gradients import Gradients
+from lightning_dist.pipeline.left_behind import refuse_left_behind
 from lightning_dist.pipeline.microbatch import Microbatch
 from lightning_dist.pipeline.parted_backward import PartedBackward
 from lightning_dist.pipeline.reweighted import Reweighted
@@ -103,6 +104,7 @@ class Stage:
         self._device = device
         self._in_flight: dict[int, InFlight] = {}
         self._parted: dict[int, PartedBackward] = {}
+        self._has_looked = False
 
     @property
     def num_in_flight(self) -> int:
@@ -251,6 +253,9 @@ class Stage:
         if self._recomputes:  # the layers may write into what they get
             given = map_tensors(_copy_of, given)
         output = self._run_layers(given, call.weights, call.seed)
+        if call.has_backward and not (self.is_last or self._has_looked):
+            refuse_left_behind(self.layers, self._stage_index, output)
+            self._has_looked = True
         call.output = map_tensors(_cut_from_graph, output) if self._recomputes else output
         return call.output
 

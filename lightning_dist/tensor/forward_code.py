@@ -8,11 +8,11 @@ width)`` an error.
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Collection, Iterator
-from textwrap import dedent
 
 from torch import nn
+
+from lightning_dist.forward_source import syntax_of
 
 
 def mixes_widths(
@@ -29,16 +29,16 @@ def mixes_widths(
     Returns:
         True, too, where the code is not to be had.
     """
-    try:
-        source = inspect.getsource(inspect.unwrap(type(module).forward))
-        code = ast.parse(dedent(source))
-    except (OSError, TypeError, SyntaxError):
-        return True
-    return any(
-        _divides(node, head_counts)
-        or (_attribute(node) not in own_widths and _is_width(node, module, features))
-        for node in ast.walk(code)
-    ) or any(_widths_in_use(code))
+    code = syntax_of(type(module).forward)
+    return (
+        code is None
+        or any(
+            _divides(node, head_counts)
+            or (_attribute(node) not in own_widths and _is_width(node, module, features))
+            for node in ast.walk(code)
+        )
+        or any(_widths_in_use(code))
+    )
 
 
 def _divides(node: ast.AST, head_counts: Collection[str]) -> bool:

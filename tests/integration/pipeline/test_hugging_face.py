@@ -254,3 +254,20 @@ def test_four_stages_of_an_architecture_learn_what_it_learns_alone(name: str) ->
         model = build_untied(name, 4)
         batches = list(DataLoader(Samples(8), batch_size=4))
         assert largest_difference(model, batches, loss_of, config) < TOLERANCE
+
+
+def test_images_are_classified_as_alone() -> None:
+    # On each stage this model asks its first layer's weights for their data type.
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "image_size": 8, "patch_size": 4}
+    config = transformers.ViTConfig(num_hidden_layers=4, num_attention_heads=4, **sizes)
+    torch.manual_seed(1)
+    model = transformers.ViTForImageClassification(config).double()
+    pixels = torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)
+    batches = [{"pixel_values": images, "labels": torch.tensor([0, 1, 1, 0])} for images in pixels]
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(**batch).loss
+
+    assert largest_difference(model, batches, step, PipelineConfig("zbv", 2)) < TOLERANCE

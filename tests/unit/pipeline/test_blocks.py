@@ -25,8 +25,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(4)
         self.linear = nn.Linear(4, 4)
+        self.num_calls = 0
 
     def forward(self, hidden: Tensor, *, scale: Tensor) -> Tensor:
+        self.num_calls += 1
         return hidden + scale * torch.tanh(self.linear(self.norm(hidden)))
 
 
@@ -103,6 +105,22 @@ def test_whatever_a_block_returns_travels() -> None:
     assert difference(Model(PairBody, block=PairBlock)) < 1e-13
 
 
+class Asking(Body):
+    """Asks parts of it that may live elsewhere for all but their values."""
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        weight = self.embed.weight
+        assert weight.shape == (7, 4)
+        assert weight.requires_grad
+        hidden = super().forward(tokens.to(weight.device), scale).to(weight.dtype)
+        inner = self.blocks[0].linear.weight
+        return hidden.type_as(inner) + inner.new_zeros(self.embed.embedding_dim)
+
+
+def test_a_layer_elsewhere_says_what_it_is() -> None:
+    assert difference(Model(Asking), "1f1b") < 1e-13
+
+
 @pytest.mark.parametrize("trainable", [("head",), ("body.blocks.2",), ("body.embed", "body.norm")])
 def test_parts_may_be_frozen(trainable: tuple[str, ...]) -> None:
     model = Model()
@@ -140,6 +158,14 @@ class Reading(Body):
         return super().forward(tokens) * self.embed.weight.sum()
 
 
+class Watching(Body):
+    """Reads what its blocks count while they run."""
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = super().forward(tokens, scale)
+        return hidden * sum(block.num_calls for block in self.blocks)
+
+
 class Unsaid(Parts):
     """Its forward does not mention what runs behind the blocks."""
 
@@ -156,7 +182,8 @@ class Unsaid(Parts):
         (Leaking, ValueError, r"Block \d of 'body.blocks' .*\['scale'\].*'body.embed'"),
         (Reversed, ValueError, r"called block 4 when block 0 of 'body.blocks'"),
         (Dropping, ValueError, r"ended when block 4 .*layerdrop"),
-        (Reading, AttributeError, r"'weight' of layer 'body.embed' .*lives on stage 0"),
+        (Reading, ValueError, r"'weight' of layer 'body.embed' .*lives on stage 0.*'trace'"),
+        (Watching, ValueError, r"'num_calls' of layer 'body.blocks.0' .*stage 0.*return the value"),
         (Unsaid, ValueError, r"'body.norm' was taken to run before the blocks .*pp_plan"),
     ],
 )

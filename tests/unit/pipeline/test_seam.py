@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_dist.pipeline.layer_description import WholeInSight
 from lightning_dist.pipeline.seam import Seam
 
 
@@ -15,7 +16,7 @@ def double(x: Any) -> Any:
 
 def test_a_step_runs_what_it_is_given_and_goes_on_or_leaves() -> None:
     net = nn.Sequential(nn.Identity())
-    seam = Seam(net, is_whole=False)
+    seam = Seam(net, WholeInSight(net, torch.device("cpu")), is_whole=False)
     assert seam.run(lambda: net(3) + 1, double, leaves=False) == 7
     assert seam.run(lambda: net(3) + 1, double, leaves=True) == 6
     assert seam.run(lambda: net(3), lambda _: None, leaves=True) is None
@@ -25,7 +26,7 @@ def test_a_step_runs_what_it_is_given_and_goes_on_or_leaves() -> None:
 
 def test_a_step_cannot_catch_its_own_end() -> None:
     net = nn.Sequential(nn.Identity())
-    seam = Seam(net, is_whole=False)
+    seam = Seam(net, WholeInSight(net, torch.device("cpu")), is_whole=False)
 
     def step() -> int:
         try:
@@ -39,7 +40,7 @@ def test_a_step_cannot_catch_its_own_end() -> None:
 
 def test_a_module_that_is_not_called_once_is_refused() -> None:
     net = nn.Sequential(nn.Identity())
-    seam = Seam(net, is_whole=False)
+    seam = Seam(net, WholeInSight(net, torch.device("cpu")), is_whole=False)
     with pytest.raises(ValueError, match="without a call"):
         seam.run(lambda: 1, double, leaves=False)
     with pytest.raises(ValueError, match="twice"):
@@ -50,7 +51,7 @@ def test_a_module_that_is_not_called_once_is_refused() -> None:
 
 def test_an_error_leaves_nothing_behind() -> None:
     net = nn.Sequential(nn.Identity())
-    seam = Seam(net, is_whole=True)
+    seam = Seam(net, WholeInSight(net, torch.device("cpu")), is_whole=True)
     with pytest.raises(KeyError):
         seam.run(lambda: {}[net(1)], double, leaves=False)
     assert torch.equal(net(torch.ones(2)), torch.ones(2))
