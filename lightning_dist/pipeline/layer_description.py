@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from lightning_dist.forward_writes import written_by_forward
 from lightning_dist.pipeline.absent_tensor import absent, absent_value
 from lightning_dist.pipeline.cut import ForeignLayer, foreign_layers, skeleton_of
+from lightning_dist.pipeline.layers import Layers
 
 _READ_THERE = (
     "Use it where the layer runs only, or put both uses on one stage with `partition=`; or let"
@@ -36,12 +38,13 @@ class WholeInSight:
     """Lets the layers of other ranks answer for themselves.
 
     Args:
-        module: The pipelined module, cut.
+        layers: Of the pipelined module, cut.
         device: Where tensors would be if this rank had them.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._layers = [layer for _, _, layer in foreign_layers(module)]
+    def __init__(self, layers: Layers, device: torch.device) -> None:
+        self._enter = partial(layers.in_step, device)
+        self._layers = [layer for _, _, layer in foreign_layers(layers.module)]
         for layer in self._layers:
             layer.answer_by(describe(layer, device))
 
@@ -60,7 +63,8 @@ class WholeInSight:
         for layer in self._layers:
             layer.is_in_sight = True
         try:
-            yield
+            with self._enter():
+                yield
         finally:
             for layer in self._layers:
                 layer.is_in_sight = False

@@ -10,9 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -88,6 +90,14 @@ class Layers(ABC):
             layer_index: The layer.
         """
         return {}
+
+    def in_step(self, device: torch.device) -> AbstractContextManager[None]:
+        """Makes what to enter while a user's step runs.
+
+        Args:
+            device: Where tensors would be if this rank had them.
+        """
+        return nullcontext()
 
     @abstractmethod
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:

@@ -135,7 +135,7 @@ class OwnStages(Mapping[int, Stage]):
         known = self.staleness
         found = self.maker.found
         found.attach()
-        sight = WholeInSight(found.module, self.maker.device)
+        sight = WholeInSight(found, self.maker.device)
         is_whole = self.shape.num_stages == 1
         seam = self._seam = Seam(found.module, sight, is_whole=is_whole)
         self._stages = {

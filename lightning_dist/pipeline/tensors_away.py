@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.pipeline.absent_tensor import absent
+
 
 class TensorsAway:
     """Parameters and buffers of a module that other ranks hold.
@@ -28,6 +30,7 @@ class TensorsAway:
         self._module = (module,)  # in a tuple, where nn.Module does not look for submodules
         self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
         self._shapes: dict[str, Tensor] = {}
+        self._described: dict[str, Tensor] = {}
         self.take(names)
 
     def take(self, names: Collection[str]) -> None:
@@ -80,10 +83,31 @@ class TensorsAway:
         Yields:
             Nothing.
         """
-        by_identity: dict[int, Tensor] = {}
+        made = {id(shape): _on(shape, device or "meta") for shape in self._shapes.values()}
+        with self._in_their_places({name: made[id(s)] for name, s in self._shapes.items()}):
+            yield
+
+    @contextmanager
+    def described(self, device: torch.device) -> Iterator[None]:
+        """Lets tensors say what they are for a while; whatever needs a value is a ValueError.
+
+        Args:
+            device: Where they would be if this rank had them.
+
+        Yields:
+            Nothing.
+        """
+        known = self._described
+        for name, shape in self._shapes.items():
+            if name not in known or known[name].device != device:
+                known[name] = absent(shape, shape.dtype, device, _reason(name))
+        with self._in_their_places({name: known[name] for name in self._shapes}):
+            yield
+
+    @contextmanager
+    def _in_their_places(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         for name, (tensors, key) in self._places.items():
-            shape = self._shapes[name]
-            tensors[key] = by_identity.setdefault(id(shape), _on(shape, device or "meta"))
+            tensors[key] = values[name]
         try:
             yield
         finally:
@@ -96,6 +120,13 @@ def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], s
     owner = module.get_submodule(path)
     tensors: Mapping[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
     return tensors, key  # type: ignore[return-value]
+
+
+def _reason(name: str) -> str:
+    return (
+        f"The value of {name!r} was asked for, but its stage is on another rank. In a step only the"
+        " traced module's own forward may use it."
+    )
 
 
 def _on(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -143,6 +145,11 @@ class TracedLayers(LayerSequence):
     @override
     def beside(self, layer_index: int) -> dict[str, Tensor]:
         return self._sequence.buffers_of(layer_index)
+
+    @override
+    def in_step(self, device: torch.device) -> AbstractContextManager[None]:
+        away = self._sequence.away
+        return nullcontext() if away is None else away.described(device)
 
     @override
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:

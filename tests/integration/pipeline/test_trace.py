@@ -143,17 +143,29 @@ class Wide(Task):
         return self.net(batch[0][..., 1]).sum()
 
 
-def attempt() -> str:
+class Penalised(Task):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 1e-3 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+def attempt(class_: type[Task]) -> str:
     strategy = PipelineStrategy(layers="trace", num_microbatches=2)
     try:
         trainer = make_trainer(devices=2, strategy=strategy, num_sanity_val_steps=0)
-        trainer.fit(make_module(Wide), make_images(), make_images(8))
+        trainer.fit(make_module(class_), make_images(), make_images(8))
     except ValueError as error:
         return str(error).splitlines()[0].removeprefix("ValueError: ")
     return ""
 
 
 def test_another_input_is_refused_alike_on_each_rank(workers: WorkerPool) -> None:
-    first, second = workers.run(2, attempt)
+    first, second = workers.run(2, attempt, Wide)
     assert first == second
     assert first.startswith("x has shape (2, 1, 8) and torch.float64"), first
+
+
+def test_a_penalty_on_all_parameters_is_refused(workers: WorkerPool) -> None:
+    first, second = workers.run(2, attempt, Penalised)
+    assert first == second
+    assert first.startswith("The value of 'down.weight' was asked for"), first

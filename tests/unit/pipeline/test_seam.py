@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_dist.pipeline.layer_description import WholeInSight
+from lightning_dist.pipeline.layers import LayerSequence
 from lightning_dist.pipeline.seam import Seam
 
 
@@ -16,7 +17,7 @@ def double(x: Any) -> Any:
 
 def test_a_step_runs_what_it_is_given_and_goes_on_or_leaves() -> None:
     net = nn.Sequential(nn.Identity())
-    seam = Seam(net, WholeInSight(net, torch.device("cpu")), is_whole=False)
+    seam = Seam(net, WholeInSight(LayerSequence(net), torch.device("cpu")), is_whole=False)
     assert seam.run(lambda: net(3) + 1, double, leaves=False) == 7
     assert seam.run(lambda: net(3) + 1, double, leaves=True) == 6
     assert seam.run(lambda: net(3), lambda _: None, leaves=True) is None
@@ -26,7 +27,7 @@ def test_a_step_runs_what_it_is_given_and_goes_on_or_leaves() -> None:
 
 def test_a_step_cannot_catch_its_own_end() -> None:
     net = nn.Sequential(nn.Identity())
-    seam = Seam(net, WholeInSight(net, torch.device("cpu")), is_whole=False)
+    seam = Seam(net, WholeInSight(LayerSequence(net), torch.device("cpu")), is_whole=False)
 
     def step() -> int:
         try:
@@ -40,7 +41,7 @@ def test_a_step_cannot_catch_its_own_end() -> None:
 
 def test_a_module_that_is_not_called_once_is_refused() -> None:
     net = nn.Sequential(nn.Identity())
-    seam = Seam(net, WholeInSight(net, torch.device("cpu")), is_whole=False)
+    seam = Seam(net, WholeInSight(LayerSequence(net), torch.device("cpu")), is_whole=False)
     with pytest.raises(ValueError, match="without a call"):
         seam.run(lambda: 1, double, leaves=False)
     with pytest.raises(ValueError, match="twice"):
@@ -51,7 +52,7 @@ def test_a_module_that_is_not_called_once_is_refused() -> None:
 
 def test_an_error_leaves_nothing_behind() -> None:
     net = nn.Sequential(nn.Identity())
-    seam = Seam(net, WholeInSight(net, torch.device("cpu")), is_whole=True)
+    seam = Seam(net, WholeInSight(LayerSequence(net), torch.device("cpu")), is_whole=True)
     with pytest.raises(KeyError):
         seam.run(lambda: {}[net(1)], double, leaves=False)
     assert torch.equal(net(torch.ones(2)), torch.ones(2))

@@ -187,6 +187,11 @@ def test_each_rank_keeps_its_layers_tensors() -> None:
         assert [(n, p.shape, p.requires_grad) for n, p in module.named_parameters()] == expected
         assert list(module.state_dict()) == list(original.state_dict())
         assert module.stem.weight.is_meta
+    with sequence.away.described(torch.device("cpu")):
+        assert [(n, p.shape, p.requires_grad) for n, p in module.named_parameters()] == expected
+        assert module.stem.weight.is_cpu
+        with pytest.raises(ValueError, match=r"'stem\.weight' was asked for"):
+            module.stem.weight.sum()
     assert {name for name, _ in module.named_parameters()} == held
     module.eval()
     assert not module.blocks[0].norm.training, "parts are there, whoever has their tensors"
