@@ -2,7 +2,7 @@
 
 .. code-block:: bash
 
-    python -m recipes.study_staleness --quick                       # under a minute
+    python -m recipes.study_staleness --quick                       # about a minute
     python -m recipes.study_staleness                               # about 20 minutes on 2 cores
     python -m recipes.study_staleness --only pipedream predict --stages 8 --optimizers adamw
     python -m recipes.study_staleness --redraw

@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
 
 from lightning_dist.pipeline.actions import Action, ActionKind
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
+_MOST_NAMED = 8  # one number too large in a file would make millions of others missing
 
 
 class UpdateRule(StrEnum):
@@ -127,14 +129,19 @@ class Schedule:
         if doubled:
             raise ScheduleError(f"Schedule {self.name!r} has doubled actions: {doubled}.")
         trains = any(action.kind in (B, I, W) for action in counts)
-        missing = [
+        missing = (
             str(action)
             for stage in range(self.num_stages)
             for index in range(self.num_microbatches)
             for action in _missing(stage, index, counts, trains)
-        ]
-        if missing:
-            raise ScheduleError(f"Schedule {self.name!r} misses actions: {missing}.")
+        )
+        named = list(islice(missing, _MOST_NAMED))
+        if named:
+            more = " and more" if next(missing, None) is not None else ""
+            raise ScheduleError(
+                f"Schedule {self.name!r} misses actions: {named}{more}. It has stages 0 to"
+                f" {self.num_stages - 1} and micro-batches 0 to {self.num_microbatches - 1}."
+            )
         both = [str(a) for a in counts if a.kind is B and replace(a, kind=I) in counts]
         if both:
             raise ScheduleError(

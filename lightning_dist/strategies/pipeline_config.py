@@ -70,6 +70,10 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
+        for name, example in (("schedule", "1f1b"), ("layers", "auto")):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise ValueError(f"{name}={value!r} must be a string, like {example!r}.")
         rule = self.schedules.update_rule
         if self.weight_versions not in ("stash", "vertical_sync", "none"):
             raise ValueError(
@@ -231,8 +235,10 @@ class PipelineConfig:
 
 
 def _are_counts(partition: object) -> bool:
-    return isinstance(partition, Sequence) and all(
-        isinstance(count, Integral) and int(count) >= 1 for count in partition
+    return (
+        isinstance(partition, Sequence)
+        and len(partition) > 0
+        and all(isinstance(count, Integral) and int(count) >= 1 for count in partition)
     )
 
 
