@@ -63,6 +63,19 @@ class Counting(nn.Module):
         return torch.tanh(self.norm(x)) + x
 
 
+class Sharing(nn.Module):
+    """Has two norms that count into the same buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Counting(), Counting()
+        for name, buffer in self.first.norm.named_buffers():
+            setattr(self.second.norm, name, buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
 def made_of(*layers: Callable[[], nn.Module]) -> Make:
     def make() -> nn.Sequential:
         torch.manual_seed(5)
@@ -198,6 +211,7 @@ def test_running_statistics_are_those_of_accumulation_over_the_micro_batches(
     assert_equal(found, {n: t.detach() for n, t in expected.state_dict().items()})
 
 
-def test_without_stash_a_micro_batch_counts_once() -> None:
-    make = made_of(lambda: Layer(0.0), Counting, Counting, lambda: Layer(0.0))
+@pytest.mark.parametrize("counting", [Counting, Sharing])
+def test_without_stash_a_micro_batch_counts_once(counting: type[nn.Module]) -> None:
+    make = made_of(lambda: Layer(0.0), counting, counting, lambda: Layer(0.0))
     assert_equal(fit("pipedream", make, 1, weight_versions="none"), fit("pipedream", make, 1))
