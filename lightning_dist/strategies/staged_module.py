@@ -24,6 +24,7 @@ from lightning_dist.pipeline.cut import whole
 from lightning_dist.pipeline.ties import tie_again
 from lightning_dist.strategies.compose import Composed
 from lightning_dist.strategies.measured import Measurements, gather_measurements
+from lightning_dist.strategies.mixture import explained_mixture
 from lightning_dist.strategies.pipeline_checks import arguments_of_step
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.session import RunContext, Session, open_session
@@ -98,7 +99,7 @@ class StagedModule(ShardedModule):
     def train(
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
-        with self.agreeing(training=True):
+        with self.agreeing(training=True), explained_mixture():
             return self.session.runner.train(arguments_of_step(args, kwargs), context)
 
     @override

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.tensor.heads import check_heads, explain_shapes, keep_own_heads
 from lightning_dist.tensor.projection import (
@@ -62,6 +63,7 @@ def find_flaws(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str
     for name, layers in holders(module, styles).items():
         cuts = {layer: (styles[layer], stacked_in(module, styles, layer)) for layer in layers}
         inner = {_inside(name, layer): cut for layer, cut in cuts.items()}
+        inner |= {_inside(name, n): (Style.LOCAL, 1) for n in _local_in(name, styles)}
         holder = module.get_submodule(name)
         kind = (*kind_of(holder), *inner)
         if name and kind not in known:  # the whole model is more than a copy should be made of
@@ -85,6 +87,7 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
         ValueError: It does not.
     """
     _check_ends(styles)
+    _check_local(module, styles)
     for name, flaw in find_flaws(module, styles, tp_size).items():
         raise ValueError(
             f"{flaw[0].upper()}{flaw[1:]}. (The plan cuts the layers of {name!r}, and a copy of it"
@@ -114,6 +117,22 @@ def _check_ends(styles: Styles) -> None:
             )
 
 
+def _check_local(module: nn.Module, styles: Styles) -> None:
+    inside = {n for holder in holders(module, styles) for n in _local_in(holder, styles)}
+    for name, style in styles.items():
+        if style is Style.LOCAL and name not in inside:
+            raise ValueError(
+                f"The plan says of {name!r} that it meets each rank's own features ('local'), but"
+                " nothing is cut in the module that has it: no 'colwise' and 'rowwise' layers are"
+                " beside it. It meets the same on all ranks. Leave it out of the plan."
+            )
+
+
+def _local_in(holder: str, styles: Styles) -> list[str]:
+    prefix = f"{holder}." if holder else ""
+    return [n for n, s in styles.items() if s is Style.LOCAL and n.startswith(prefix)]
+
+
 def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str | None:
     try:
         for parent in _attentions(cuts):
@@ -132,6 +151,13 @@ def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str |
         return f"{name!r} cannot compute with a part of its features: {error}"
     if any(differ(part.returned, whole.returned) for part in parts):
         return f"{name!r} returns something else if its layers are cut"
+    for layer, met in whole.met.items():
+        if any([tp_size * size for size in part.met[layer]] != met for part in parts):
+            return (
+                f"{layer!r} of {name!r} is 'local', for what meets each rank's own features, but"
+                " not all that it meets is cut; where it meets the same on all ranks, leave it out"
+                " of the plan"
+            )
     for layer, wanted in whole.sums.items():
         for call, sum_of_all in enumerate(wanted):
             total = torch.stack([part.sums[layer][call] for part in parts]).sum(0)
@@ -151,6 +177,7 @@ class _Run:
 
     Attributes:
         sums: What they have computed, without their biases.
+        met: The elements that each local layer was called with, call by call.
         returned: The first tensor that the module has returned.
     """
 
@@ -166,7 +193,12 @@ class _Run:
         for name in names:
             given = None if whole is None else whole[name]
             _note_sums(_layer(module, name), self.sums[name], given)
+        local = [name for name, (style, _) in cuts.items() if style is Style.LOCAL]
+        self.met: dict[str, list[int]] = {name: [] for name in local}
+        hooks = [_note_sizes(module.get_submodule(name), self.met[name]) for name in local]
         self.returned = returned_by(module, arguments)
+        for hook in hooks:
+            hook.remove()
 
 
 def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | None) -> None:
@@ -178,10 +210,16 @@ def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | N
     layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
+def _note_sizes(layer: nn.Module, sizes: list[int]) -> RemovableHandle:
+    return layer.register_forward_pre_hook(lambda _, given: sizes.append(given[0].numel()))
+
+
 def _part(name: str, copy: nn.Module, cuts: _Cuts, tp_size: int, rank: int) -> nn.Module:
     """Makes what one rank has of a module; values are shared with it."""
     part = shared_copy(copy)
     for own_name, (style, num_stacked) in cuts.items():
+        if not style.cuts_a_matrix:
+            continue
         layer = _layer(part, own_name)
         dim = input_dim(layer) if style.sums_up else output_dim(layer)
         weight = _piece(layer.weight, dim, num_stacked, tp_size, rank)
@@ -211,7 +249,7 @@ def _attentions(cuts: _Cuts) -> list[str]:
 
 
 def _activation(module: nn.Module, cuts: _Cuts) -> Tensor:
-    first = next(name for name, (style, _) in cuts.items() if not style.sums_up)
+    first = next(name for name, (style, _) in cuts.items() if style.takes_whole_input)
     return torch.randn(_BATCH, _LENGTH, input_size(_layer(module, first)))
 
 

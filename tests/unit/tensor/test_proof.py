@@ -163,6 +163,39 @@ def test_a_region_begins_and_ends(plan: dict[str, str], words: str) -> None:
         check_parts(model, resolve_plan(model, plan), TP)
 
 
+class Normed(Mlp):
+    """Has a norm of its input, and one of what is between its layers, of each feature by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(F.gelu)
+        self.norm, self.scale = nn.LayerNorm(WIDTH), Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        summed: Tensor = x + self.fc2(self.scale(self.fc1(self.norm(x))))
+        return summed
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@pytest.mark.parametrize(
+    ("local", "words"),
+    [("1.norm", "'norm' of '1' is 'local'.* same on all ranks"), ("2", "'2' .*nothing is cut")],
+)
+def test_what_is_local_meets_features_of_the_rank(local: str, words: str) -> None:
+    model = model_of(Normed())
+    plan = {"1.fc1": "colwise", "1.fc2": "rowwise", "1.scale": "local"}
+    check_parts(model, resolve_plan(model, plan), TP)
+    with pytest.raises(ValueError, match=f"(?i){words}"):
+        check_parts(model, resolve_plan(model, plan | {local: "local"}), TP)
+
+
 class Rotary(Attention):
     """Wants more than an activation."""
 
