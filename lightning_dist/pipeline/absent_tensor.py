@@ -91,7 +91,7 @@ class AbsentValue(AbsentTensor):
         return "AbsentValue()"
 
 
-def absent(like: Tensor, dtype: torch.dtype, device: torch.device, reason: str) -> AbsentTensor:
+def absent(like: Tensor, dtype: torch.dtype, device: torch.device, reason: str) -> Tensor:
     """Makes what stands for a tensor of another rank.
 
     Args:
@@ -100,21 +100,31 @@ def absent(like: Tensor, dtype: torch.dtype, device: torch.device, reason: str) 
         device: Where it would be if this rank had it.
         reason: What to say to who wants its values: which it is, where it is, what to do.
     """
+    sample = torch.empty(0, dtype=dtype, device=device, requires_grad=like.requires_grad)
+    if _has_no_values(sample):
+        return torch.empty(like.shape, dtype=dtype, device=device)
     made = torch.empty(like.shape, dtype=dtype, device="meta").as_subclass(AbsentTensor)
-    made._sample = torch.empty(0, dtype=dtype, device=device, requires_grad=like.requires_grad)
-    made._reason = reason
+    made._sample, made._reason = sample, reason
     return made
 
 
-def absent_value(reason: str) -> AbsentValue:
+def absent_value(reason: str) -> Tensor:
     """Makes what stands for a value that another rank makes.
 
     Args:
         reason: What to say to who wants anything of it.
     """
-    made = torch.empty((), device="meta").as_subclass(AbsentValue)
+    empty = torch.empty((), device="meta")
+    if _has_no_values(empty):
+        return empty
+    made = empty.as_subclass(AbsentValue)
     made._reason = reason
     return made
+
+
+def _has_no_values(made: Tensor) -> bool:
+    """Whether this is a dry run, where tensors are of a kind of their own, and all are absent."""
+    return type(made) is not Tensor
 
 
 def _sample_of(value: Any) -> Any:
