@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,27 @@ class Entry:
         self._outside = self._inside = None
 
 
+@dataclass(frozen=True)
+class _SpreadForward:
+    """A spread layer's forward, which knows that layer by itself.
+
+    A copy of the layer would compute with the weights of the layer that it was made of.
+    """
+
+    compute: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise ValueError(
+            "A module that is spread over tensor-parallel ranks cannot be copied. Copy it before"
+            " the strategy sets it up; for an average of the weights use ShardedWeightAveraging,"
+            " and for the whole model load a checkpoint with"
+            " `lightning_dist.checkpoint.load_full`."
+        )
+
+
 def cuts_of(layer: nn.Module, style: Style, num_stacked: int = 1) -> dict[str, Placement]:
     """Tells how a layer's parameters are cut, before it is changed.
 
@@ -158,7 +180,7 @@ def colwise(layer: nn.Linear, entry: Entry, num_stacked: int = 1) -> None:
         entry.region.begin(training=layer.training)
         return features
 
-    layer.forward = forward  # type: ignore[method-assign, assignment]
+    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
 
 
 def colwise_gather(layer: nn.Linear, entry: Entry) -> None:
@@ -176,7 +198,7 @@ def colwise_gather(layer: nn.Linear, entry: Entry) -> None:
         entry.region.end()
         return features
 
-    layer.forward = forward  # type: ignore[method-assign, assignment]
+    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
 
 
 def colwise_apart(layer: nn.Linear, entry: Entry, is_asked: Callable[[], bool]) -> None:
@@ -199,7 +221,7 @@ def colwise_apart(layer: nn.Linear, entry: Entry, is_asked: Callable[[], bool]) 
         apart = [Shard(features.dim() - 1)]
         return mark(DTensor.from_local(features, mesh, apart, run_check=False))
 
-    layer.forward = forward  # type: ignore[method-assign, assignment]
+    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
 
 
 def rowwise(layer: nn.Linear, region: Region) -> None:
@@ -216,7 +238,7 @@ def rowwise(layer: nn.Linear, region: Region) -> None:
         summed = boundary.leave(own, region.mesh, region.dim_of(own))
         return summed if layer.bias is None else summed + layer.bias
 
-    layer.forward = forward  # type: ignore[method-assign, assignment]
+    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
 
 
 def vocab(layer: nn.Embedding, mesh: DeviceMesh) -> None:
@@ -236,4 +258,4 @@ def vocab(layer: nn.Embedding, mesh: DeviceMesh) -> None:
         found = look_up(layer, own.masked_fill(is_foreign, 0), rows, first)
         return boundary.leave(found.masked_fill(is_foreign[..., None], 0), mesh)
 
-    layer.forward = forward  # type: ignore[method-assign, assignment]
+    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]

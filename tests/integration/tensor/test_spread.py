@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from copy import deepcopy
 from typing import Any
@@ -79,6 +80,22 @@ def differences(sequence_parallel: bool) -> list[float]:
 def test_equals_the_whole_model(workers: WorkerPool, size: int, sequence_parallel: bool) -> None:
     for found in workers.run(size, differences, sequence_parallel):
         assert max(found) < 1e-12
+
+
+def refusal_to_copy() -> str:
+    network = gpt()
+    SpreadModule(network, resolve_plan(network, PLAN), ranks(), SpreadOptions())
+    try:
+        copy.deepcopy(network)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_copy_would_compute_with_the_original_s_weights(workers: WorkerPool) -> None:
+    for text in workers.run(2, refusal_to_copy):
+        assert "cannot be copied" in text
+        assert "ShardedWeightAveraging" in text
 
 
 def held_elements() -> tuple[int, int]:
