@@ -7,8 +7,8 @@ with that rank's part of them. Whatever the ranks' parts give to a layer that su
 what the whole gives to it. Nothing is sent, and all ranks find the same.
 
 What outside of regions is whole on each rank is whole here, too: the layer that sums up returns
-what the whole one has returned. A module that wants more than an activation cannot be run so, and
-is taken at its word.
+what the whole one has returned. A module that wants more than an activation, and more than can be
+guessed (:mod:`lightning_dist.tensor.trial_call`), cannot be run so, and is taken at its word.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ from lightning_dist.tensor.projection import (
 from lightning_dist.tensor.regions import Styles, attentions, holders, partner_of, stacked_in
 from lightning_dist.tensor.styles import Style
 from lightning_dist.tensor.trial import (
-    arguments_of,
     differ,
     kind_of,
     on_the_side,
     random_copy,
-    returned_by,
     shared_copy,
 )
+from lightning_dist.tensor.trial_call import TrialCall, trial_calls
 
 _Cuts = Mapping[str, tuple[Style, int]]
 """Style, and how many matrices are stacked, of the layers of a module by their names in it."""
@@ -134,25 +133,39 @@ def _local_in(holder: str, styles: Styles) -> list[str]:
 
 
 def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str | None:
+    styles = {layer: style for layer, (style, _) in cuts.items()}
     try:
-        for parent in _attentions(cuts):
+        for parent in attentions(styles):
             check_heads(parent, holder.get_submodule(parent), tp_size)
         copy = random_copy(holder)
-        arguments = arguments_of(copy, _activation(copy, cuts))
-        whole = _Run(copy, cuts, arguments)
-    except Exception:  # noqa: BLE001  (the user's code, called in a way that it may not know)
+        x = _activation(copy, cuts)
+        calls = list(trial_calls(copy, styles, _LENGTH))
+    except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
         return None
-    try:
-        parts = [
-            _Run(_part(name, copy, cuts, tp_size, rank), cuts, arguments, whole.sums)
-            for rank in range(tp_size)
-        ]
-    except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
-        return f"{name!r} cannot compute with a part of its features: {error}"
+    for call in calls:
+        run = partial(_Run, cuts=cuts, call=call, x=x)
+        try:
+            whole = run(shared_copy(copy))
+        except Exception:  # noqa: BLE001  (as above)
+            continue
+        try:
+            parts = [
+                run(_part(name, copy, cuts, tp_size, rank), whole=whole.sums)
+                for rank in range(tp_size)
+            ]
+        except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
+            if call.is_guess:
+                continue
+            return f"{name!r} cannot compute with a part of its features: {error}"
+        return _flaw_of(name, whole, parts)
+    return None
+
+
+def _flaw_of(name: str, whole: _Run, parts: Sequence[_Run]) -> str | None:
     if any(differ(part.returned, whole.returned) for part in parts):
         return f"{name!r} returns something else if its layers are cut"
     for layer, met in whole.met.items():
-        if any([tp_size * size for size in part.met[layer]] != met for part in parts):
+        if any([len(parts) * size for size in part.met[layer]] != met for part in parts):
             return (
                 f"{layer!r} of {name!r} is 'local', for what meets each rank's own features, but"
                 " not all that it meets is cut; where it meets the same on all ranks, leave it out"
@@ -172,7 +185,8 @@ class _Run:
     Args:
         module: Its layers that sum up are changed.
         cuts: Of its layers.
-        arguments: Of the call.
+        call: How it is called.
+        x: With which activation.
         whole: What those layers return, call by call; None where they compute it.
 
     Attributes:
@@ -185,7 +199,8 @@ class _Run:
         self,
         module: nn.Module,
         cuts: _Cuts,
-        arguments: Sequence[Tensor],
+        call: TrialCall,
+        x: Tensor,
         whole: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> None:
         names = [name for name, (style, _) in cuts.items() if style.sums_up]
@@ -196,7 +211,7 @@ class _Run:
         local = [name for name, (style, _) in cuts.items() if style is Style.LOCAL]
         self.met: dict[str, list[int]] = {name: [] for name in local}
         hooks = [_note_sizes(module.get_submodule(name), self.met[name]) for name in local]
-        self.returned = returned_by(module, arguments)
+        self.returned = call.run(module, x)
         for hook in hooks:
             hook.remove()
 

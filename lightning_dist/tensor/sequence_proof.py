@@ -8,7 +8,7 @@ whole has returned. A shift, a norm over the batch, a table of positions do not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,13 @@ from lightning_dist.tensor.regions import Styles, opens_early
 from lightning_dist.tensor.sequence import SEQUENCE_DIM, change_activation
 from lightning_dist.tensor.styles import Style
 from lightning_dist.tensor.trial import (
-    arguments_of,
     differ,
     kind_of,
     on_the_side,
     random_copy,
-    returned_by,
     shared_copy,
 )
+from lightning_dist.tensor.trial_call import TrialCall, trial_calls
 
 _BATCH, _LENGTH_PER_RANK = 2, 2
 
@@ -68,24 +67,50 @@ def _find_flaw(block: nn.Module, styles: Styles, tp_size: int) -> str | None:
     try:
         copy = random_copy(block)
         x = torch.randn(_BATCH, _LENGTH_PER_RANK * tp_size, _width(copy, styles))
-        arguments = arguments_of(copy, x)
-        _train(copy, arguments)
-        noted: dict[str, list[Tensor]] = {name: [] for name in _gathering(copy, styles)}
-        whole = _with_changes(copy, {name: _note(met) for name, met in noted.items()})
-        returned = returned_by(whole, arguments)
-    except Exception:  # noqa: BLE001  (the user's code, called in a way that it may not know)
+        calls = list(trial_calls(copy, styles, x.shape[SEQUENCE_DIM]))
+    except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
         return None
+    wrong = "computes something else with a part of it"
+    for call in calls:
+        try:
+            met, returned = _run_whole(copy, styles, call, x)
+        except Exception:  # noqa: BLE001  (as above)
+            continue
+        try:
+            joined = _run_parts(copy, styles, call, x, met, tp_size)
+        except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
+            if call.is_guess:
+                continue
+            return f"{wrong} ({error})"
+        return wrong if differ(joined, returned) else None
+    return None
+
+
+def _run_whole(
+    copy: nn.Module, styles: Styles, call: TrialCall, x: Tensor
+) -> tuple[dict[str, list[Tensor]], Tensor]:
+    """Gives what each layer that gets the whole sequence was given, and what the block returned."""
+    _train(copy, partial(call.run, copy, x))
+    met: dict[str, list[Tensor]] = {name: [] for name in _gathering(copy, styles)}
+    whole = _with_changes(copy, {name: _note(given) for name, given in met.items()})
+    return met, call.run(whole, x)
+
+
+def _run_parts(
+    copy: nn.Module,
+    styles: Styles,
+    call: TrialCall,
+    x: Tensor,
+    met: Mapping[str, Sequence[Tensor]],
+    tp_size: int,
+) -> Tensor:
     parts = []
-    try:
-        for rank, own in enumerate(x.chunk(tp_size, SEQUENCE_DIM)):
-            give = partial(_give, tp_size=tp_size, rank=rank)
-            part = _with_changes(copy, {name: give(met) for name, met in noted.items()})
-            _scatter(part, styles, tp_size, rank)
-            parts.append(returned_by(part, [own] * len(arguments)))
-        joined = torch.cat(parts, SEQUENCE_DIM)
-    except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
-        return f"computes something else with a part of it ({error})"
-    return "computes something else with a part of it" if differ(joined, returned) else None
+    for rank, own in enumerate(x.chunk(tp_size, SEQUENCE_DIM)):
+        give = partial(_give, tp_size=tp_size, rank=rank)
+        part = _with_changes(copy, {name: give(given) for name, given in met.items()})
+        _scatter(part, styles, tp_size, rank)
+        parts.append(call.run(part, own))
+    return torch.cat(parts, SEQUENCE_DIM)
 
 
 def _width(block: nn.Module, styles: Styles) -> int:
@@ -93,12 +118,12 @@ def _width(block: nn.Module, styles: Styles) -> int:
     return input_size(block.get_submodule(names[0]))
 
 
-def _train(copy: nn.Module, arguments: Sequence[Tensor]) -> None:
+def _train(copy: nn.Module, run: Callable[[], Tensor]) -> None:
     """Makes a block train if it draws no numbers then: norms look at the batch."""
     for part in copy.train().modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
-    first, second = (returned_by(copy, arguments) for _ in range(2))
+    first, second = run(), run()
     copy.train(torch.equal(first, second))
 
 

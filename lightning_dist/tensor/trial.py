@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -13,10 +12,8 @@ from torch import Tensor, nn
 
 from lightning_dist.module_hooks import hooks_of
 from lightning_dist.rng import python_state_kept, seed_python, seeded
-from lightning_dist.tree import flatten
 
 _TOLERANCE = 1e-3  # in float32, of the largest element
-_SAME = ("key", "value", "k", "v", "memory")  # a second activation, as of a cross-attention
 
 
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
@@ -74,38 +71,6 @@ def on_the_side() -> Iterator[None]:
     with python_state_kept(), seeded(0, device=torch.device("cpu")), torch.no_grad():
         seed_python(0)
         yield
-
-
-def arguments_of(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """Gives what a module that wants an activation is called with.
-
-    Args:
-        module: Any.
-        x: An activation.
-
-    Raises:
-        TypeError: It wants something else, too.
-    """
-    _, *others = inspect.signature(module.forward).parameters.values()
-    wanted = [p for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    unknown = [p.name for p in wanted if p.name not in _SAME]
-    if unknown:
-        raise TypeError(f"it wants {unknown}, too")
-    return [x] * (1 + len(wanted))
-
-
-def returned_by(module: nn.Module, arguments: Sequence[Tensor]) -> Tensor:
-    """Calls a module's forward, without the hooks around it.
-
-    Args:
-        module: Any.
-        arguments: Of the call.
-
-    Returns:
-        The first tensor that it has returned.
-    """
-    found: Tensor = flatten(module.forward(*arguments))[0][0]
-    return found
 
 
 def differ(one: Tensor, other: Tensor) -> bool:

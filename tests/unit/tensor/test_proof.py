@@ -196,14 +196,47 @@ def test_what_is_local_meets_features_of_the_rank(local: str, words: str) -> Non
         check_parts(model, resolve_plan(model, plan | {local: "local"}), TP)
 
 
-class Rotary(Attention):
-    """Wants more than an activation."""
+class Rotating(Attention):
+    """Rotates queries and keys as its users ask for it."""
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x * angles)
+    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.split(self.qkv(x), self.num_heads)
+        q, k = (t * cos + torch.cat((-t[..., 2:], t[..., :2]), -1) * sin for t in (q, k))
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        summed: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return summed
+
+
+class InPairs(Rotating):
+    def forward(self, x: Tensor, position_embeddings: Any = None, mask: Any = None) -> Tensor:
+        return self.rotated(x, *position_embeddings)
+
+
+class InTwo(Rotating):
+    def forward(self, x: Tensor, start: int, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        return self.rotated(x, cos[start:], sin[start:])
+
+
+class Complex(Rotating):
+    def forward(self, x: Tensor, freqs_cis: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
+        both = torch.cat((freqs_cis, freqs_cis), -1)
+        return self.rotated(x, both.real, both.imag)
+
+
+@pytest.mark.parametrize("kind", [InPairs, InTwo, Complex])
+def test_rotations_are_guessed(kind: type[Rotating]) -> None:
+    assert plan_of(model_of(kind(stacked))) == {"1.qkv", "1.out"}
+    assert plan_of(model_of(kind(by_head))) == set()
+
+
+class Odd(Attention):
+    """Wants more than an activation, and what it is nobody can tell."""
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * more)
 
 
 def test_what_cannot_be_run_is_taken_at_its_word() -> None:
-    model = model_of(Rotary(by_head))
+    model = model_of(Odd(by_head))
     assert plan_of(model) == {"1.qkv", "1.out"}
     assert find_flaws(model, find_plan(model, TP), TP) == {}
