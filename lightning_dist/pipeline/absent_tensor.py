@@ -2,7 +2,9 @@
 
 A model's forward asks a layer's weights for more than their values: each stage runs a line like
 ``x.to(self.embed.weight.dtype)``, whoever has the embedding. Such questions get the answer that the
-rank with the tensor would give. All else that is done with it would need its values, and says so.
+rank with the tensor would give. All else that is done with it would need its values, and says so;
+but who detaches it only looks (a logger that draws histograms of weights) and finds unknown values,
+which are NaNs: never a wrong number.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ _OF_THE_KIND = {
 _MAKE_ONE_LIKE_IT = {
     *(Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros),
 }
+_ONLY_LOOK = {Tensor.detach, *_getters("data")}
 _MAKE_ANOTHER_LIKE_IT = {Tensor.to, Tensor.type_as}
 
 
@@ -57,6 +60,9 @@ class AbsentTensor(Tensor):
         asks = func in _OF_THE_KIND or func in _MAKE_ONE_LIKE_IT
         if asks or (func in _MAKE_ANOTHER_LIKE_IT and not isinstance(args[0], AbsentTensor)):
             return func(*map(_sample_of, args), **kwargs)
+        (first, *_) = args
+        if func in _ONLY_LOOK and first.dtype.is_floating_point:
+            return torch.full(first.shape, torch.nan, dtype=first.dtype, device=first.device)
         raise _refusal((args, kwargs))
 
     @override

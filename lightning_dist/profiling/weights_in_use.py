@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.local_part import local_part
+from lightning_dist.pipeline.absent_tensor import AbsentTensor
 
 
 class WeightsInUse:
@@ -48,7 +49,8 @@ class WeightsInUse:
         self._calls.clear()
 
     def _begin(self, module: nn.Module, _: Any) -> None:
-        own = (local_part(p.detach()) for p in module.parameters())
+        here = (p for p in module.parameters() if not isinstance(p, AbsentTensor))
+        own = (local_part(p.detach()) for p in here)
         self._calls.append(frozenset(p.untyped_storage().data_ptr() for p in own))
 
     def _end(self, *_: Any) -> None:

@@ -58,8 +58,6 @@ def test_others_are_made_like_it(make: Callable[[Tensor], Tensor]) -> None:
         lambda t: bool(t),
         lambda t: t[0],
         lambda t: list(t),
-        lambda t: t.detach(),
-        lambda t: t.data,
         lambda t: t.grad,
         lambda t: t.tolist(),
         lambda t: t.add_(1),
@@ -73,6 +71,17 @@ def test_others_are_made_like_it(make: Callable[[Tensor], Tensor]) -> None:
 def test_its_values_are_refused(given: Tensor, use: Callable[[Tensor], Any]) -> None:
     with pytest.raises(ValueError, match="it is on stage 5"):
         use(given)
+
+
+@pytest.mark.parametrize("look", [lambda t: t.detach(), lambda t: t.data])
+def test_who_looks_finds_unknown_values(look: Callable[[Tensor], Tensor]) -> None:
+    seen = look(GONE)
+    assert (type(seen), seen.shape, seen.dtype) == (Tensor, WEIGHT.shape, WEIGHT.dtype)
+    assert seen.isnan().all()
+    count = absent(torch.ones(1, dtype=torch.long), torch.long, CPU, "it is on stage 5")
+    for given in (count, absent_value("it is on stage 5")):  # no integer is unknown
+        with pytest.raises(ValueError, match="it is on stage 5"):
+            look(given)
 
 
 @pytest.mark.parametrize("use", [len, lambda t: t.shape, lambda t: t.dtype, ONES.to])
