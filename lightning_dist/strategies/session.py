@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.tied_sums import TiedSums
-from lightning_dist.pipeline.ties import find_ties
+from lightning_dist.pipeline.ties import Tie, find_ties
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.replica_weights import ReplicaWeights
@@ -117,6 +118,8 @@ def open_session(
 ) -> Session:
     """Puts the parts together; each rank must call it.
 
+    What has been connected is closed again if anything behind it fails.
+
     Args:
         module: The user's module.
         found: The layers of the pipelined module in it.
@@ -132,68 +135,72 @@ def open_session(
     """
     predict = config.prediction(optimizer)  # first, for it may refuse
     shape = config.shape(run.mesh, run.rank, layers_per_stage)
-    channels, tied = _connect(found, shape, run)
-    half = half_precision_of(run.precision_plugin)
-    weights = None
-    if half is not None:
-        weights = half.leave_to_stages(found, is_in_graph=gradients is not None)
-    masters_dtype = None if weights is None else torch.float32
-    pipeline = Pipeline(
-        found,
-        shape,
-        channels.links,
-        weight_versions=config.weight_versions,
-        seed=run.seed,
-        device=run.device,
-        rank=run.rank,
-        layers=layers,
-        gradients=gradients or (lambda _: Lent(masters_dtype)),
-        on_complete=run.complete_early,
-        average_weight=ReplicaWeights(run.replicas).average,
-        predict=predict,
-        measure_discrepancy=logged is not None and logged.discrepancy,
-        half=weights,
-    )
-    log = None if logged is None else StalenessLog(module, pipeline, logged)
-    last_rank = dist.get_process_group_ranks(run.stages)[shape.rank_of_stage[-1]]
-    metrics = StageMetrics(module, run.stages, run.replicas, last_rank, pipeline.stages.has_last)
-    return Session(
-        run.mesh,
-        pipeline,
-        channels,
-        metrics,
-        StepRunner(
-            module,
+    ties = find_ties(found, shape.layers_per_stage)
+    channels = _connect(ties, shape, run)
+    with ExitStack() as if_it_fails:
+        if_it_fails.callback(channels.close)
+        tied = TiedSums(ties, shape.rank_of_stage, shape.rank, channels.ties)
+        tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
+        half = half_precision_of(run.precision_plugin)
+        weights = None
+        if half is not None:
+            weights = half.leave_to_stages(found, is_in_graph=gradients is not None)
+        masters_dtype = None if weights is None else torch.float32
+        pipeline = Pipeline(
+            found,
+            shape,
+            channels.links,
+            weight_versions=config.weight_versions,
+            seed=run.seed,
+            device=run.device,
+            rank=run.rank,
+            layers=layers,
+            gradients=gradients or (lambda _: Lent(masters_dtype)),
+            on_complete=run.complete_early,
+            average_weight=ReplicaWeights(run.replicas).average,
+            predict=predict,
+            measure_discrepancy=logged is not None and logged.discrepancy,
+            half=weights,
+        )
+        if_it_fails.callback(pipeline.detach)
+        log = None if logged is None else StalenessLog(module, pipeline, logged)
+        last_rank = dist.get_process_group_ranks(run.stages)[shape.rank_of_stage[-1]]
+        has_last = pipeline.stages.has_last
+        metrics = StageMetrics(module, run.stages, run.replicas, last_rank, has_last)
+        session = Session(
+            run.mesh,
             pipeline,
             channels,
             metrics,
-            config.evaluation_microbatches(run.mesh.pp),
-            change_step,
-            _one if half is None else half.scale_of_next_batch,
-        ),
-        Updates(
-            module,
-            pipeline,
-            run.precision_plugin,
-            run.complete_gradients,
+            StepRunner(
+                module,
+                pipeline,
+                channels,
+                metrics,
+                config.evaluation_microbatches(run.mesh.pp),
+                change_step,
+                _one if half is None else half.scale_of_next_batch,
+            ),
+            Updates(
+                module,
+                pipeline,
+                run.precision_plugin,
+                run.complete_gradients,
+                tied,
+                _ignore if log is None else log.post,
+                config.rate_correction(shape),
+            ),
             tied,
-            _ignore if log is None else log.post,
-            config.rate_correction(shape),
-        ),
-        tied,
-        log,
-    )
+            log,
+        )
+        if_it_fails.pop_all()
+        return session
 
 
-def _connect(found: Layers, shape: PipelineShape, run: RunContext) -> tuple[Channels, TiedSums]:
-    """Opens the channels, and makes what stages share of the parameters equal."""
+def _connect(ties: Sequence[Tie], shape: PipelineShape, run: RunContext) -> Channels:
     homes = shape.rank_of_stage
-    ties = find_ties(found, shape.layers_per_stage)
     holders = {tie.ranks(homes) for tie in ties}
-    channels = connect(run.mesh.groups("pp"), run.device, run.timeout_seconds, homes, holders)
-    tied = TiedSums(ties, homes, shape.rank, channels.ties)
-    tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
-    return channels, tied
+    return connect(run.mesh.groups("pp"), run.device, run.timeout_seconds, homes, holders)
 
 
 def _one() -> float:

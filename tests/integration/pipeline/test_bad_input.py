@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -20,6 +21,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 
 from lightning_dist import PipelineStrategy
+from lightning_dist.strategies import session
 from tests.helpers.models import Classifier, ConvLayer, make_loader, make_module, make_trainer
 from tests.helpers.workers import WorkerPool
 
@@ -252,6 +254,18 @@ def threads_left(name: str) -> list[str]:
 
 def test_no_channel_is_open_when_an_optimizer_is_refused(workers: WorkerPool) -> None:
     assert workers.run(2, threads_left, "an optimizer that cannot be foreseen") == [[], []]
+
+
+def threads_left_by_a_failure() -> list[str]:
+    before = set(threading.enumerate())
+    with patch.object(session, "StageMetrics", side_effect=ValueError("behind the connection")):
+        kind, text, _ = attempt(2, Classifier, {}, {})
+    assert (kind, "behind the connection" in text) == ("ValueError", True)
+    return [t.name for t in threading.enumerate() if t not in before and "-to-" in t.name]
+
+
+def test_no_channel_is_open_when_something_fails_behind_it(workers: WorkerPool) -> None:
+    assert workers.run(2, threads_left_by_a_failure) == [[], []]
 
 
 def test_more_stages_than_layers(workers: WorkerPool) -> None:
