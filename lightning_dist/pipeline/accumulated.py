@@ -7,7 +7,7 @@ the same update is set aside meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -39,15 +39,26 @@ class Listener(Protocol):
         """
 
 
+def _look_away(_: Sequence[Tensor]) -> None:
+    """Does nothing."""
+
+
 class Accumulated:
     """Gradients in ``p.grad``; see :class:`~lightning_dist.pipeline.gradients.Gradients`.
 
     Args:
         layers: The stage's.
         listener: Of the stage.
+        look: Called with the outputs of each whole backward before it runs.
     """
 
-    def __init__(self, layers: nn.Module, listener: Listener) -> None:
+    def __init__(
+        self,
+        layers: nn.Module,
+        listener: Listener,
+        look: Callable[[Sequence[Tensor]], None] = _look_away,
+    ) -> None:
+        self._look = look
         self._held: dict[str, Tensor] = {}
         self._layers = layers
         self._listener = listener
@@ -112,6 +123,7 @@ class Accumulated:
         """Runs one backward."""
         self._num_left -= 1
         if outputs:
+            self._look(outputs)
             with self._listener.backward(is_last=self._num_left == 0):
                 backward(outputs, gradients)
         found = [tensor.grad for tensor in inputs]

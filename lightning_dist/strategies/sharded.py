@@ -336,7 +336,9 @@ class ShardedStrategy(DataParallelStrategy):
         def apply() -> Any:
             return super(ShardedStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
 
-        return self.sharded.update(optimizer, closure, apply)
+        result = self.sharded.update(optimizer, closure, apply)
+        self.sharded.end_check()  # where backwards are parted, nobody has looked
+        return result
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

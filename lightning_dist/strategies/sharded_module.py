@@ -6,7 +6,7 @@ the same for a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -95,6 +95,7 @@ class ShardedModule:
             forget_step(root)
         if failed and self._spread is not None:
             self._spread.forget_step()
+        self.end_check()
 
     def measure(self, group: dist.ProcessGroup) -> Measurements:
         """Gathers what the stages of a pipeline have measured; each rank must call it.
@@ -204,8 +205,27 @@ class ShardedModule:
         Returns:
             The loss.
         """
+        self.check_graph([loss])
+        self.end_check()
         with self.backward_context(), explained_mixture():
             return default()
+
+    def check_graph(self, outputs: Iterable[Tensor]) -> None:
+        """Checks how spread layers were used for a loss, in a first step only.
+
+        Args:
+            outputs: The loss, or what a stage returns.
+
+        Raises:
+            ValueError: Not as the plan says.
+        """
+        if self._spread is not None:
+            self._spread.check_graph(outputs)
+
+    def end_check(self) -> None:
+        """Ends what :meth:`check_graph` looks at."""
+        if self._spread is not None:
+            self._spread.crossings.end()
 
     def update(
         self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]

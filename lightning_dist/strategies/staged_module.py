@@ -8,8 +8,9 @@ gradients where autograd adds them up, and sends them in the last backward of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class StagedModule(ShardedModule):
         self._session: Session | None = None
         self._root_of = dict(zip(composed.split.stages, composed.roots, strict=True))
         self._sends = True
+        self._unchecked = set(composed.split.stages)
 
     @property
     def session(self) -> Session:
@@ -130,7 +132,16 @@ class StagedModule(ShardedModule):
             number: Of the stage, one of the rank's.
         """
         root = self.root(number)
-        return Accumulated(root, StageBackwards(root, self.backward_context, lambda: self._sends))
+        listener = StageBackwards(root, self.backward_context, lambda: self._sends)
+        return Accumulated(root, listener, partial(self._check_first, number))
+
+    def _check_first(self, number: int, outputs: Sequence[Tensor]) -> None:
+        """Checks the first backward of each stage."""
+        if number in self._unchecked:
+            self.check_graph(outputs)
+            self._unchecked.remove(number)
+            if not self._unchecked:
+                self.end_check()
 
     @override
     def backward(

@@ -23,6 +23,7 @@ from lightning_dist.local_part import local_part
 from lightning_dist.shards import is_spread
 from lightning_dist.tensor import boundary
 from lightning_dist.tensor.apart import mark
+from lightning_dist.tensor.crossings import Crossings
 from lightning_dist.tensor.embedding import look_up
 from lightning_dist.tensor.placements import stacked
 from lightning_dist.tensor.projection import (
@@ -44,11 +45,13 @@ class Region:
         randomness: Of this rank; None where it is switched further outside.
         dim: Along which each rank has a part of the activation outside; None where all have the
             same.
+        crossings: Takes note of what goes in and comes out; None where nothing sums up.
     """
 
     mesh: DeviceMesh
     randomness: RegionRandomness | None
     dim: int | None = None
+    crossings: Crossings | None = None
 
     def dim_of(self, x: Tensor) -> int | None:
         """Gives the dim along which a rank has a part of an activation outside.
@@ -66,8 +69,23 @@ class Region:
             )
         return self.dim
 
-    def begin(self, *, training: bool) -> None:
-        """Notes that what follows is this rank's own."""
+    def enter(self, x: Tensor) -> Tensor:
+        """Lets an activation in."""
+        inside = boundary.enter(x, self.mesh, self.dim_of(x))
+        if self.crossings is not None:
+            self.crossings.enter(inside)
+        return inside
+
+    def begin(self, features: Tensor, layer: str, *, training: bool) -> None:
+        """Notes that what follows is this rank's own.
+
+        Args:
+            features: What a layer has made.
+            layer: Its name.
+            training: Whether it trains.
+        """
+        if self.crossings is not None:
+            self.crossings.give(features, layer)
         if self.randomness is not None and training:
             self.randomness.enter()
 
@@ -75,6 +93,13 @@ class Region:
         """Notes that what follows is the same on all ranks."""
         if self.randomness is not None:
             self.randomness.leave()
+
+    def leave(self, own: Tensor) -> Tensor:
+        """Sums up over the ranks."""
+        summed = boundary.leave(own, self.mesh, self.dim_of(own))
+        if self.crossings is not None:
+            self.crossings.leave(summed)
+        return summed
 
 
 @dataclass
@@ -101,9 +126,10 @@ class Entry:
             return x
         # Written to since, it is another activation; and one that was let in by a validation has no
         # gradient.
-        state = x._version, torch.is_grad_enabled()
+        version = 0 if x.is_inference() else x._version
+        state = version, torch.is_grad_enabled()
         if self._inside is None or self._outside is not x or self._state != state:
-            self._inside = boundary.enter(x, self.region.mesh, self.region.dim_of(x))
+            self._inside = self.region.enter(x)
             self._outside, self._state = x, state
         return self._inside
 
@@ -159,11 +185,12 @@ def cuts_of(layer: nn.Module, style: Style, num_stacked: int = 1) -> dict[str, P
     return cuts if layer.bias is None else {**cuts, "bias": Shard(0)}
 
 
-def colwise(layer: nn.Linear, entry: Entry, num_stacked: int = 1) -> None:
+def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> None:
     """Gives each rank some of a layer's output features.
 
     Args:
         layer: A projection, its parameters cut; changed.
+        name: Of the layer.
         entry: Shared with the layers that read the same activation.
         num_stacked: Matrices of one size that the weight holds on top of each other.
     """
@@ -176,21 +203,24 @@ def colwise(layer: nn.Linear, entry: Entry, num_stacked: int = 1) -> None:
         return parts[:, mesh.get_local_rank()].reshape(-1)
 
     def forward(x: Tensor) -> Tensor:
-        features = project(layer, entry(x), local_part(layer.weight), bias())
-        entry.region.begin(training=layer.training)
+        weight = local_part(layer.weight)
+        _check_width(name, x, weight.shape[input_dim(layer)], "takes what all ranks have")
+        features = project(layer, entry(x), weight, bias())
+        entry.region.begin(features, name, training=layer.training)
         return features
 
     layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
 
 
-def colwise_gather(layer: nn.Linear, entry: Entry) -> None:
+def colwise_gather(layer: nn.Linear, name: str, entry: Entry) -> None:
     """Computes some output features on each rank, and joins them.
 
     Args:
         layer: A projection, its parameters cut; changed.
+        name: Of the layer.
         entry: Shared with the layers that read the same activation.
     """
-    colwise(layer, entry)
+    colwise(layer, name, entry)
     compute: Callable[[Tensor], Tensor] = layer.forward
 
     def forward(x: Tensor) -> Tensor:
@@ -201,15 +231,16 @@ def colwise_gather(layer: nn.Linear, entry: Entry) -> None:
     layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
 
 
-def colwise_apart(layer: nn.Linear, entry: Entry, is_asked: Callable[[], bool]) -> None:
+def colwise_apart(layer: nn.Linear, name: str, entry: Entry, is_asked: Callable[[], bool]) -> None:
     """Computes some output features on each rank, for a loss that takes them so.
 
     Args:
         layer: A projection, its parameters cut; changed. Returns a ``DTensor``, if it is asked to.
+        name: Of the layer.
         entry: Shared with the layers that read the same activation.
         is_asked: Whether whoever calls it can do with parts; else they are joined.
     """
-    colwise(layer, entry)
+    colwise(layer, name, entry)
     compute: Callable[[Tensor], Tensor] = layer.forward
 
     def forward(x: Tensor) -> Tensor:
@@ -224,18 +255,29 @@ def colwise_apart(layer: nn.Linear, entry: Entry, is_asked: Callable[[], bool]) 
     layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
 
 
-def rowwise(layer: nn.Linear, region: Region) -> None:
+def _check_width(name: str, x: Tensor, width: int, takes: str) -> None:
+    if x.shape[-1] != width:
+        raise ValueError(
+            f"By the plan {name!r} {takes}, {width} of them, but it is given {x.shape[-1]}. A"
+            " 'colwise' layer, which gives each rank its own features, comes before each 'rowwise'"
+            " one, and before nothing else: check which layers the plan names."
+        )
+
+
+def rowwise(layer: nn.Linear, name: str, region: Region) -> None:
     """Lets each rank sum up over its input features, and adds the sums.
 
     Args:
         layer: A projection, its parameters cut; changed.
+        name: Of the layer.
         region: What ends here.
     """
 
     def forward(x: Tensor) -> Tensor:
         region.end()
-        own = project(layer, x, local_part(layer.weight), None)
-        summed = boundary.leave(own, region.mesh, region.dim_of(own))
+        weight = local_part(layer.weight)
+        _check_width(name, x, weight.shape[input_dim(layer)], "takes each rank's own features")
+        summed = region.leave(project(layer, x, weight, None))
         return summed if layer.bias is None else summed + layer.bias
 
     layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]

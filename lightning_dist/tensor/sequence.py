@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.repeated_blocks import repeated_blocks
 from lightning_dist.tensor import boundary
+from lightning_dist.tensor.crossings import Crossings
 from lightning_dist.tensor.randomness import RegionRandomness
 from lightning_dist.tensor.styles import Style
 from lightning_dist.tree import flatten
@@ -46,7 +47,11 @@ def find_stacks(module: nn.Module) -> list[list[str]]:
 
 
 def cut_sequence(
-    first: nn.Module, last: nn.Module, mesh: DeviceMesh, randomness: RegionRandomness
+    first: nn.Module,
+    last: nn.Module,
+    mesh: DeviceMesh,
+    randomness: RegionRandomness,
+    crossings: Crossings,
 ) -> None:
     """Gives each rank a part of the sequence from one block's input to another one's output.
 
@@ -55,18 +60,22 @@ def cut_sequence(
         last: Where it is joined.
         mesh: The tensor-parallel ranks.
         randomness: Of this rank.
+        crossings: Takes note.
     """
 
     def cut(x: Tensor) -> Tensor:
         check_length(x.shape[SEQUENCE_DIM], mesh.size())
         if first.training:
             randomness.enter()
-        return boundary.split(x, mesh, SEQUENCE_DIM)
+        part = boundary.split(x, mesh, SEQUENCE_DIM)
+        crossings.cut(part)
+        return part
 
     def join(_: nn.Module, args: Any, output: Any) -> Any:
         randomness.leave()
         first, *rest = (output,) if isinstance(output, Tensor) else output
         whole = boundary.gather(first, mesh, SEQUENCE_DIM)
+        crossings.join(whole)
         return whole if isinstance(output, Tensor) else (whole, *rest)
 
     change_activation(first, cut)

@@ -12,17 +12,18 @@ each, get a summand of their gradient there (:mod:`lightning_dist.tensor.summand
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from lightning_dist.shards import cut, is_spread
 from lightning_dist.tensor import boundary, layers
+from lightning_dist.tensor.crossings import Crossings, Whole
 from lightning_dist.tensor.heads import check_heads, explain_shapes, keep_own_heads
 from lightning_dist.tensor.layers import Entry, Region
 from lightning_dist.tensor.logits import LogitsApart
@@ -69,6 +70,7 @@ class SpreadModule:
     Attributes:
         cuts: Placements on the tensor-parallel ranks by parameter name, of the whole model.
         logits: What steps run in whose logits are left apart; None where they are joined.
+        crossings: What a first step has made of the borders of regions.
 
     Raises:
         ValueError: A size cannot be shared out over the ranks, or a style makes no sense.
@@ -89,6 +91,7 @@ class SpreadModule:
         kept = {name: style for name, style in styles.items() if is_kept(name)}
         self._mesh = mesh
         self._options = options
+        self.crossings = Crossings()
         self.logits = LogitsApart() if options.loss_parallel else None
         self._randomness = RegionRandomness(mesh.get_local_rank(), torch.device(mesh.device_type))
         stacks = find_stacks(module) if options.sequence_parallel else []
@@ -106,6 +109,7 @@ class SpreadModule:
         }
         summands = find_summands(module, styles, self._is_in_block)
         check_shared(module, summands, self.cuts)
+        self._summands = frozenset(summands)
         partial = [name for name in summands if is_kept(name)]
         self._entries: dict[str, Entry] = {}
         for name, style in kept.items():
@@ -117,7 +121,7 @@ class SpreadModule:
             # What crosses from stage to stage is whole.
             for _, of_stage in groupby(filter(is_kept, stack), key=stage_of):
                 blocks = [module.get_submodule(name) for name in of_stage]
-                cut_sequence(blocks[0], blocks[-1], mesh, self._randomness)
+                cut_sequence(blocks[0], blocks[-1], mesh, self._randomness, self.crossings)
         for part in module.modules():
             if isinstance(part, nn.TransformerEncoder):
                 part.use_nested_tensor = False  # in evaluation, with padding; none can be spread
@@ -134,6 +138,26 @@ class SpreadModule:
         partial = [parameters[name] for name in self._partial if name in parameters]
         gradients = [p.grad for p in partial if p.grad is not None]
         boundary.add_up(gradients, self._mesh)
+
+    def check_graph(self, outputs: Iterable[Tensor]) -> None:
+        """Checks how a step has come to its loss, until :meth:`Crossings.end` is called.
+
+        Args:
+            outputs: The loss, or what a stage returns.
+
+        Raises:
+            ValueError: Not as the plan says.
+        """
+        if self.crossings.is_noting:
+            self.crossings.check(outputs, self._whole_parameters())
+
+    def _whole_parameters(self) -> Whole:
+        found: tuple[dict[int, str], ...] = ({}, {}, {})
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if not is_spread(parameter):
+                is_summand = name in self._summands
+                found[2 if not is_summand else int(self._is_in_block(name))][id(parameter)] = name
+        return Whole(*found)
 
     def forget_step(self) -> None:
         """Leaves the region in which a step has failed, and lets go of the last one's activations.
@@ -156,23 +180,23 @@ class SpreadModule:
         if not is_projection(layer):
             return
         if style.sums_up:
-            layers.rowwise(layer, region)
+            layers.rowwise(layer, name, region)
         elif style is Style.COLWISE:
-            layers.colwise(layer, self._entry(name, region), num_stacked)
+            layers.colwise(layer, name, self._entry(name, region), num_stacked)
         elif style is Style.COLWISE_GATHER:
-            self._spread_head(layer, Entry(region))
+            self._spread_head(layer, name, Entry(replace(region, crossings=None)))
 
-    def _spread_head(self, layer: nn.Linear, entry: Entry) -> None:
+    def _spread_head(self, layer: nn.Linear, name: str, entry: Entry) -> None:
         logits = self.logits
         if logits is None:
-            layers.colwise_gather(layer, entry)
+            layers.colwise_gather(layer, name, entry)
         else:
-            layers.colwise_apart(layer, entry, lambda: logits.is_active)
+            layers.colwise_apart(layer, name, entry, lambda: logits.is_active)
 
     def _region(self, name: str) -> Region:
         if self._options.sequence_parallel and self._is_in_block(name):
-            return Region(self._mesh, None, SEQUENCE_DIM)
-        return Region(self._mesh, self._randomness)
+            return Region(self._mesh, None, SEQUENCE_DIM, self.crossings)
+        return Region(self._mesh, self._randomness, crossings=self.crossings)
 
     def _entry(self, name: str, region: Region) -> Entry:
         """Gives the way in that a layer shares with those beside it."""

@@ -1,0 +1,156 @@
+"""See, in the graph of a first loss, that what was apart was put together on the way there.
+
+Inside of a region each rank has features of its own; only the layer that sums up makes of them what
+all ranks have. Code around the layers can open other doors: a second output, an attribute that a
+loss is made of, a hook, a call of some of the layers. Each rank would train on another loss. So the
+graph is walked once, down from the loss, and must not come to features but through a sum. From the
+sums it is walked down to where regions begin, and must come to no parameter that is whole on each
+rank and is not known to meet other features on each: its gradient would be a summand that nobody
+adds up. The same goes for the sequence, between where it is cut and where it is joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Parameters that are whole on each rank, by ``id`` and with their names.
+
+    Attributes:
+        inside: Those that meet features of a rank's own, so that each has a summand.
+        in_blocks: Those that meet a part of the sequence, likewise.
+        others: Those that meet the same on all ranks.
+    """
+
+    inside: Mapping[int, str]
+    in_blocks: Mapping[int, str]
+    others: Mapping[int, str]
+
+
+@dataclass
+class Crossings:
+    """Where the activations of a first step went into regions and came out of them.
+
+    Attributes:
+        is_noting: Whether it is still to be seen.
+    """
+
+    is_noting: bool = True
+    _features: dict[Node, str] = field(default_factory=dict, repr=False)
+    _entered: set[Node] = field(default_factory=set, repr=False)
+    _summed: set[Node] = field(default_factory=set, repr=False)
+    _cut: set[Node] = field(default_factory=set, repr=False)
+    _joined: set[Node] = field(default_factory=set, repr=False)
+
+    def enter(self, x: Tensor) -> None:
+        """Notes an activation that is in a region now."""
+        self._note(self._entered, x)
+
+    def give(self, features: Tensor, layer: str) -> None:
+        """Notes features of this rank's own.
+
+        Args:
+            features: Just computed.
+            layer: Name of the layer that has.
+        """
+        if self.is_noting and features.grad_fn is not None:
+            self._features[features.grad_fn] = layer
+
+    def leave(self, x: Tensor) -> None:
+        """Notes the sum over all ranks."""
+        self._note(self._summed, x)
+
+    def cut(self, x: Tensor) -> None:
+        """Notes a part of the sequence."""
+        self._note(self._cut, x)
+
+    def join(self, x: Tensor) -> None:
+        """Notes the whole sequence."""
+        self._note(self._joined, x)
+
+    def end(self) -> None:
+        """Notes nothing any more, and lets go of the graph."""
+        self.is_noting = False
+        for noted in (self._features, self._entered, self._summed, self._cut, self._joined):
+            noted.clear()
+
+    def check(self, outputs: Iterable[Tensor], whole: Whole) -> None:
+        """Checks the graph of a loss, or of what a stage returns.
+
+        Args:
+            outputs: Its roots.
+            whole: The model's parameters that are whole on each rank.
+
+        Raises:
+            ValueError: Something that is apart was not put together, or a gradient would be wrong.
+        """
+        roots = {get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad}
+        beside_sums = _walk(roots - self._summed, self._summed)
+        for node, layer in self._features.items():
+            if node in beside_sums:
+                raise ValueError(_leak(f"the features of {layer!r}", _REGION))
+        for name in _parameters_in(beside_sums, whole.inside):
+            raise ValueError(_leak(f"{name!r}, which is to meet each rank's own features,", _LOCAL))
+        for name in _parameters_in(_walk(self._summed, self._entered | self._cut), whole.others):
+            raise ValueError(f"The parameter {name!r} meets each rank's own features, {_INSIDE}")
+        beside_joints = _walk(roots - self._joined, self._joined) if self._joined else {}
+        if self._cut & beside_joints.keys():
+            raise ValueError(_leak("a part of the sequence", _SEQUENCE))
+        for name in _parameters_in(beside_joints, whole.in_blocks):
+            raise ValueError(
+                _leak(f"{name!r}, which is to meet a part of the sequence,", _SEQUENCE)
+            )
+        for name in _parameters_in(_walk(self._joined, self._cut), whole.others):
+            raise ValueError(f"The parameter {name!r} meets a part of the sequence, {_BETWEEN}")
+
+    def _note(self, noted: set[Node], x: Tensor) -> None:
+        if self.is_noting and x.grad_fn is not None:
+            noted.add(x.grad_fn)
+
+
+_REGION = (
+    "Each rank has some of the features only, and only the layer that sums up may take them: no"
+    " second output, attribute, hook, or call of some of the layers. Leave the layers out of the"
+    " plan, or make the loss of what the module returns."
+)
+_LOCAL = "Leave it out of the plan: only what is between 'colwise' and 'rowwise' layers is 'local'."
+_SEQUENCE = (
+    "With sequence_parallel=True only what the last block returns is whole: make the loss of that,"
+    " or leave sequence_parallel out."
+)
+_INSIDE = (
+    "between a 'colwise' and a 'rowwise' layer, and the plan does not say so: the ranks' gradients"
+    " of it would not be added up. Name its layer 'local', or leave those around it out of the"
+    " plan."
+)
+_BETWEEN = (
+    "but is in no block, so the ranks' gradients of it would not be added up. Move what uses it"
+    " into the blocks or behind the last one, or leave sequence_parallel out."
+)
+
+
+def _leak(what: str, fix: str) -> str:
+    return f"The loss depends on {what} by a way around the sum over the ranks. {fix}"
+
+
+def _walk(roots: Collection[Node], ends: Collection[Node]) -> dict[Node, None]:
+    """Gives the nodes beneath some, those where it ends left out; roots are gone beneath."""
+    found = dict.fromkeys(roots)
+    waiting = list(roots)
+    while waiting:
+        for child, _ in waiting.pop().next_functions:
+            if child is not None and child not in found and child not in ends:
+                found[child] = None
+                waiting.append(child)
+    return found
+
+
+def _parameters_in(nodes: Mapping[Node, None], names: Mapping[int, str]) -> list[str]:
+    variables = (getattr(node, "variable", None) for node in nodes)
+    return [names[id(variable)] for variable in variables if id(variable) in names]
