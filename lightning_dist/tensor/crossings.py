@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from lightning_dist.tensor.boundary import way_of
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -35,22 +37,24 @@ class Whole:
 
 @dataclass
 class Crossings:
-    """Where the activations of a first step went into regions and came out of them.
+    """What a first step has made of the borders of regions.
 
     Attributes:
         is_noting: Whether it is still to be seen.
     """
 
     is_noting: bool = True
+    _is_cut: bool = field(default=False, repr=False)
     _features: dict[Node, str] = field(default_factory=dict, repr=False)
-    _entered: set[Node] = field(default_factory=set, repr=False)
-    _summed: set[Node] = field(default_factory=set, repr=False)
-    _cut: set[Node] = field(default_factory=set, repr=False)
-    _joined: set[Node] = field(default_factory=set, repr=False)
 
-    def enter(self, x: Tensor) -> None:
-        """Notes an activation that is in a region now."""
-        self._note(self._entered, x)
+    def begin(self) -> None:
+        """Notes that a step begins, whatever has become of the last one."""
+        self._is_cut = False
+
+    def end(self) -> None:
+        """Notes nothing any more, and lets go of the graph."""
+        self.is_noting = False
+        self._features.clear()
 
     def give(self, features: Tensor, layer: str) -> None:
         """Notes features of this rank's own.
@@ -62,23 +66,23 @@ class Crossings:
         if self.is_noting and features.grad_fn is not None:
             self._features[features.grad_fn] = layer
 
-    def leave(self, x: Tensor) -> None:
-        """Notes the sum over all ranks."""
-        self._note(self._summed, x)
+    def cut(self) -> None:
+        """Notes that each rank has a part of the sequence.
 
-    def cut(self, x: Tensor) -> None:
-        """Notes a part of the sequence."""
-        self._note(self._cut, x)
+        Raises:
+            ValueError: It had one already.
+        """
+        self._refuse_if(self._is_cut)
+        self._is_cut = True
 
-    def join(self, x: Tensor) -> None:
-        """Notes the whole sequence."""
-        self._note(self._joined, x)
+    def join(self) -> None:
+        """Notes that the sequence is whole.
 
-    def end(self) -> None:
-        """Notes nothing any more, and lets go of the graph."""
-        self.is_noting = False
-        for noted in (self._features, self._entered, self._summed, self._cut, self._joined):
-            noted.clear()
+        Raises:
+            ValueError: It was so before.
+        """
+        self._refuse_if(not self._is_cut)
+        self._is_cut = False
 
     def check(self, outputs: Iterable[Tensor], whole: Whole) -> None:
         """Checks the graph of a loss, or of what a stage returns.
@@ -91,27 +95,37 @@ class Crossings:
             ValueError: Something that is apart was not put together, or a gradient would be wrong.
         """
         roots = {get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad}
-        beside_sums = _walk(roots - self._summed, self._summed)
+        ways = {node: way for node in _walk(roots, ()) if (way := way_of(node)) is not None}
+        sums = {node for node, way in ways.items() if way.sums_up}
+        entries = {node for node, way in ways.items() if way.enters}
+        cuts = {node for node, way in ways.items() if way.cuts}
+        joints = {node for node, way in ways.items() if way.joins}
+        beside_sums = _walk(roots - sums, sums)
         for node, layer in self._features.items():
             if node in beside_sums:
                 raise ValueError(_leak(f"the features of {layer!r}", _REGION))
         for name in _parameters_in(beside_sums, whole.inside):
             raise ValueError(_leak(f"{name!r}, which is to meet each rank's own features,", _LOCAL))
-        for name in _parameters_in(_walk(self._summed, self._entered | self._cut), whole.others):
+        for name in _parameters_in(_walk(sums, entries | cuts), whole.others):
             raise ValueError(f"The parameter {name!r} meets each rank's own features, {_INSIDE}")
-        beside_joints = _walk(roots - self._joined, self._joined) if self._joined else {}
-        if self._cut & beside_joints.keys():
+        if not joints:
+            return
+        beside_joints = _walk(roots - joints, joints)
+        if not cuts.isdisjoint(beside_joints):
             raise ValueError(_leak("a part of the sequence", _SEQUENCE))
         for name in _parameters_in(beside_joints, whole.in_blocks):
-            raise ValueError(
-                _leak(f"{name!r}, which is to meet a part of the sequence,", _SEQUENCE)
-            )
-        for name in _parameters_in(_walk(self._joined, self._cut), whole.others):
+            raise ValueError(_leak(f"{name!r}, which meets a part of the sequence,", _SEQUENCE))
+        for name in _parameters_in(_walk(joints, cuts), whole.others):
             raise ValueError(f"The parameter {name!r} meets a part of the sequence, {_BETWEEN}")
 
-    def _note(self, noted: set[Node], x: Tensor) -> None:
-        if self.is_noting and x.grad_fn is not None:
-            noted.add(x.grad_fn)
+    def _refuse_if(self, is_wrong: bool) -> None:
+        if self.is_noting and is_wrong:
+            raise ValueError(
+                "sequence_parallel=True cuts the sequence before the first of a list of blocks and"
+                " joins it behind the last one, but the model's forward calls one of them before"
+                " the first, or again before the last. Call them in order, or leave"
+                " sequence_parallel out."
+            )
 
 
 _REGION = (

@@ -16,7 +16,7 @@ from lightning_dist.tensor.attention import find_attention
 from lightning_dist.tensor.built_in_plan import built_in_plans, translate
 from lightning_dist.tensor.mlp import find_mlp
 from lightning_dist.tensor.plan import resolve_plan
-from lightning_dist.tensor.proof import check_parts, find_flaws
+from lightning_dist.tensor.proof import check_parts, find_flaws, local_in
 from lightning_dist.tensor.regions import holders
 from lightning_dist.tensor.styles import Style
 from lightning_dist.tensor.vocabulary import find_vocabulary
@@ -66,6 +66,7 @@ def _without_flaws(module: nn.Module, pairs: dict[str, Style], tp_size: int) -> 
         if name in flaws
         for layer in layers
     }
+    wrong |= {layer for name in flaws for layer in local_in(name, styles)}
     return {name: style for name, style in styles.items() if name not in wrong}
 
 

@@ -62,7 +62,7 @@ def find_flaws(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str
     for name, layers in holders(module, styles).items():
         cuts = {layer: (styles[layer], stacked_in(module, styles, layer)) for layer in layers}
         inner = {_inside(name, layer): cut for layer, cut in cuts.items()}
-        inner |= {_inside(name, n): (Style.LOCAL, 1) for n in _local_in(name, styles)}
+        inner |= {_inside(name, n): (Style.LOCAL, 1) for n in local_in(name, styles)}
         holder = module.get_submodule(name)
         kind = (*kind_of(holder), *inner)
         if name and kind not in known:  # the whole model is more than a copy should be made of
@@ -96,6 +96,17 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
         )
 
 
+def local_in(holder: str, styles: Styles) -> list[str]:
+    """Lists the local layers in a module.
+
+    Args:
+        holder: Its name.
+        styles: By module name.
+    """
+    prefix = f"{holder}." if holder else ""
+    return [n for n, s in styles.items() if s is Style.LOCAL and n.startswith(prefix)]
+
+
 def _check_ends(styles: Styles) -> None:
     """Checks that regions begin and end."""
     begins = [name for name, style in styles.items() if style is Style.COLWISE]
@@ -117,7 +128,7 @@ def _check_ends(styles: Styles) -> None:
 
 
 def _check_local(module: nn.Module, styles: Styles) -> None:
-    inside = {n for holder in holders(module, styles) for n in _local_in(holder, styles)}
+    inside = {n for holder in holders(module, styles) for n in local_in(holder, styles)}
     for name, style in styles.items():
         if style is Style.LOCAL and name not in inside:
             raise ValueError(
@@ -125,11 +136,6 @@ def _check_local(module: nn.Module, styles: Styles) -> None:
                 " nothing is cut in the module that has it: no 'colwise' and 'rowwise' layers are"
                 " beside it. It meets the same on all ranks. Leave it out of the plan."
             )
-
-
-def _local_in(holder: str, styles: Styles) -> list[str]:
-    prefix = f"{holder}." if holder else ""
-    return [n for n, s in styles.items() if s is Style.LOCAL and n.startswith(prefix)]
 
 
 def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str | None:

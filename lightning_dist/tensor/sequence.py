@@ -67,15 +67,14 @@ def cut_sequence(
         check_length(x.shape[SEQUENCE_DIM], mesh.size())
         if first.training:
             randomness.enter()
-        part = boundary.split(x, mesh, SEQUENCE_DIM)
-        crossings.cut(part)
-        return part
+        crossings.cut()
+        return boundary.split(x, mesh, SEQUENCE_DIM)
 
     def join(_: nn.Module, args: Any, output: Any) -> Any:
         randomness.leave()
+        crossings.join()
         first, *rest = (output,) if isinstance(output, Tensor) else output
-        whole = boundary.gather(first, mesh, SEQUENCE_DIM)
-        crossings.join(whole)
+        whole = boundary.gather(first, mesh, SEQUENCE_DIM, of_sequence=True)
         return whole if isinstance(output, Tensor) else (whole, *rest)
 
     change_activation(first, cut)

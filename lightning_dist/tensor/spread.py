@@ -166,6 +166,7 @@ class SpreadModule:
         ``nn.ModuleDict``, never runs.
         """
         self._randomness.leave()
+        self.crossings.begin()
         for entry in self._entries.values():
             entry.forget()
 
