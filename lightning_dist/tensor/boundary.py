@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -151,21 +151,30 @@ def split(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     return _cross(x, mesh, Way(_SAME, Shard(dim), Shard(dim), _SAME, True))
 
 
-def add_up(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
-    """Adds tensors up over the ranks, in place and in one message for each dtype.
+def add_up_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Adds gradients up over the ranks, in one message for each dtype.
 
     Args:
-        tensors: Each rank's summands, in the same order.
+        parameters: The same on all ranks. One that has no gradient on some of them gets the sum of
+            the others, and one that has none on any stays without.
         mesh: The tensor-parallel ranks.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(local_part(tensor))
-    for parts in by_dtype.values():
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for dtype, group in by_dtype.items():
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+        counts = torch.tensor([p.grad is not None for p in group], dtype=dtype)
+        parts = [*(local_part(gradient) for gradient in own), counts.to(local_part(own[0]).device)]
         flat = torch.cat([part.reshape(-1) for part in parts])
         dist.all_reduce(flat, group=mesh.get_group())
-        for part, summed in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+        *sums, counted = flat.split([part.numel() for part in parts])
+        for parameter, gradient, part, summed in zip(group, own, parts, sums, strict=False):
             part.copy_(summed.view_as(part))
+            parameter.grad = gradient
+        for parameter, count in zip(group, counted.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
 
 
 def _cross(x: Tensor, mesh: DeviceMesh, way: Way) -> Tensor:

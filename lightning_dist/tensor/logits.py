@@ -133,6 +133,12 @@ def joined(tree: Any) -> Any:
 
 
 def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    place = 4 if func is torch.autograd.grad else 3
+    if named.get("create_graph", any(args[place : place + 1])):
+        raise ValueError(
+            "With loss_parallel=True a loss cannot have gradients in it (create_graph=True):"
+            " torch's parallel cross-entropy is differentiable once only. Leave loss_parallel out."
+        )
     with loss_parallel():
         found = func(*args, **named)
     if func is torch.autograd.grad:  # the slope of logits is apart, as they are

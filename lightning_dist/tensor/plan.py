@@ -13,7 +13,7 @@ from torch import nn
 from lightning_dist.name_pattern import fits, with_stars
 from lightning_dist.suggestion import nearest, shorten
 from lightning_dist.tensor.embedding import is_token_table
-from lightning_dist.tensor.projection import is_projection
+from lightning_dist.tensor.projection import has_own_forward, is_projection
 from lightning_dist.tensor.styles import Style
 
 
@@ -74,6 +74,12 @@ def _check_kind(name: str, layer: nn.Module, style: Style) -> None:
         is_right, wanted = is_projection(layer), "a plain nn.Linear"
     else:
         return
+    if has_own_forward(layer):
+        raise ValueError(
+            f"The plan spreads {name!r} as {style.value!r}, but that {type(layer).__name__} has a"
+            " forward of its own, which would be lost. Make it a class, or leave it out of the"
+            " plan."
+        )
     if not is_right:
         raise ValueError(
             f"The plan spreads {name!r} as {style.value!r}, which needs {wanted}, but it is a"

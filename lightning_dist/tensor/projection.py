@@ -26,6 +26,15 @@ def is_projection(module: nn.Module) -> TypeGuard[nn.Linear]:
     return _lies_across(module)
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether somebody has replaced the forward of a module alone, as adapters do.
+
+    Args:
+        module: Any.
+    """
+    return "forward" in vars(module)
+
+
 def output_dim(layer: nn.Module) -> int:
     """Gives the dim of the weight that counts the output features."""
     return 1 if _lies_across(layer) else 0

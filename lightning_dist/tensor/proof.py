@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.tensor.heads import check_heads, explain_shapes, keep_own_heads
 from lightning_dist.tensor.projection import (
+    has_own_forward,
     input_dim,
     input_size,
     is_projection,
@@ -37,6 +38,7 @@ from lightning_dist.tensor.trial import (
     on_the_side,
     random_copy,
     shared_copy,
+    train_if_possible,
 )
 from lightning_dist.tensor.trial_call import TrialCall, trial_calls
 
@@ -139,6 +141,9 @@ def _check_local(module: nn.Module, styles: Styles) -> None:
 
 
 def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str | None:
+    for layer in cuts:
+        if has_own_forward(holder.get_submodule(layer)):
+            return f"{layer!r} of {name!r} has a forward of its own, which would be lost"
     styles = {layer: style for layer, (style, _) in cuts.items()}
     try:
         for parent in attentions(styles):
@@ -151,6 +156,7 @@ def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str |
     for call in calls:
         run = partial(_Run, cuts=cuts, call=call, x=x)
         try:
+            train_if_possible(copy, partial(call.run, copy, x))
             whole = run(shared_copy(copy))
         except Exception:  # noqa: BLE001  (as above)
             continue

@@ -25,6 +25,7 @@ from lightning_dist.tensor.trial import (
     on_the_side,
     random_copy,
     shared_copy,
+    train_if_possible,
 )
 from lightning_dist.tensor.trial_call import TrialCall, trial_calls
 
@@ -90,7 +91,7 @@ def _run_whole(
     copy: nn.Module, styles: Styles, call: TrialCall, x: Tensor
 ) -> tuple[dict[str, list[Tensor]], Tensor]:
     """Gives what each layer that gets the whole sequence was given, and what the block returned."""
-    _train(copy, partial(call.run, copy, x))
+    train_if_possible(copy, partial(call.run, copy, x))
     met: dict[str, list[Tensor]] = {name: [] for name in _gathering(copy, styles)}
     whole = _with_changes(copy, {name: _note(given) for name, given in met.items()})
     return met, call.run(whole, x)
@@ -116,15 +117,6 @@ def _run_parts(
 def _width(block: nn.Module, styles: Styles) -> int:
     names = [name for name, style in styles.items() if style is Style.COLWISE]
     return input_size(block.get_submodule(names[0]))
-
-
-def _train(copy: nn.Module, run: Callable[[], Tensor]) -> None:
-    """Makes a block train if it draws no numbers then: norms look at the batch."""
-    for part in copy.train().modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    first, second = run(), run()
-    copy.train(torch.equal(first, second))
 
 
 def _gathering(block: nn.Module, styles: Styles) -> list[str]:

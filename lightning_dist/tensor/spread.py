@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from lightning_dist.module_hooks import hooks_of_tensor
 from lightning_dist.shards import cut, is_spread
 from lightning_dist.tensor import boundary, layers
 from lightning_dist.tensor.crossings import Crossings, Whole
@@ -85,6 +86,7 @@ class SpreadModule:
         is_kept: Callable[[str], bool] = lambda _: True,
         stage_of: Callable[[str], int | None] = lambda _: None,
     ) -> None:
+        _refuse_spread(module)
         check_styles(module, styles, mesh.size(), options.sequence_parallel)
         self.module = module
         self.styles = styles
@@ -132,12 +134,12 @@ class SpreadModule:
     def add_gradients(self) -> None:
         """Adds up the gradients of which each rank has a summand; all ranks must call it.
 
-        Once for each update, and not more often.
+        Once for each update, and not more often. A rank without a gradient, whose tokens went to
+        other experts, gets the others' sum.
         """
         parameters = dict(self.module.named_parameters())
         partial = [parameters[name] for name in self._partial if name in parameters]
-        gradients = [p.grad for p in partial if p.grad is not None]
-        boundary.add_up(gradients, self._mesh)
+        boundary.add_up_gradients([p for p in partial if p.requires_grad], self._mesh)
 
     def check_graph(self, outputs: Iterable[Tensor]) -> None:
         """Checks how a step has come to its loss, until :meth:`Crossings.end` is called.
@@ -228,8 +230,20 @@ class SpreadModule:
                 )
             return
         part = nn.Parameter(cut(whole, self._mesh, [placement]), requires_grad=whole.requires_grad)
+        vars(part).update(vars(whole))  # what the user has noted there, for groups of parameters
+        for hook in hooks_of_tensor(whole):
+            part.register_hook(hook)
         for holder, attribute in self._uses[whole]:
             setattr(holder, attribute, part)
+
+
+def _refuse_spread(module: nn.Module) -> None:
+    name = next((name for name, p in module.named_parameters() if is_spread(p)), None)
+    if name is not None:
+        raise ValueError(
+            f"{name!r} is spread over ranks already: another Trainer or strategy has done it. Go on"
+            " with that Trainer, or build the model anew and load a checkpoint."
+        )
 
 
 def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_parallel: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -14,6 +14,8 @@ from lightning_dist.module_hooks import hooks_of
 from lightning_dist.rng import python_state_kept, seed_python, seeded
 
 _TOLERANCE = 1e-3  # in float32, of the largest element
+_SETTINGS = (bool, int, float, str, type(None))
+_PLACES = ("layer", "idx", "index", "depth", "number")  # where a block is, not what it does
 
 
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
@@ -24,8 +26,14 @@ def kind_of(module: nn.Module) -> tuple[Any, ...]:
     """
     parts = list(module.modules())
     functions = (value for part in parts for value in vars(part).values() if callable(value))
+    settings = (
+        (name, value)
+        for part in parts
+        for name, value in vars(part).items()
+        if isinstance(value, _SETTINGS) and not any(word in name for word in _PLACES)
+    )
     shapes = (tensor.shape for tensor in [*module.parameters(), *module.buffers()])
-    return (*map(type, parts), str(module), *map(id, functions), *shapes)
+    return (*map(type, parts), str(module), *map(id, functions), *settings, *shapes)
 
 
 def random_copy(module: nn.Module) -> nn.Module:
@@ -71,6 +79,20 @@ def on_the_side() -> Iterator[None]:
     with python_state_kept(), seeded(0, device=torch.device("cpu")), torch.no_grad():
         seed_python(0)
         yield
+
+
+def train_if_possible(copy: nn.Module, run: Callable[[], Tensor]) -> None:
+    """Makes a module train, if it draws no numbers then: code may do something else in training.
+
+    Args:
+        copy: From :func:`random_copy`; its dropout drops nothing from then on.
+        run: Runs it.
+    """
+    for part in copy.train().modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    first, second = run(), run()
+    copy.train(torch.equal(first, second))
 
 
 def differ(one: Tensor, other: Tensor) -> bool:

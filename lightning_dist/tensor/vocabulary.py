@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from torch import nn
 
 from lightning_dist.tensor.embedding import is_token_table
-from lightning_dist.tensor.projection import input_size, is_projection, output_size
+from lightning_dist.tensor.projection import has_own_forward, input_size, is_projection, output_size
 from lightning_dist.tensor.styles import Style
 
 _OTHER_TABLES = ("pos", "wpe", "type", "segment", "bias")
@@ -78,7 +78,9 @@ def _token_tables(module: nn.Module) -> dict[str, nn.Embedding]:
     return {
         name: part
         for name, part in module.named_modules()
-        if is_token_table(part) and not any(word in _own_name(name) for word in _OTHER_TABLES)
+        if is_token_table(part)
+        and not has_own_forward(part)
+        and not any(word in _own_name(name) for word in _OTHER_TABLES)
     }
 
 
@@ -87,6 +89,7 @@ def _find_head(module: nn.Module, table: nn.Embedding, taken: Collection[str]) -
         name
         for name, part in module.named_modules()
         if is_projection(part)
+        and not has_own_forward(part)
         and name not in taken
         and output_size(part) == table.num_embeddings
         and input_size(part) == table.embedding_dim
