@@ -6,6 +6,8 @@ Three private names of torch, here and nowhere else; tests of who asks see it wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,10 +22,41 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
-def hooks_of_tensor(tensor: Tensor) -> list[Any]:
-    """Gives those that see a tensor's gradient.
+def note_on(parameter: Tensor) -> tuple[dict[str, Any], Any]:
+    """Gives what users have put on a parameter: attributes, for groups of an optimizer, and hooks.
 
     Args:
-        tensor: A leaf.
+        parameter: Any.
     """
-    return list((tensor._backward_hooks or {}).values())
+    return dict(vars(parameter)), parameter._backward_hooks
+
+
+def put_on(parameter: Tensor, noted: tuple[dict[str, Any], Any]) -> None:
+    """Puts it on another one, or on the same one anew; handles of hooks stay good.
+
+    Args:
+        parameter: Any.
+        noted: What :func:`note_on` gave.
+    """
+    attributes, hooks = noted
+    vars(parameter).update(attributes)
+    if hooks is not None:
+        parameter._backward_hooks = hooks
+
+
+@contextmanager
+def kept_on_parameters(module: nn.Module) -> Iterator[None]:
+    """Keeps what users have put on parameters.
+
+    ``Module.to`` swaps a ``DTensor`` for another one, which has none of it.
+
+    Args:
+        module: Is moved inside.
+
+    Yields:
+        Nothing.
+    """
+    noted = [(parameter, note_on(parameter)) for parameter in module.parameters()]
+    yield
+    for parameter, own in noted:
+        put_on(parameter, own)

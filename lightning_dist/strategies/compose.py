@@ -39,7 +39,7 @@ from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.plan import resolve_plan
 from lightning_dist.tensor.proof import check_parts
-from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
+from lightning_dist.tensor.spread import SpreadModule, SpreadOptions, refuse_spread
 from lightning_dist.tensor.vocabulary import check_head
 from lightning_dist.wrap import ByClass, Unit, WrapPolicy
 from lightning_dist.wrap_summary import WrapSummary, describe
@@ -231,6 +231,8 @@ def _choose_recomputed(module: nn.Module, units: list[Unit], shard: ShardConfig)
 def _spread(
     module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig, split: PipelineSplit | None
 ) -> SpreadModule | None:
+    if mesh is not None:
+        refuse_spread(module)
     asked = None if config.plan == "auto" else resolve_plan(module, config.plan)
     if mesh is None:
         return None

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from lightning_dist.interrupted_step import forget_step
+from lightning_dist.module_hooks import kept_on_parameters
 from lightning_dist.sharding import move_rest, reshard
 from lightning_dist.strategies.compose import Composed
 from lightning_dist.strategies.lightning_private import set_device
@@ -285,11 +286,12 @@ class ShardedModule:
             move_rest(self.module, self._shards, device)
             set_device(self.module, device)
             return
-        self.module.to(device)
-        # FSDP2 learns of it by a method of the modules that it knows, and a root is around the
-        # user's module, or beside it.
-        for root in self._roots:
-            root.to(device)
+        with kept_on_parameters(self.module):
+            self.module.to(device)
+            # FSDP2 learns of it by a method of the modules that it knows, and a root is around the
+            # user's module, or beside it.
+            for root in self._roots:
+                root.to(device)
 
     def settle(self) -> None:
         """Checks what the ranks have run so far; all of them call it between two steps.

@@ -3,15 +3,15 @@
 Inside of a region each rank has features of its own; only the layer that sums up makes of them what
 all ranks have. Code around the layers can open other doors: a second output, an attribute that a
 loss is made of, a hook, a call of some of the layers. Each rank would train on another loss. So the
-graph is walked once, down from the loss, and must not come to features but through a sum. From the
-sums it is walked down to where regions begin, and must come to no parameter that is whole on each
+graph is walked once, down from the loss, into regions through sums, and out where they begin. It
+must not come to features outside of a region, nor inside to a parameter that is whole on each
 rank and is not known to meet other features on each: its gradient would be a summand that nobody
-adds up. The same goes for the sequence, between where it is cut and where it is joined.
+adds up. The same goes for the sequence, between where it is joined and where it is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -95,27 +95,24 @@ class Crossings:
             ValueError: Something that is apart was not put together, or a gradient would be wrong.
         """
         roots = {get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad}
-        ways = {node: way for node in _walk(roots, ()) if (way := way_of(node)) is not None}
-        sums = {node for node, way in ways.items() if way.sums_up}
-        entries = {node for node, way in ways.items() if way.enters}
-        cuts = {node for node, way in ways.items() if way.cuts}
-        joints = {node for node, way in ways.items() if way.joins}
-        beside_sums = _walk(roots - sums, sums)
+        outside, inside = _sides(roots, _SUMS_UP, _ENTERS)
         for node, layer in self._features.items():
-            if node in beside_sums:
+            if node in outside:
                 raise ValueError(_leak(f"the features of {layer!r}", _REGION))
-        for name in _parameters_in(beside_sums, whole.inside):
-            raise ValueError(_leak(f"{name!r}, which is to meet each rank's own features,", _LOCAL))
-        for name in _parameters_in(_walk(sums, entries | cuts), whole.others):
+        for name in _parameters_in(outside, whole.inside):
+            raise ValueError(
+                f"The parameter {name!r}, which is to meet each rank's own features, meets the same"
+                " on all ranks, so the ranks' gradients of it would be added up. Only what is"
+                " between 'colwise' and 'rowwise' layers is 'local': leave it out of the plan."
+            )
+        for name in _parameters_in(inside, whole.others):
             raise ValueError(f"The parameter {name!r} meets each rank's own features, {_INSIDE}")
-        if not joints:
-            return
-        beside_joints = _walk(roots - joints, joints)
-        if not cuts.isdisjoint(beside_joints):
+        outside, inside = _sides(roots, _JOINS, _CUTS)
+        if any(_CUTS(node) for node in outside):
             raise ValueError(_leak("a part of the sequence", _SEQUENCE))
-        for name in _parameters_in(beside_joints, whole.in_blocks):
+        for name in _parameters_in(outside if inside else {}, whole.in_blocks):
             raise ValueError(_leak(f"{name!r}, which meets a part of the sequence,", _SEQUENCE))
-        for name in _parameters_in(_walk(joints, cuts), whole.others):
+        for name in _parameters_in(inside, whole.others):
             raise ValueError(f"The parameter {name!r} meets a part of the sequence, {_BETWEEN}")
 
     def _refuse_if(self, is_wrong: bool) -> None:
@@ -133,7 +130,6 @@ _REGION = (
     " second output, attribute, hook, or call of some of the layers. Leave the layers out of the"
     " plan, or make the loss of what the module returns."
 )
-_LOCAL = "Leave it out of the plan: only what is between 'colwise' and 'rowwise' layers is 'local'."
 _SEQUENCE = (
     "With sequence_parallel=True only what the last block returns is whole: make the loss of that,"
     " or leave sequence_parallel out."
@@ -153,16 +149,37 @@ def _leak(what: str, fix: str) -> str:
     return f"The loss depends on {what} by a way around the sum over the ranks. {fix}"
 
 
-def _walk(roots: Collection[Node], ends: Collection[Node]) -> dict[Node, None]:
-    """Gives the nodes beneath some, those where it ends left out; roots are gone beneath."""
-    found = dict.fromkeys(roots)
-    waiting = list(roots)
+def _is(kind: str) -> Callable[[Node], bool]:
+    def is_of_kind(node: Node) -> bool:
+        way = way_of(node)
+        return way is not None and getattr(way, kind)
+
+    return is_of_kind
+
+
+_SUMS_UP, _ENTERS, _CUTS, _JOINS = map(_is, ("sums_up", "enters", "cuts", "joins"))
+
+
+def _sides(
+    roots: Collection[Node], goes_in: Callable[[Node], bool], comes_out: Callable[[Node], bool]
+) -> tuple[dict[Node, None], dict[Node, None]]:
+    """Gives the nodes beneath some that are come to outside of regions, and those inside.
+
+    Args:
+        roots: Outside.
+        goes_in: Whether what is beneath a node is inside.
+        comes_out: Whether what is beneath a node is outside.
+    """
+    sides: tuple[dict[Node, None], dict[Node, None]] = (dict.fromkeys(roots), {})
+    waiting = [(root, 0) for root in roots]
     while waiting:
-        for child, _ in waiting.pop().next_functions:
-            if child is not None and child not in found and child not in ends:
-                found[child] = None
-                waiting.append(child)
-    return found
+        node, side = waiting.pop()
+        beneath = 1 if goes_in(node) else 0 if comes_out(node) else side
+        for child, _ in node.next_functions:
+            if child is not None and child not in sides[beneath]:
+                sides[beneath][child] = None
+                waiting.append((child, beneath))
+    return sides
 
 
 def _parameters_in(nodes: Mapping[Node, None], names: Mapping[int, str]) -> list[str]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from lightning_dist.module_hooks import hooks_of_tensor
+from lightning_dist.module_hooks import note_on, put_on
 from lightning_dist.shards import cut, is_spread
 from lightning_dist.tensor import boundary, layers
 from lightning_dist.tensor.crossings import Crossings, Whole
@@ -86,7 +86,6 @@ class SpreadModule:
         is_kept: Callable[[str], bool] = lambda _: True,
         stage_of: Callable[[str], int | None] = lambda _: None,
     ) -> None:
-        _refuse_spread(module)
         check_styles(module, styles, mesh.size(), options.sequence_parallel)
         self.module = module
         self.styles = styles
@@ -230,14 +229,20 @@ class SpreadModule:
                 )
             return
         part = nn.Parameter(cut(whole, self._mesh, [placement]), requires_grad=whole.requires_grad)
-        vars(part).update(vars(whole))  # what the user has noted there, for groups of parameters
-        for hook in hooks_of_tensor(whole):
-            part.register_hook(hook)
+        put_on(part, note_on(whole))
         for holder, attribute in self._uses[whole]:
             setattr(holder, attribute, part)
 
 
-def _refuse_spread(module: nn.Module) -> None:
+def refuse_spread(module: nn.Module) -> None:
+    """Refuses a module that has been spread before.
+
+    Args:
+        module: The model.
+
+    Raises:
+        ValueError: It has.
+    """
     name = next((name for name, p in module.named_parameters() if is_spread(p)), None)
     if name is not None:
         raise ValueError(

@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_dist.local_part import local_part
+from lightning_dist.module_hooks import kept_on_parameters
 from lightning_dist.shards import whole
+from lightning_dist.tensor.boundary import add_up_gradients
 from lightning_dist.tensor.plan import resolve_plan
-from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
+from lightning_dist.tensor.spread import SpreadModule, SpreadOptions, refuse_spread
 from recipes.gpt import Attention, build_gpt
 from tests.helpers.workers import WorkerPool
 
@@ -96,6 +98,74 @@ def test_a_copy_would_compute_with_the_original_s_weights(workers: WorkerPool) -
     for text in workers.run(2, refusal_to_copy):
         assert "cannot be copied" in text
         assert "ShardedWeightAveraging" in text
+
+
+def zeroed(gradient: Tensor) -> Tensor:
+    return gradient * 0
+
+
+def kept_on_a_parameter() -> tuple[int, float, str]:
+    network = gpt()
+    weight = network.get_parameter("1.attention.qkv.weight")
+    weight.rate = 3  # type: ignore[attr-defined]
+    handle = weight.register_hook(zeroed)
+    spread = SpreadModule(network, resolve_plan(network, PLAN), ranks(), SpreadOptions())
+    with kept_on_parameters(network):
+        network.to("cpu")  # torch swaps the parameters for others
+    part: Any = network.get_parameter("1.attention.qkv.weight")
+    loss_of(network).backward()
+    zero = float(local_part(part.grad).abs().max())
+    handle.remove()
+    loss_of(network).backward()
+    assert float(local_part(part.grad).abs().max()) > 0, "its handle is good"
+    try:
+        refuse_spread(spread.module)
+    except ValueError as error:
+        return part.rate, zero, str(error)
+    return part.rate, zero, ""
+
+
+def test_what_users_put_on_parameters_stays_and_nothing_is_spread_twice(
+    workers: WorkerPool,
+) -> None:
+    for rate, zero, text in workers.run(2, kept_on_a_parameter):
+        assert (rate, zero) == (3, 0.0)
+        assert "is spread over ranks already" in text
+
+
+def summed_where_there_are_some() -> list[Any]:
+    mesh = ranks()
+    rank = dist.get_rank()
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    for number in (0, 1 + rank):  # one on both, one on each, one on none
+        parameters[number].grad = torch.full((2,), 10.0 * number + rank)
+    add_up_gradients(parameters, mesh)
+    return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+
+def test_a_gradient_of_some_ranks_is_everybody_s(workers: WorkerPool) -> None:
+    for found in workers.run(2, summed_where_there_are_some):
+        assert found == [[1.0, 1.0], [10.0, 10.0], [21.0, 21.0], None]
+
+
+def width_refusals() -> list[str]:
+    mesh, texts = ranks(), []
+    for plan in (
+        {"*.up": "rowwise", "*.down": "colwise"},
+        {"*.up": "colwise", "*.down": "colwise"},
+    ):
+        network = gpt()
+        SpreadModule(network, resolve_plan(network, plan), mesh, SpreadOptions())
+        with pytest.raises(ValueError, match="By the plan") as caught:
+            loss_of(network)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_layers_that_are_given_other_widths_than_by_the_plan(workers: WorkerPool) -> None:
+    for swapped, twice in workers.run(2, width_refusals):
+        assert "'1.up' takes each rank's own features, 16 of them, but it is given 32" in swapped
+        assert "'1.down' takes what all ranks have, 128 of them, but it is given 64" in twice
 
 
 def held_elements() -> tuple[int, int]:

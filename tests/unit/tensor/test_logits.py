@@ -83,3 +83,17 @@ def test_a_step_returns_plain_tensors(apart: DTensor) -> None:
     result = joined({"logits": apart, "name": "a"})
     assert type(result["logits"]) is torch.Tensor
     assert result["name"] == "a"
+
+
+def test_a_loss_with_gradients_in_it_is_refused(apart: DTensor) -> None:
+    with LogitsApart():
+        loss = F.cross_entropy(apart.requires_grad_(), torch.tensor([0, 1, 2, 0, 1]))
+        for ask in (
+            lambda: torch.autograd.grad(loss, apart, create_graph=True),
+            lambda: torch.autograd.grad(loss, apart, None, True, True),
+            lambda: loss.backward(None, True, True),
+        ):
+            with pytest.raises(ValueError, match=r"create_graph=True.*Leave loss_parallel out"):
+                ask()
+        (slope,) = torch.autograd.grad(loss, apart, None, True)
+    assert slope.shape == apart.shape

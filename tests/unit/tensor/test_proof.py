@@ -142,6 +142,39 @@ def test_modules_of_a_class_are_not_all_alike() -> None:
     assert plan_of(model_of(nn.Sequential(*mlps))) == {"1.0.fc1", "1.0.fc2", "1.2.fc1", "1.2.fc2"}
 
 
+class Flagged(Mlp):
+    """Does something else if a setting of it says so, or in training only."""
+
+    def __init__(self, *, mixes: bool = False, mixes_in_training: bool = False) -> None:
+        super().__init__(F.gelu)
+        self.mixes, self.mixes_in_training = mixes, mixes_in_training
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        if self.mixes or (self.mixes_in_training and self.training):
+            hidden = hidden.softmax(-1)
+        summed: Tensor = self.fc2(hidden)
+        return summed
+
+
+def test_modules_with_other_settings_are_not_alike() -> None:
+    mlps = [Flagged(), Flagged(mixes=True), Flagged(mixes_in_training=True), Flagged()]
+    plan = plan_of(model_of(nn.Sequential(*mlps)))
+    assert plan == {"1.0.fc1", "1.0.fc2", "1.3.fc1", "1.3.fc2"}
+
+
+@pytest.mark.parametrize("name", ["0", "1.fc2", "2"])
+def test_a_forward_of_a_layer_s_own_is_not_lost(name: str) -> None:
+    model = model_of(Mlp(F.gelu))
+    layer = model.get_submodule(name)
+    compute = layer.forward
+    layer.forward = lambda x: 2 * compute(x)  # type: ignore[method-assign]
+    assert name not in find_plan(model, TP)
+    style = {"0": "vocab", "1.fc2": "rowwise", "2": "colwise_gather"}[name]
+    with pytest.raises(ValueError, match=f"'{name}' .*has a forward of its own"):
+        resolve_plan(model, {name: style})
+
+
 def test_a_plan_that_does_not_add_up_is_refused() -> None:
     model = model_of(CANNOT["queries, keys and values of each head"])
     styles = resolve_plan(model, {"1.qkv": "colwise", "1.out": "rowwise"})
