@@ -191,6 +191,8 @@ class ShardedModule:
 
     def backward_context(self) -> AbstractContextManager[None]:
         """Gives what the backward of a step's loss runs in."""
+        if self._spread is not None:
+            self._spread.crossings.begin_backward()
         return nullcontext() if self._logits is None else loss_parallel()
 
     def backward(

@@ -45,11 +45,16 @@ class Crossings:
 
     is_noting: bool = True
     _is_cut: bool = field(default=False, repr=False)
+    _has_backward: bool = field(default=False, repr=False)
     _features: dict[Node, str] = field(default_factory=dict, repr=False)
 
     def begin(self) -> None:
         """Notes that a step begins, whatever has become of the last one."""
         self._is_cut = False
+
+    def begin_backward(self) -> None:
+        """Notes that blocks may be called again from now on, the last one first, to recompute."""
+        self._has_backward = True
 
     def end(self) -> None:
         """Notes nothing any more, and lets go of the graph."""
@@ -116,7 +121,7 @@ class Crossings:
             raise ValueError(f"The parameter {name!r} meets a part of the sequence, {_BETWEEN}")
 
     def _refuse_if(self, is_wrong: bool) -> None:
-        if self.is_noting and is_wrong:
+        if is_wrong and self.is_noting and not self._has_backward:
             raise ValueError(
                 "sequence_parallel=True cuts the sequence before the first of a list of blocks and"
                 " joins it behind the last one, but the model's forward calls one of them before"

@@ -3,7 +3,9 @@
 What the user's module says comes first, then what a Hugging Face model says, then names and sizes
 that are usual for transformers. What is not surely one of these, or does not compute in parts what
 it computes whole (:mod:`lightning_dist.tensor.proof`), stays whole: that costs memory and time, but
-never changes a number.
+never changes a number. A module that cannot be run on its own is taken at its word there; what it
+does with its parameters and features is seen in the first step
+(:mod:`lightning_dist.tensor.crossings`).
 """
 
 from __future__ import annotations
