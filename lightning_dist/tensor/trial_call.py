@@ -3,7 +3,8 @@
 An activation, mostly, and for a cross-attention a second one. Attentions also want to know how to
 rotate queries and keys, as a complex number, as cosine and sine, in one argument or in two. What it
 is can be guessed from the argument's name, and the guess that the module can compute with is right:
-wrong sizes are an error. Masks are left out.
+wrong sizes are an error. Masks are left out. What nobody can guess is nothing,
+a number, or an activation.
 """
 
 from __future__ import annotations
@@ -32,15 +33,12 @@ class TrialCall:
     Attributes:
         activations: Names of the arguments that get the activation, but for the first.
         others: Arguments by name.
+        is_guess: Whether the module may want something else.
     """
 
     activations: tuple[str, ...] = ()
     others: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_guess(self) -> bool:
-        """Whether it gives the module more than activations."""
-        return bool(self.others)
+    is_guess: bool = False
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         """Calls a module's forward, without the hooks around it.
@@ -81,10 +79,13 @@ def trial_calls(module: nn.Module, styles: Styles, length: int) -> Iterator[Tria
     head_size = _head_size(module, styles)
     if not rotated or head_size is None:
         if unknown:
-            yield TrialCall(activations, nothing)
+            yield TrialCall(activations, nothing, is_guess=True)
+            yield TrialCall(activations, dict.fromkeys(nothing, 2.0), is_guess=True)
+            yield TrialCall((*activations, *nothing), is_guess=True)
         return
     for guess in _rotations(length, head_size):
-        yield TrialCall(activations, nothing | {name: guess(name) for name in rotated})
+        given = nothing | {name: guess(name) for name in rotated}
+        yield TrialCall(activations, given, is_guess=True)
 
 
 def _head_size(module: nn.Module, styles: Styles) -> int | None:

@@ -265,8 +265,24 @@ def test_rotations_are_guessed(kind: type[Rotating]) -> None:
 class Odd(Attention):
     """Wants more than an activation, and what it is nobody can tell."""
 
-    def forward(self, x: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x * more)
+    def forward(self, x: Tensor, more: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x * more["scale"])
+
+
+class Scaled(Attention):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * scale)
+
+
+class Rated(Scaled):
+    def forward(self, x: Tensor, *, rate: float) -> Tensor:  # type: ignore[override]
+        return super().forward(x, torch.full((), float(rate)))
+
+
+@pytest.mark.parametrize("kind", [Scaled, Rated])
+def test_another_activation_or_a_number_is_guessed(kind: type[Attention]) -> None:
+    assert plan_of(model_of(kind(stacked))) == {"1.qkv", "1.out"}
+    assert plan_of(model_of(kind(by_head))) == set()
 
 
 def test_what_cannot_be_run_is_taken_at_its_word() -> None:
