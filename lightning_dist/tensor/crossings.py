@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -46,6 +47,7 @@ class Crossings:
     is_noting: bool = True
     _is_cut: bool = field(default=False, repr=False)
     _has_backward: bool = field(default=False, repr=False)
+    _is_compiled: bool = field(default=False, repr=False)
     _features: dict[Node, str] = field(default_factory=dict, repr=False)
 
     def begin(self) -> None:
@@ -68,7 +70,9 @@ class Crossings:
             features: Just computed.
             layer: Name of the layer that has.
         """
-        if self.is_noting and features.grad_fn is not None:
+        if torch.compiler.is_compiling():  # no graph of autograd's has what a compiler makes of it
+            self._is_compiled = True
+        elif self.is_noting and features.grad_fn is not None:
             self._features[features.grad_fn] = layer
 
     def cut(self) -> None:
@@ -99,6 +103,8 @@ class Crossings:
         Raises:
             ValueError: Something that is apart was not put together, or a gradient would be wrong.
         """
+        if self._is_compiled:
+            return
         roots = {get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad}
         outside, inside = _sides(roots, _SUMS_UP, _ENTERS)
         for node, layer in self._features.items():

@@ -204,3 +204,18 @@ def test_what_is_right_is_equal_and_what_is_not_is_refused(
         assert first == second
     else:
         assert max(first, second) < 1e-12
+
+
+def compiled() -> float:
+    alone, together = Model(plain, Mlp), Model(plain, Mlp)
+    spread = SpreadModule(together, resolve_plan(together, MLP), ranks(), SpreadOptions())
+    for block in together.blocks:
+        block.compile(backend="eager")
+    tokens = torch.arange(8).view(2, 4) % 6
+    loss = together(tokens)
+    spread.check_graph([loss])
+    return abs(float(loss) - float(alone(tokens)))
+
+
+def test_a_graph_that_a_compiler_has_made_is_left_alone(workers: WorkerPool) -> None:
+    assert max(workers.run(2, compiled)) < 1e-12
