@@ -208,8 +208,9 @@ def test_what_is_right_is_equal_and_what_is_not_is_refused(
 
 
 def compiled() -> float:
-    alone, together = Model(plain, Mlp), Model(plain, Mlp)
-    spread = SpreadModule(together, resolve_plan(together, MLP), ranks(), SpreadOptions())
+    alone, together = Model(plain, Steep), Model(plain, Steep)
+    styles = resolve_plan(together, {**MLP, "blocks.*.act": "local"})
+    spread = SpreadModule(together, styles, ranks(), SpreadOptions())
     for block in together.blocks:
         block.compile(backend="eager")
     tokens = torch.arange(8).view(2, 4) % 6
