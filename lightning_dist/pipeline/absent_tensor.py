@@ -60,9 +60,9 @@ class AbsentTensor(Tensor):
         asks = func in _OF_THE_KIND or func in _MAKE_ONE_LIKE_IT
         if asks or (func in _MAKE_ANOTHER_LIKE_IT and not isinstance(args[0], AbsentTensor)):
             return func(*map(_sample_of, args), **kwargs)
-        (first, *_) = args
-        if func in _ONLY_LOOK and first.dtype.is_floating_point:
-            return torch.full(first.shape, torch.nan, dtype=first.dtype, device=first.device)
+        if func in _ONLY_LOOK and args[0].dtype.is_floating_point:
+            (seen,) = args
+            return torch.full(seen.shape, torch.nan, dtype=seen.dtype, device=seen.device)
         raise _refusal((args, kwargs))
 
     @override

@@ -62,6 +62,7 @@ def test_others_are_made_like_it(make: Callable[[Tensor], Tensor]) -> None:
         lambda t: t.tolist(),
         lambda t: t.add_(1),
         lambda t: torch.cat([ONES, t]),
+        lambda t: torch.cat(tensors=[ONES, t]),
         lambda t: F.linear(ONES, weight=t),
         lambda t: torch.zeros_like(t),
         lambda t: f"{t:.2f}",
