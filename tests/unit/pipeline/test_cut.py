@@ -40,6 +40,15 @@ def test_names_stay_and_foreign_layers_hold_nothing() -> None:
         net(torch.ones(1, 2))
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_a_weight_that_a_hook_computes_can_be_cut() -> None:
+    net = nn.Sequential(*(nn.utils.weight_norm(nn.Linear(2, 2)) for _ in range(2)))
+    cut(net, [1, 1], [0])
+    (layer,) = (part for part in net if isinstance(part, ForeignLayer))
+    assert layer.skeleton.weight.is_meta
+    assert net[0](torch.ones(1, 2)).requires_grad
+
+
 def test_cutting_again_alike_does_nothing_and_otherwise_is_refused() -> None:
     net = sequence()
     cut(net, [2, 2], [0])
