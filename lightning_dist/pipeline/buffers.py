@@ -9,11 +9,7 @@ reference to. A buffer without such references is free.
 
 from __future__ import annotations
 
-import math
 import sys
-
-import torch
-from torch import Tensor
 
 
 def _references(buffer: bytearray) -> int:
@@ -35,7 +31,7 @@ _REFERENCES_OF_A_FREE_BUFFER = _references_of_a_free_buffer()
 
 
 class BufferPool:
-    """Hands out CPU tensors whose memory returns by itself."""
+    """Hands out memory that returns by itself."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, list[bytearray]] = {}
@@ -45,23 +41,18 @@ class BufferPool:
         """Bytes of all buffers, in use or free."""
         return sum(size * len(buffers) for size, buffers in self._buffers.items())
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Gives a tensor with arbitrary content.
+    def take(self, num_bytes: int) -> bytearray:
+        """Gives memory with arbitrary content.
 
         Args:
-            shape: Its shape.
-            dtype: Its dtype.
+            num_bytes: How much; at least 1.
 
         Returns:
-            A contiguous CPU tensor. Its memory is used again once the tensor and all its views are
-            gone.
+            What is used again once nobody holds it, and no tensor on it is left.
         """
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
         buffers = self._buffers.setdefault(num_bytes, [])
         for buffer in buffers:
             if _references(buffer) <= _REFERENCES_OF_A_FREE_BUFFER:
-                return torch.frombuffer(buffer, dtype=dtype).view(shape)
+                return buffer
         buffers.append(bytearray(num_bytes))
-        return torch.frombuffer(buffers[-1], dtype=dtype).view(shape)
+        return buffers[-1]

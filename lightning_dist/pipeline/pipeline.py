@@ -223,6 +223,7 @@ class Pipeline:
         gradient_scale: float = 1.0,
         loss_scale: float = 1.0,
         seed: int | None = None,
+        on_results: Callable[[list[Any]], None] = _ignore,
     ) -> list[Any]:
         """Runs one batch's round of the schedule.
 
@@ -235,6 +236,7 @@ class Pipeline:
             loss_scale: Multiplies the loss for the backward, and is taken out of the gradients when
                 they are installed; the same on all stages.
             seed: Names the batch for the random numbers; None counts the batches.
+            on_results: Called with what is returned, as soon as no other rank waits for this one.
 
         Returns:
             What the step returned for each micro-batch on the last stage; empty on the others.
@@ -258,11 +260,11 @@ class Pipeline:
         )
         with python_state_kept():
             work = Work(numbered, step, gradient_scale, name, mark, loss_scale)
-            results = self._run(actions, work)
+            results = self._run(actions, work, on_results)
         self._batches_since_drain += 1
         self._num_batches += 1
         self._num_evaluated = 0
-        return [results[index] for index in sorted(results)]
+        return results
 
     def drain(self) -> Iterator[None]:
         """Runs the backwards of the batches in flight.
@@ -367,13 +369,21 @@ class Pipeline:
     def _complete_early(self, update: int) -> None:
         self._on_complete(update, self._held.complete_early(update))
 
-    def _run(self, actions: Round, work: Work | None) -> dict[int, Any]:
-        runs, owned = self._rounds.parted(actions)
-        backwards = Counter(a.stage_index for a in runs if a.kind in _COMPLETES_GRADIENTS)
+    def _run(
+        self,
+        actions: Round,
+        work: Work | None,
+        on_results: Callable[[list[Any]], None] = _ignore,
+    ) -> list[Any]:
+        parted = self._rounds.parted(actions)
+        backwards = Counter(a.stage_index for a in actions if a.kind in _COMPLETES_GRADIENTS)
         for number, count in backwards.items():
-            self.stages[number].gradients.begin_round(count)
-        results = self._runtime.run(runs, work)
+            self.stages[number].begin_round(count)
+        found = self._runtime.run(parted.awaited, work)
+        results = [found[index] for index in sorted(found)]
+        on_results(results)
+        self._runtime.run(parted.alone, work)
         for number in backwards:
-            self.stages[number].gradients.end_round()
-        self._held.hold(owned[-1] if owned else None)
+            self.stages[number].end_round()
+        self._held.hold(parted.owned[-1] if parted.owned else None)
         return results

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import takewhile
 
-from lightning_dist.pipeline.actions import ActionKind
+from lightning_dist.pipeline.actions import Action, ActionKind
 from lightning_dist.pipeline.lowering import lower
 from lightning_dist.pipeline.schedule import Schedule, UpdateRule
 from lightning_dist.pipeline.schedules import build_forward_schedule, find_schedules
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.stream import Round, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class PartedRound:
+    """A round by who waits for what is done.
+
+    Attributes:
+        awaited: Up to what a rank behind or before waits for, and the last forward.
+        alone: What then is left to this rank: weights' parts of backwards, most often nothing.
+        owned: What the owner of the optimizer does.
+    """
+
+    awaited: Round
+    alone: Round
+    owned: Round
 
 
 class Rounds:
@@ -97,8 +114,8 @@ class Rounds:
         """
         return self._stream.drain(num_batches)
 
-    def parted(self, actions: Round) -> tuple[Round, Round]:
-        """Parts a round in what the runtime does and what the owner of the optimizer does.
+    def parted(self, actions: Round) -> PartedRound:
+        """Parts a round by who waits for what is done.
 
         Args:
             actions: The round.
@@ -106,8 +123,9 @@ class Rounds:
         # Of a late update the gradients are complete long before it is due.
         late = self.update_rule is UpdateRule.LATE
         kinds = {ActionKind.STEP} if late else {ActionKind.REDUCE_GRAD, ActionKind.STEP}
-        count = _num_at_the_end(actions, kinds)
-        return actions[: len(actions) - count], actions[len(actions) - count :]
+        end = len(actions) - _num_at_the_end(actions, lambda action: action.kind in kinds)
+        rest = _num_at_the_end(actions[:end], lambda action: not _is_awaited(action))
+        return PartedRound(actions[: end - rest], actions[end - rest : end], actions[end:])
 
     def drawn(self) -> Schedule:
         """Gives the schedule that errors draw, of some batches where they overlap."""
@@ -124,5 +142,9 @@ class Rounds:
         )
 
 
-def _num_at_the_end(actions: Round, kinds: set[ActionKind]) -> int:
-    return sum(1 for _ in takewhile(lambda action: action.kind in kinds, reversed(actions)))
+def _is_awaited(action: Action) -> bool:
+    return action.kind.is_send or action.kind is ActionKind.FORWARD
+
+
+def _num_at_the_end(actions: Round, condition: Callable[[Action], bool]) -> int:
+    return sum(1 for _ in takewhile(condition, reversed(actions)))

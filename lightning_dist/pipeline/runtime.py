@@ -158,12 +158,13 @@ class Runtime:
         """
         for action in actions:
             place = (action.stage_index, action.microbatch_index)
+            start = self._recorder.mark()
             try:
-                with self._recorder.span(self._span_kinds[action.kind], action):
-                    self._handlers[action.kind](place, work)
+                self._handlers[action.kind](place, work)
             except BaseException as error:
                 error.add_note(self._describe_failure(action, work))
                 raise
+            self._recorder.record(self._span_kinds[action.kind], action, start)
         results, self._results = self._results, {}
         return {
             index: result

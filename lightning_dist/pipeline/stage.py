@@ -105,6 +105,7 @@ class Stage:
         self._in_flight: dict[int, InFlight] = {}
         self._parted: dict[int, PartedBackward] = {}
         self._has_looked = False
+        self._trained: dict[str, nn.Parameter] | None = None
 
     @property
     def num_in_flight(self) -> int:
@@ -115,6 +116,19 @@ class Stage:
     def in_flight(self) -> Mapping[int, InFlight]:
         """The micro-batches in flight by index."""
         return self._in_flight
+
+    def begin_round(self, num_backwards: int) -> None:
+        """Prepares for a number of backwards after which the gradients are wanted.
+
+        Args:
+            num_backwards: Whole ones, and those of the weights' part alone.
+        """
+        self._trained = None
+        self.gradients.begin_round(num_backwards)
+
+    def end_round(self) -> None:
+        """Makes the held gradients complete."""
+        self.gradients.end_round()
 
     def forward(
         self, index: int, microbatch: Microbatch, received: Any, step: Step, seed: tuple[int, ...]
@@ -295,7 +309,9 @@ class Stage:
 
     def _trainable(self, weights: WeightVersion) -> Mapping[str, Tensor]:
         if not weights.aliases:
-            return self.named_parameters()
+            # Once for all backwards of a round: there may be many of a large tree of modules.
+            self._trained = self.named_parameters() if self._trained is None else self._trained
+            return self._trained
         return {name: alias for name, alias in weights.aliases.items() if alias.requires_grad}
 
 

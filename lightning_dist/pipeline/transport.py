@@ -5,11 +5,10 @@ Three decisions:
 *Shapes travel with the data.* A transport that fixes its shapes from the first micro-batch gives
 silently wrong gradients for uneven ones. Here each message may differ from the one before. A header
 with skeleton, shapes, dtypes and ``requires_grad`` goes ahead when it has changed; when not, a
-message costs one extra integer.
+message is one :mod:`packet <lightning_dist.pipeline.packet>`.
 
 *Nobody waits who has work.* A send is begun and left to itself. At the other end a thread has the
-receives of the next message posted before it is sent, so that data flows while the stage computes,
-and a message takes one way over the wire and not three.
+receive of the next packet posted before it is sent, so that data flows while the stage computes.
 
 *One communicator per direction.* Two ranks that send to each other on one communicator depend on
 the order of their calls; on two they cannot deadlock.
@@ -24,7 +23,7 @@ import contextlib
 import pickle
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +39,14 @@ from lightning_dist.pipeline.channel import (
     Message,
     PeerLostError,
 )
+from lightning_dist.pipeline.packet import (
+    Lead,
+    PacketLayout,
+    TensorInfo,
+    as_bytes,
+    read_lead,
+    write_lead,
+)
 from lightning_dist.tree import flatten, unflatten
 
 # A thread that outlives this has a peer that died without closing its connection.
@@ -51,13 +58,8 @@ class _Closed:
     """Tells a thread that its channel has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorInfo:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
+# Notices in a packet's lead. Any other is the length of a header that comes behind a packet of the
+# old kind, for which a receive was posted already; what it announces comes behind that.
 _SAME_HEADER, _CLOSE = 0, -1
 
 
@@ -73,7 +75,7 @@ class DistributedSender:
         self._group = group
         self._peer = peer
         self._header = b""
-        self._infos: list[_TensorInfo] = []
+        self._layout = PacketLayout()
         # A tensor must live until it is sent. Whether it is, only a wait can tell, so a thread of
         # its own waits; the sending itself begins in `send`, where no thread has to wake up first.
         self._pending: queue.SimpleQueue[tuple[list[dist.Work], list[Tensor]] | _Closed] = (
@@ -104,37 +106,34 @@ class DistributedSender:
 
     def _send(self, tree: Any, port: int, stamp: int) -> None:
         tensors, skeleton = flatten(tree)
-        infos = [_TensorInfo(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+        infos = [TensorInfo(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         header = pickle.dumps((skeleton, infos))
-        parts = [_stage_to_host(t.detach()) for t in tensors]
-        if header == self._header:
-            self._transmit([torch.tensor([_SAME_HEADER, port, stamp]), *parts])
-            return
-        announced = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        lead = torch.tensor([len(header), port, stamp])
-        self._transmit([lead, *self._fillers(), announced, *parts])
-        self._header, self._infos = header, infos
+        announcement: list[Tensor] = []
+        if header != self._header:
+            announcement = self._announcement_of(header)
+            self._header, self._layout = header, PacketLayout(infos)
+        packet = _packed(self._layout, tensors, Lead(_SAME_HEADER, port, stamp))
+        self._transmit([*announcement, packet])
+
+    def _announcement_of(self, header: bytes) -> list[Tensor]:
+        lead = _packed(self._layout, [], Lead(len(header)))
+        return [lead, torch.frombuffer(bytearray(header), dtype=torch.uint8)]
 
     def close(self) -> None:
         """Waits until everything has been handed over, and ends the channel."""
         with contextlib.suppress(PeerLostError):
-            self._transmit([torch.tensor([_CLOSE, 0, 0]), *self._fillers()])
+            self._transmit([_packed(self._layout, [], Lead(_CLOSE))])
         self._pending.put(_Closed())
         self._thread.join(_CLOSE_SECONDS)
-
-    def _fillers(self) -> list[Tensor]:
-        """Makes something for the receives that were posted for one more message as the last."""
-        return [torch.empty(info.shape, dtype=info.dtype) for info in self._infos]
 
     def _transmit(self, parts: list[Tensor]) -> None:
         if self._failure is not None:
             raise PeerLostError(f"Rank {self._peer} cannot be reached.") from self._failure
-        sent = [part for part in parts if part.numel() > 0]
         try:
-            works = [dist.isend(part, dst=self._peer, group=self._group) for part in sent]
+            works = [dist.isend(part, dst=self._peer, group=self._group) for part in parts]
         except RuntimeError as error:
             raise PeerLostError(f"Rank {self._peer} cannot be reached: {error}") from error
-        self._pending.put(([work for work in works if work is not None], sent))
+        self._pending.put(([work for work in works if work is not None], parts))
 
     def _reap(self) -> None:
         try:
@@ -233,43 +232,42 @@ class DistributedReceiver:
 
     def _run(self) -> None:
         skeleton: Any = None
-        infos: list[_TensorInfo] = []
+        layout = PacketLayout()
         try:
             while True:
-                # All receives of a message like the last one are posted before it comes, so that
-                # its data need not wait for this thread; see `DistributedSender._fillers`.
-                lead, hosts = torch.zeros(3, dtype=torch.int64), self._take(infos)
-                self._wait(self._post(lead), self._post(*hosts))
-                length, port, stamp = lead.tolist()
-                if length == _CLOSE:
+                # Posted before the packet comes: its data need not wait for this thread.
+                memory = self._receive_packet(layout)
+                lead = read_lead(memory)
+                if lead.notice == _CLOSE:
                     break
-                if length != _SAME_HEADER:
-                    skeleton, infos = self._receive_header(length)
-                    hosts = self._take(infos)
-                    self._wait(self._post(*hosts))
-                self._arrived.put(Message(self._assemble(skeleton, infos, hosts), port, stamp))
-                del hosts  # else the last activation stays alive until the next one
+                if lead.notice != _SAME_HEADER:
+                    skeleton, infos = self._receive_header(lead.notice)
+                    layout = PacketLayout(infos)
+                    memory = self._receive_packet(layout)
+                    lead = read_lead(memory)
+                tree = self._assemble(skeleton, layout, memory)
+                self._arrived.put(Message(tree, lead.port, lead.stamp))
+                del memory, tree  # else the last activation stays alive until the next one
             self._arrived.put(_Closed())
         except Exception as error:  # whoever waits must learn of it
             self._arrived.put(Failed(error))
 
-    def _take(self, infos: list[_TensorInfo]) -> list[Tensor]:
-        return [self._pool.take(info.shape, info.dtype) for info in infos]
+    def _receive_packet(self, layout: PacketLayout) -> bytearray:
+        memory = self._pool.take(layout.num_bytes)
+        self._receive_into(as_bytes(memory))
+        return memory
 
-    def _post(self, *parts: Tensor) -> list[dist.Work | None]:
-        with self._losing_peer():
-            return [
-                dist.irecv(part, src=self._peer, group=self._group)
-                for part in parts
-                if part.numel()
-            ]
+    def _receive_header(self, length: int) -> tuple[Any, list[TensorInfo]]:
+        header = torch.zeros(length, dtype=torch.uint8)
+        self._receive_into(header)
+        loaded: tuple[Any, list[TensorInfo]] = pickle.loads(header.numpy().tobytes())
+        return loaded
 
-    def _wait(self, *posted: list[dist.Work | None]) -> None:
+    def _receive_into(self, memory: Tensor) -> None:
         with self._losing_peer():
-            for works in posted:
-                for work in works:
-                    assert work is not None
-                    work.wait()
+            work = dist.irecv(memory, src=self._peer, group=self._group)
+            assert work is not None
+            work.wait()
 
     @contextlib.contextmanager
     def _losing_peer(self) -> Iterator[None]:
@@ -280,22 +278,26 @@ class DistributedReceiver:
             lost = f"The connection to rank {self._peer} broke: {error}"
             raise PeerLostError(lost) from error
 
-    def _receive_header(self, length: int) -> tuple[Any, list[_TensorInfo]]:
-        header = torch.zeros(length, dtype=torch.uint8)
-        self._wait(self._post(header))
-        loaded: tuple[Any, list[_TensorInfo]] = pickle.loads(header.numpy().tobytes())
-        return loaded
-
-    def _assemble(self, skeleton: Any, infos: list[_TensorInfo], hosts: list[Tensor]) -> Any:
+    def _assemble(self, skeleton: Any, layout: PacketLayout, memory: bytearray) -> Any:
         tensors = [
             host.to(self._device).requires_grad_(info.requires_grad)
-            for host, info in zip(hosts, infos, strict=True)
+            for info, host in zip(layout.infos, layout.tensors(memory), strict=True)
         ]
         return unflatten(tensors, skeleton)
 
 
-def _stage_to_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.contiguous()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor)
+def _packed(layout: PacketLayout, tensors: Sequence[Tensor], lead: Lead) -> Tensor:
+    """Copies tensors and a lead into a new packet.
+
+    Args:
+        layout: Of the packet.
+        tensors: What it has room for; none leave the room as it is.
+        lead: What it begins with.
+    """
+    is_pinned = any(tensor.device.type != "cpu" for tensor in tensors)
+    packet = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    memory = packet.numpy().data
+    write_lead(memory, lead)
+    for place, tensor in zip(layout.tensors(memory), tensors, strict=False):
+        place.copy_(tensor.detach())
+    return packet

@@ -75,12 +75,21 @@ class StepRunner:
         seed = trainer.fit_loop.epoch_loop.total_batch_idx
         # Only the last stage runs the whole step; what it asks for must reach all at one batch.
         stopped_before, trainer.should_stop = trainer.should_stop, False
-        results = self._pipeline.train_batch(
-            batch, step, gradient_scale=scale, loss_scale=self._loss_scale(), seed=seed
+
+        def publish(results: list[Any]) -> None:
+            scalars = [_without_dims(r) for r in _scalars_of(results)]
+            self._publish(scalars, batch, trainer.should_stop)
+
+        # Told before the weights' parts of the last backwards, or others would wait for these.
+        self._pipeline.train_batch(
+            batch,
+            step,
+            gradient_scale=scale,
+            loss_scale=self._loss_scale(),
+            seed=seed,
+            on_results=publish,
         )
-        asks_to_stop, trainer.should_stop = trainer.should_stop, stopped_before
-        scalars = [_without_dims(r) for r in _scalars_of(results)]
-        self._publish(scalars, batch, asks_to_stop)
+        trainer.should_stop = stopped_before
         self._deliver(self._num_held_back())
         return self._last_result
 

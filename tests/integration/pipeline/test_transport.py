@@ -30,7 +30,7 @@ def send_two(group: dist.ProcessGroup) -> None:
         return send(*args, **kwargs)
 
     with mock.patch.object(dist, "isend", interrupted), pytest.raises(KeyboardInterrupt):
-        sender.send(torch.ones(96, dtype=torch.float64))
+        sender.send(torch.ones(48, dtype=torch.float64))  # which must be announced first
     sender.close()
 
 
