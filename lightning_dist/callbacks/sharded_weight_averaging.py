@@ -151,6 +151,7 @@ class ShardedWeightAveraging(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._swap(pl_module)
         self._averages, self._are_shown = {}, False
+        self._num_updates = 0  # of this module; the next may be another
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -84,6 +84,18 @@ def test_equals_a_single_device_when_resumed_too(
     assert_close(joined([rank[0] for rank in ranks]), state)
 
 
+def test_another_module_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    averaging = ShardedWeightAveraging(DECAY, start_at_step=2)
+    for factor in (1.0, 2.0):
+        module = make_module(Kept, optimizer="adamw")
+        for parameter in module.parameters():
+            parameter.data.mul_(factor)
+        trainer, entry = trainer_of(None, max_epochs=2, callbacks=[averaging])
+        trainer.fit(module, *loaders_of(trainer, entry))
+        assert_close(state_of(module), averaged(module.history))
+
+
 class SavesWhatFails(L.Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
