@@ -7,6 +7,7 @@ anything is set up, and takes it back at the end. What the plugin does is in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -63,7 +64,7 @@ class MixedPrecision(pl.Callback):
     ) -> None:
         if compute not in get_args(Compute):
             raise ValueError(f"compute={compute!r} is unknown; use one of {get_args(Compute)}.")
-        if isinstance(keep_fp32, str) or not all(keep_fp32):
+        if not _are_parts_of_names(keep_fp32):
             raise ValueError(
                 f"keep_fp32={keep_fp32!r} must be a list of parts of names, none of them empty,"
                 " like ['norm', 'loss']."
@@ -177,16 +178,22 @@ class MixedPrecision(pl.Callback):
             self._replaced = None
 
 
+def _are_parts_of_names(given: object) -> bool:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return False
+    return all(isinstance(part, str) and part for part in given)
+
+
 def _make_scale(
     compute: Compute,
     asked: Literal["auto", "dynamic"] | float | None,
     initial_scale: float,
     growth_interval: int,
 ) -> LossScale | None:
-    if initial_scale <= 0 or growth_interval < 1:
+    if not 0 < initial_scale < math.inf or growth_interval < 1:
         raise ValueError(
-            f"initial_scale={initial_scale} must be positive and growth_interval={growth_interval}"
-            " at least 1."
+            f"initial_scale={initial_scale} must be positive and finite, and"
+            f" growth_interval={growth_interval} at least 1."
         )
     if isinstance(asked, str) and asked not in ("auto", "dynamic"):
         raise ValueError(
@@ -203,8 +210,8 @@ def _make_scale(
         return None
     if isinstance(asked, str):
         return LossScale(initial_scale, growth_interval=growth_interval)
-    if not asked > 0:
-        raise ValueError(f"loss_scale={asked} must be positive.")
+    if not 0 < asked < math.inf:
+        raise ValueError(f"loss_scale={asked} must be positive and finite.")
     return LossScale(float(asked), is_dynamic=False)
 
 

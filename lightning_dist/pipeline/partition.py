@@ -64,8 +64,8 @@ def partition_layers(
         The number of layers of each stage.
 
     Raises:
-        ValueError: More stages than layers, a negative cost, a boundary without a bandwidth, or no
-            partition that fits into the memory.
+        ValueError: More stages than layers, a cost that is negative or not finite, a boundary
+            without a bandwidth, or no partition that fits into the memory.
     """
     _check(costs, num_stages, boundary_bytes, bandwidth_bytes_per_second)
     num_layers = len(costs)
@@ -183,8 +183,7 @@ def _check(
             f"num_stages={num_stages} must be between 1 and the number of layers ({len(costs)}):"
             " each stage needs one."
         )
-    if any(not cost >= 0 for cost in costs):
-        raise ValueError(f"The costs must not be negative, but are {list(costs)}.")
+    _check_finite("costs", costs)
     if (boundary_bytes is None) != (bandwidth_bytes_per_second is None):
         raise ValueError("Give `boundary_bytes` and `bandwidth_bytes_per_second` together.")
     if boundary_bytes is not None and len(boundary_bytes) != len(costs):
@@ -192,3 +191,14 @@ def _check(
             f"boundary_bytes has {len(boundary_bytes)} entries for {len(costs)} layers; give the"
             " bytes behind each layer."
         )
+    if boundary_bytes is not None:
+        _check_finite("boundary_bytes", boundary_bytes)
+    if bandwidth_bytes_per_second is not None and not bandwidth_bytes_per_second > 0:
+        raise ValueError(
+            f"bandwidth_bytes_per_second={bandwidth_bytes_per_second} must be positive."
+        )
+
+
+def _check_finite(name: str, values: Sequence[float]) -> None:
+    if not all(0 <= value < _INFINITY for value in values):
+        raise ValueError(f"{name} must be finite and not negative, but are {list(values)}.")

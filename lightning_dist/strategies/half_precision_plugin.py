@@ -17,7 +17,7 @@ import torch
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_dist.gradient_range import Ranges, measure
@@ -119,6 +119,11 @@ class HalfPrecisionPlugin(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         assert self._module is not None, "strategies convert the module first"
+        if self.loss_scale is not None and any(isinstance(o, LBFGS) for o in optimizers):
+            raise ValueError(
+                "MixedPrecision('fp16') leaves a step out when its gradients are not finite, and"
+                " LBFGS computes many in one step. Use compute='bf16', or another optimizer."
+            )
         self._detach()
         self._attach(self._module)
         return super().connect(model, optimizers, lr_schedulers)

@@ -264,6 +264,19 @@ def test_what_is_asked_for_twice(options: dict[str, Any], message: str) -> None:
         trainer.fit(make_module(Halved), make_loader(8), make_loader(8))
 
 
+class Evaluated(Halved):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_that_computes_many_gradients_in_a_step() -> None:
+    module = make_module(Evaluated).float()
+    trainer = make_trainer(devices=1, callbacks=[MixedPrecision("fp16")])
+    with pytest.raises(ValueError, match="LBFGS computes many in one step"):
+        trainer.fit(module, make_loader(8), make_loader(8))
+
+
 def refusal_of_a_trace() -> str:
     with pytest.raises(ValueError, match="MixedPrecision") as caught:
         fit(PipelineStrategy(layers="trace"), 2, Asked())

@@ -125,3 +125,17 @@ def test_bad_costs() -> None:
         partition_layers([1.0, 1.0], 2, boundary_bytes=[1, 1])
     with pytest.raises(ValueError, match="1 entries for 2 layers"):
         partition_layers([1.0, 1.0], 2, boundary_bytes=[1], bandwidth_bytes_per_second=1.0)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("inf"), float("nan")])
+def test_what_is_no_number_of_seconds_or_bytes(bad: float) -> None:
+    with pytest.raises(ValueError, match=f"costs must be finite.*{bad}"):
+        partition_layers([1.0, bad], 2)
+    with pytest.raises(ValueError, match=f"boundary_bytes must be finite.*{bad}"):
+        partition_layers([1.0, 1.0], 2, boundary_bytes=[bad, 1], bandwidth_bytes_per_second=1.0)
+
+
+@pytest.mark.parametrize("bad", [-1.0, 0.0, float("nan")])
+def test_bandwidths_that_are_none(bad: float) -> None:
+    with pytest.raises(ValueError, match=f"bandwidth_bytes_per_second={bad} must be positive"):
+        partition_layers([1.0, 1.0], 2, boundary_bytes=[1, 1], bandwidth_bytes_per_second=bad)
