@@ -44,15 +44,16 @@ class TrafficLedger:
         self._counts: Counter[tuple[MessageKind, tuple[str, ...]]] = Counter()
         self._bytes: Counter[tuple[MessageKind, tuple[str, ...]]] = Counter()
 
-    def add(self, kind: MessageKind, axes: tuple[str, ...], num_bytes: int) -> None:
-        """Enters a message.
+    def add(self, kind: MessageKind, axes: tuple[str, ...], num_bytes: int, count: int = 1) -> None:
+        """Enters a message, or some.
 
         Args:
             kind: Of the message.
             axes: Along which the ranks that exchange it differ.
-            num_bytes: At its larger end.
+            num_bytes: At its larger end; of all of them together.
+            count: How many.
         """
-        self._counts[kind, axes] += 1
+        self._counts[kind, axes] += count
         self._bytes[kind, axes] += num_bytes
 
     @property

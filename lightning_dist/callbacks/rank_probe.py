@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from lightning_dist.callbacks.stages_at_work import pipeline_of
+from lightning_dist.callbacks.stages_at_work import session_of
 from lightning_dist.memory import RankMemory, TrainedPart, pipelined, replicated, sharded
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.pipeline import Pipeline
@@ -35,6 +35,7 @@ class RankProbe:
         mesh: The sizes; foreign strategies have replicas only, as far as anybody here can tell.
         device: Where this rank computes.
         pipeline: This rank's stages; None without.
+        in_memory: What these hand over in memory that two processes share.
         group: A gloo group of all ranks that nobody else uses; None where there is one.
     """
 
@@ -44,7 +45,9 @@ class RankProbe:
         everyone = MeshShape(dp_replicate=trainer.world_size)
         self.mesh = strategy.mesh if isinstance(strategy, ProcessMesh) else everyone
         self.device: torch.device = strategy.root_device
-        self.pipeline = pipeline_of(strategy)
+        session = session_of(strategy)
+        self.pipeline = None if session is None else session.pipeline
+        self.in_memory = None if session is None else session.channels.in_memory
         self.group: dist.ProcessGroup | None = None
         if trainer.world_size > 1:
             self.group = (

@@ -37,7 +37,9 @@ class RankWatch:
         self._recorder = found or Recorder(trainer.global_rank, probe.device)
         users = profiler_of(trainer)
         self.loop = LoopProfiler(users, self._recorder, records_steps=found is None)
-        self._counter: StepCounter | None = StepCounter(probe.mesh, module.parameters())
+        self._counter: StepCounter | None = StepCounter(
+            probe.mesh, module.parameters(), probe.in_memory
+        )
         pipeline = probe.pipeline
         self._layers: LayerProfiler | None = None
         is_traced = isinstance(users, PyTorchProfiler)  # torch runs one at a time

@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.strategies.mesh import MeshStrategy
 from lightning_dist.strategies.pipeline import PipelineStrategy
+from lightning_dist.strategies.session import Session
 from lightning_dist.strategies.staged_module import StagedModule
 
 
@@ -19,8 +20,18 @@ def pipeline_of(strategy: Strategy) -> Pipeline | None:
     Returns:
         None where there are no stages.
     """
+    session = session_of(strategy)
+    return None if session is None else session.pipeline
+
+
+def session_of(strategy: Strategy) -> Session | None:
+    """Gives what a pipeline has at work, as :func:`pipeline_of`.
+
+    Args:
+        strategy: Any.
+    """
     if isinstance(strategy, PipelineStrategy):
-        return strategy.session.pipeline
+        return strategy.session
     if isinstance(strategy, MeshStrategy) and isinstance(strategy.sharded, StagedModule):
-        return strategy.sharded.session.pipeline
+        return strategy.sharded.session
     return None

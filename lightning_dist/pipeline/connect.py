@@ -21,10 +21,12 @@ import torch.distributed as dist
 
 from lightning_dist.pipeline.channel import Receiver, Sender
 from lightning_dist.pipeline.memory_channel import MemoryChannel
+from lightning_dist.pipeline.message_count import MessageCount
+from lightning_dist.pipeline.receiver import DistributedReceiver
 from lightning_dist.pipeline.relocation import MoveLinks, Relocation
 from lightning_dist.pipeline.runtime import Links
+from lightning_dist.pipeline.sender import DistributedSender
 from lightning_dist.pipeline.tied_sums import TieLinks
-from lightning_dist.pipeline.transport import DistributedReceiver, DistributedSender
 
 # A receive is posted all the time, also while nothing is sent for hours. Who waits for a message
 # has a time limit of their own.
@@ -41,6 +43,7 @@ class Channels:
         results_in: From the last stage's rank; None on itself.
         groups: The communicators.
         ties: To ranks that hold the same parameters.
+        in_memory: What has gone through memory that this rank shares with another.
     """
 
     links: Links
@@ -48,6 +51,7 @@ class Channels:
     results_in: Receiver | None
     groups: tuple[dist.ProcessGroup, ...]
     ties: TieLinks
+    in_memory: MessageCount
 
     def interrupt(self, error: BaseException) -> None:
         """Makes each waiting or later receive raise.
@@ -149,17 +153,27 @@ def connect(
     places = range(len(ranks)) if rank_of_stage is None else rank_of_stage
     homes = [ranks[place] for place in places]
     last = homes[-1]
+    in_memory = MessageCount()
+
+    def sender(group: dist.ProcessGroup, peer: int) -> Sender:
+        return DistributedSender(group, peer, in_memory)
 
     def receiver(group: dist.ProcessGroup, peer: int) -> Receiver:
         return DistributedReceiver(group, peer, device, timeout_seconds)
 
     others = [peer for peer in ranks if peer != last]
     return Channels(
-        wire(homes, rank, _GroupEnds(activations, receiver), _GroupEnds(gradients, receiver)),
-        tuple(DistributedSender(results, peer) for peer in others) if rank == last else (),
+        wire(
+            homes,
+            rank,
+            _GroupEnds(activations, sender, receiver),
+            _GroupEnds(gradients, sender, receiver),
+        ),
+        tuple(sender(results, peer) for peer in others) if rank == last else (),
         None if rank == last else receiver(results, last),
         tuple(own),
-        _tie_links(ranks, pairs, of_ties, receiver),
+        _tie_links(ranks, pairs, of_ties, sender, receiver),
+        in_memory,
     )
 
 
@@ -225,6 +239,7 @@ def _tie_links(
     ranks: Sequence[int],
     pairs: Sequence[tuple[int, int]],
     groups: Sequence[dist.ProcessGroup],
+    sender: Callable[[dist.ProcessGroup, int], Sender],
     receiver: Callable[[dist.ProcessGroup, int], Receiver],
 ) -> TieLinks:
     own = ranks.index(dist.get_rank())
@@ -234,7 +249,7 @@ def _tie_links(
         if own in pair:
             is_low, peer = own == pair[0], sum(pair) - own
             out, back = groups if is_low else reversed(groups)
-            senders[peer] = DistributedSender(out, ranks[peer])
+            senders[peer] = sender(out, ranks[peer])
             receivers[peer] = receiver(back, ranks[peer])
     return TieLinks(senders, receivers)
 
@@ -245,16 +260,18 @@ class _GroupEnds:
     def __init__(
         self,
         group: dist.ProcessGroup,
+        make_sender: Callable[[dist.ProcessGroup, int], Sender],
         make_receiver: Callable[[dist.ProcessGroup, int], Receiver],
     ) -> None:
         self._group = group
+        self._make_sender = make_sender
         self._make_receiver = make_receiver
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
 
     def to(self, peer: int, stage: int) -> Sender:
         if peer not in self._senders:
-            self._senders[peer] = DistributedSender(self._group, peer)
+            self._senders[peer] = self._make_sender(self._group, peer)
         return self._senders[peer]
 
     def of(self, peer: int, stage: int) -> Receiver:

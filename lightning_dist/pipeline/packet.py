@@ -3,7 +3,8 @@
 What a small message costs is not its bytes but its wakings: each piece that is sent by itself has
 the sender ask the system, the receiver's network thread wake up, and with it a thread that waits. A
 lead of three integers took as long as the quarter of a megabyte behind it. So the lead and all
-tensors are copied one behind the other, which takes a tenth of that, and travel together.
+tensors are copied one behind the other, which takes a tenth of that, and travel together; or the
+packet lies in :mod:`memory that both share <lightning_dist.pipeline.shared_ring>`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Memory: TypeAlias = bytearray | memoryview
+Memory = npt.NDArray[np.uint8]
 """A run of bytes that can be written to."""
 
-_LEAD = struct.Struct("<3q")
+_LEAD = struct.Struct("<5q")
 # Of a cache line, and a multiple of the size of any number: what a tensor begins at.
 _ALIGNMENT = 64
 
@@ -39,10 +42,30 @@ class TensorInfo:
     dtype: torch.dtype
     requires_grad: bool
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorInfo:
+        """Tells what a tensor is.
+
+        Args:
+            tensor: Any.
+        """
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Notice(IntEnum):
+    """What a lead tells of."""
+
+    TREE = 0
+    """A tree, in this packet."""
+    FORM = 1
+    """What the packets from now on are like, which comes next."""
+    CLOSE = 2
+    """The channel ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +73,16 @@ class Lead:
     """What a packet begins with.
 
     Attributes:
-        notice: 0 for a packet of the kind that is expected; anything else says what comes.
-        port: Who waits for it.
-        stamp: What it is about.
+        notice: What it tells of.
+        number: Messages that the sender has sent before.
+        num_bytes: Of the form, where one comes with the packet or next.
+        port: Who waits for the tree.
+        stamp: What the tree is about.
     """
 
-    notice: int
+    notice: Notice
+    number: int = 0
+    num_bytes: int = 0
     port: int = 0
     stamp: int = 0
 
@@ -79,7 +106,7 @@ class PacketLayout:
         """Gives the tensors that lie in a packet.
 
         Args:
-            memory: Of :attr:`num_bytes`; each tensor holds a reference to it.
+            memory: Of at least :attr:`num_bytes`; each tensor holds a reference to it.
 
         Yields:
             Each by itself: what is written into one is no change of the others to autograd.
@@ -100,7 +127,19 @@ def write_lead(memory: Memory, lead: Lead) -> None:
         memory: Of the packet.
         lead: What it shall begin with.
     """
-    _LEAD.pack_into(memory, 0, lead.notice, lead.port, lead.stamp)
+    _LEAD.pack_into(memory.data, 0, lead.notice, lead.number, lead.num_bytes, lead.port, lead.stamp)
+
+
+def fill(layout: PacketLayout, memory: Memory, tensors: Sequence[Tensor]) -> None:
+    """Copies tensors into a packet.
+
+    Args:
+        layout: Of the packet.
+        memory: Of the packet.
+        tensors: Those of the layout; none leave its room as it is.
+    """
+    for place, tensor in zip(layout.tensors(memory), tensors, strict=False):
+        place.copy_(tensor.detach())
 
 
 def read_lead(memory: Memory) -> Lead:
@@ -109,7 +148,8 @@ def read_lead(memory: Memory) -> Lead:
     Args:
         memory: Of the packet.
     """
-    return Lead(*_LEAD.unpack_from(memory))
+    notice, number, num_bytes, port, stamp = _LEAD.unpack_from(memory.data)
+    return Lead(Notice(notice), number, num_bytes, port, stamp)
 
 
 def as_bytes(memory: Memory) -> Tensor:

@@ -1,6 +1,7 @@
 """Count one step's operations, messages and activations, whoever asks for them.
 
-Everything passes torch's dispatcher, the parts of autograd too. Looking at each operation is slow,
+Everything passes torch's dispatcher, the parts of autograd too; but for what stages hand over in
+memory that two processes share. Looking at each operation is slow,
 so such a step is not timed.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,10 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_dist.local_part import local_part
 from lightning_dist.mesh import MeshShape
 from lightning_dist.operation_watch import OperationWatch
+from lightning_dist.pipeline.message_count import MessageCount
 from lightning_dist.profiling.activation_meter import ActivationMeter
 from lightning_dist.profiling.rank_record import StepCount
 from lightning_dist.profiling.weights_in_use import WeightsInUse
-from lightning_dist.traffic import Traffic, TrafficLedger
+from lightning_dist.traffic import MessageKind, Traffic, TrafficLedger
 from lightning_dist.traffic_counter import TrafficCounter
 
 
@@ -28,9 +31,16 @@ class StepCounter:
     Args:
         mesh: Tells who a message is for.
         parameters: What is there before a step.
+        in_memory: What no operation of torch tells of, if there is any.
     """
 
-    def __init__(self, mesh: MeshShape, parameters: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        mesh: MeshShape,
+        parameters: Iterable[Tensor],
+        in_memory: MessageCount | None = None,
+    ) -> None:
+        self._in_memory = MessageCount() if in_memory is None else in_memory
         self._ledger = TrafficLedger()
         self._traffic = OperationWatch(TrafficCounter(self._ledger, mesh))
         self._flops = FlopCounterMode(display=False)
@@ -44,6 +54,12 @@ class StepCounter:
         # FlopCounterMode last: it takes an operation apart that it does not know.
         for part in (self._weights, self._activations, self._traffic, self._flops):
             self._stack.enter_context(part)
+        self._stack.callback(self._add_since, replace(self._in_memory))
+
+    def _add_since(self, before: MessageCount) -> None:
+        if count := self._in_memory.count - before.count:
+            num_bytes = self._in_memory.num_bytes - before.num_bytes
+            self._ledger.add(MessageKind.SEND, ("pp",), num_bytes, count)
 
     def stop(self) -> None:
         """Ends; also where nothing has begun."""

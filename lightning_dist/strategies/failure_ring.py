@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.pipeline.channel import ChannelClosedError, PeerLostError
-from lightning_dist.pipeline.transport import DistributedReceiver, DistributedSender
+from lightning_dist.pipeline.receiver import DistributedReceiver
+from lightning_dist.pipeline.sender import DistributedSender
 
 _CLOSE_SECONDS = 2.0
 

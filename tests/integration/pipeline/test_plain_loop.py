@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.connect import connect
 from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.receiver import DistributedReceiver
 from lightning_dist.pipeline.runtime import Links
+from lightning_dist.pipeline.sender import DistributedSender
 from lightning_dist.pipeline.shape import PipelineShape
-from lightning_dist.pipeline.transport import DistributedReceiver, DistributedSender
 from lightning_dist.pipeline.weight_policy import WeightVersions
 from lightning_dist.tree import flatten
 from tests.helpers.models import make_data, make_layers, make_optimizer

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from lightning_dist.pipeline.packet import (
     Lead,
+    Memory,
+    Notice,
     PacketLayout,
     TensorInfo,
     as_bytes,
@@ -21,20 +24,23 @@ SENT = [
     torch.tensor([1 + 2j, 3 - 4j]),
     torch.tensor([0.5, -2.0], dtype=torch.bfloat16),
 ]
-LAYOUT = PacketLayout([TensorInfo(tuple(t.shape), t.dtype, False) for t in SENT])
+LAYOUT = PacketLayout([TensorInfo.of(t) for t in SENT])
 
 
-def packet() -> bytearray:
-    memory = bytearray(LAYOUT.num_bytes)
-    write_lead(memory, Lead(-1, 2**62, -(2**61)))
+LEAD = Lead(Notice.TREE, 7, 300, 2**62, -(2**61))
+
+
+def packet() -> Memory:
+    memory = np.zeros(LAYOUT.num_bytes, np.uint8)
+    write_lead(memory, LEAD)
     for place, tensor in zip(LAYOUT.tensors(memory), SENT, strict=True):
         place.copy_(tensor)
     return memory
 
 
 def test_what_is_put_in_comes_out_of_a_copy() -> None:
-    copy = bytearray(packet())
-    assert read_lead(copy) == Lead(-1, 2**62, -(2**61))
+    copy = packet().copy()
+    assert read_lead(copy) == LEAD
     for found, sent in zip(LAYOUT.tensors(copy), SENT, strict=True):
         assert found.dtype == sent.dtype
         assert torch.equal(found, sent)
@@ -42,7 +48,8 @@ def test_what_is_put_in_comes_out_of_a_copy() -> None:
 
 def test_all_of_a_packet_is_its_bytes() -> None:
     memory = packet()
-    assert bytes(as_bytes(memory).tolist()) == memory
+    assert as_bytes(memory).tolist() == memory.tolist()
+    assert as_bytes(memory).data_ptr() == memory.ctypes.data
     assert PacketLayout().num_bytes == 64
 
 

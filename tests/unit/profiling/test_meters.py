@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 from lightning_dist.mesh import MeshShape
+from lightning_dist.pipeline.message_count import MessageCount
 from lightning_dist.profiling.activation_meter import ActivationMeter
 from lightning_dist.profiling.batch_size import num_samples, num_tokens
 from lightning_dist.profiling.collective_trace import CollectiveTrace, exposure_of, part_of_step
 from lightning_dist.profiling.held_bytes import bytes_of, gradient_bytes, optimizer_bytes
 from lightning_dist.profiling.step_counter import StepCounter
+from lightning_dist.traffic import MessageKind, Traffic
 
 ROWS, WIDTH = 16, 32
 ACTIVATION_BYTES = ROWS * WIDTH * 4
@@ -58,6 +60,20 @@ def test_watching_changes_no_gradient() -> None:
     assert count.flops == 2 * ROWS * WIDTH * WIDTH * (2 + 2 + 1)
     assert count.activation_bytes == count.forward_bytes == 3 * ACTIVATION_BYTES
     assert count.traffic == ()
+
+
+def test_messages_count_that_torch_does_not_see() -> None:
+    in_memory = MessageCount()
+    in_memory.add(1000)
+    counter = StepCounter(MeshShape(), [], in_memory)
+    counter.start()
+    for num_bytes in (100, 20, 60, 20):
+        in_memory.add(num_bytes)
+    counter.stop()
+    in_memory.add(1000)
+    counter.stop()
+    count = counter.count(num_steps=2, num_forwards=1)
+    assert count.traffic == (Traffic(MessageKind.SEND, ("pp",), 2, 100),)
 
 
 def test_versions_of_weights_are_no_activations() -> None:
