@@ -115,8 +115,14 @@ class HalfPrecision:
             root: The user's module; changed.
 
         Raises:
-            ValueError: A parameter is of another dtype.
+            ValueError: A parameter is of another dtype, or a module has been scripted.
         """
+        scripted = [n for n, m in root.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+        if scripted:
+            raise ValueError(
+                f"MixedPrecision cannot cast what enters a scripted module: {shorten(scripted)}."
+                " Use the module as it was before `torch.jit.script`."
+            )
         for parameter in self.half_parameters(root).values():
             if not self.master_weights:
                 parameter.data = parameter.data.to(self.dtype)

@@ -29,7 +29,7 @@ from lightning_dist.profiling.rank_record import RankRecord
 from lightning_dist.profiling.report import ProfileReport
 from lightning_dist.profiling.step_plan import Role, StepPlan
 from lightning_dist.profiling.torch_trace import TorchTrace
-from lightning_dist.strategies.lightning_private import profiler_of
+from lightning_dist.strategies.lightning_private import callbacks_of, profiler_of
 
 
 class StepProfiler(pl.Callback):
@@ -90,6 +90,11 @@ class StepProfiler(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if any(isinstance(c, StepProfiler) and c is not self for c in callbacks_of(trainer)):
+            raise ValueError(
+                "There are two StepProfilers, and each would measure the other. Leave one of them"
+                " out; every_n_steps= and active_steps= say which steps one looks at."
+            )
         if self._torch_profiler and isinstance(profiler_of(trainer), PyTorchProfiler):
             raise ValueError(
                 "StepProfiler(torch_profiler=True) and Trainer(profiler='pytorch') would both run"

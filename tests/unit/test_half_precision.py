@@ -80,3 +80,11 @@ def test_masters_are_fp32() -> None:
     HalfPrecision(BF16, master_weights=False).convert(root)
     with pytest.raises(ValueError, match="is torch.bfloat16"):
         HalfPrecision(BF16).half_parameters(root)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_scripted_modules_take_no_hooks() -> None:
+    root = Root()
+    root.model.blocks[1].linear = torch.jit.script(root.model.blocks[1].linear)
+    with pytest.raises(ValueError, match=r"scripted module: model.blocks.1.linear\."):
+        HalfPrecision(BF16).convert(root)

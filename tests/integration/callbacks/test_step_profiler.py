@@ -253,6 +253,10 @@ def test_alone_and_what_is_refused(
     short = make_trainer(callbacks=[StepProfiler()], max_steps=2, **options)
     with pytest.warns(UserWarning, match="training ended after 2 batches, and the first report"):
         short.fit(make_module(Slow), loader(), loader())
-    set_profiler(short, Tracing())
+    twice = make_trainer(callbacks=[StepProfiler(), StepProfiler(50)], max_steps=2, **options)
+    with pytest.raises(ValueError, match="two StepProfilers"):
+        twice.fit(make_module(Slow), loader(), loader())
+    traced = make_trainer(**options)
+    set_profiler(traced, Tracing())
     with pytest.raises(ValueError, match="only one can"):
-        StepProfiler(torch_profiler=True).setup(short, make_module(Slow), "fit")
+        StepProfiler(torch_profiler=True).setup(traced, make_module(Slow), "fit")
