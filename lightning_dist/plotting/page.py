@@ -81,18 +81,16 @@ def _html_of(table: Table) -> str:
 
 
 def _timeline(report: ProfileReport) -> Figure:
-    zero = report.timeline.start_seconds
+    phases = [p for r in report.records for p in r.phases if p.kind in _PHASE_USES]
+    zero = min([report.timeline.start_seconds, *(phase.start_seconds for phase in phases)])
     bars: dict[Use, list[tuple[int, float, float, str]]] = {}
     for span in report.timeline.spans:
         start, duration = (span.start_seconds - zero) * 1e3, span.duration_seconds * 1e3
         bars.setdefault(_use_of(span), []).append((span.rank, start, duration, str(span.action)))
-    for record in report.records:
-        for phase in record.phases:
-            use = _PHASE_USES.get(phase.kind)
-            if use is not None:
-                start = (phase.start_seconds - zero) * 1e3
-                entry = (phase.rank, start, phase.duration_seconds * 1e3, phase.kind.value)
-                bars.setdefault(use, []).append(entry)
+    for phase in phases:
+        start = (phase.start_seconds - zero) * 1e3
+        entry = (phase.rank, start, phase.duration_seconds * 1e3, phase.kind.value)
+        bars.setdefault(_PHASE_USES[phase.kind], []).append(entry)
     figure = _figure("What happened when", "time (ms)", len(report.records), barmode="overlay")
     for use in Use:
         if use in bars:
@@ -156,6 +154,7 @@ def _layers(report: ProfileReport) -> Figure:
             "side": "right",
             "rangemode": "tozero",
             "showgrid": False,
+            "tickmode": "auto",  # round numbers; by default they stand where the others do
         },
     )
     return figure
@@ -179,14 +178,22 @@ def _figure(title: str, unit: str, num_rows: int, *, barmode: str) -> Figure:
 
     figure = Figure()
     figure.update_layout(
-        title={"text": title},
+        title={"text": title, "x": 0, "font": {"size": 18}},
+        font={"family": "system-ui, sans-serif", "color": "#222"},
         barmode=barmode,
         height=170 + 34 * num_rows,
         template="plotly_white",
         xaxis={"title": {"text": unit}},
         margin={"l": 120, "r": 40, "t": 60, "b": 50},
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 1, "xanchor": "right"},
+        legend={
+            "orientation": "h",
+            "traceorder": "normal",  # that of the bars, which plotly turns round where they stack
+            "x": 1,
+            "xanchor": "right",
+            "y": 1.02,
+            "yanchor": "bottom",
+        },
     )
     if unit != "layer":
-        figure.update_yaxes(autorange="reversed")
+        figure.update_yaxes(autorange="reversed", ticksuffix="  ")
     return figure
