@@ -42,7 +42,7 @@ _FEATURES_OF_ONE = (
     "d_head",
     "d_k",
 )
-_UNRELATED = ("layer", "rotary", "num_key_value_groups", "n_rep")
+_UNRELATED = ("layer", "rotary", "num_key_value_groups", "n_rep", "sliding_window", "window_size")
 
 
 def check_heads(name: str, attention: nn.Module, tp_size: int) -> None:

@@ -174,8 +174,9 @@ def test_the_module_s_own_plan_counts() -> None:
         Separate(rotary=holder(inv_freq=nn.Buffer(torch.ones(4)))),
         KnowsHeadSize(),
         KnowsHeadSize(layer_idx=4),
+        KnowsHeadSize(sliding_window=4),
     ],
-    ids=["separate", "grouped", "mask", "rotary", "head-size", "layer-index"],
+    ids=["separate", "grouped", "mask", "rotary", "head-size", "layer-index", "window"],
 )
 def test_an_attention_of_separate_projections(attention: nn.Module) -> None:
     assert beside_an_mlp(attention) == ATTENTION
