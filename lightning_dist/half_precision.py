@@ -127,6 +127,18 @@ class HalfPrecision:
             if not self.master_weights:
                 parameter.data = parameter.data.to(self.dtype)
 
+    def dtype_into(self, root: nn.Module, path: str) -> torch.dtype:
+        """Tells what a module below the root is called with.
+
+        Args:
+            root: The user's module.
+            path: Dotted name of the other.
+        """
+        entries = [name for name, _ in self.entries(root)]
+        is_half = any(_is_in(path, entry) for entry in entries)
+        is_kept = any(_is_in(path, name) for name in self.kept(root))
+        return self.dtype if is_half and not is_kept else torch.float32
+
     def entries(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Finds the outermost modules that a step calls and that compute in half precision.
 
@@ -139,7 +151,7 @@ class HalfPrecision:
         kept = self.kept(root)
         for name, module in _called(root):
             inside = {n for n, m in module.named_modules(prefix=name) if _has_floats(m)}
-            outside = [n for n in inside if not any(n == k or n.startswith(f"{k}.") for k in kept)]
+            outside = [n for n in inside if not any(_is_in(n, k) for k in kept)]
             if outside:
                 yield name, module
 
@@ -151,6 +163,10 @@ def _called(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
             yield from _called(child, f"{name}.")
         else:
             yield name, child
+
+
+def _is_in(name: str, outer: str) -> bool:
+    return name == outer or name.startswith(f"{outer}.")
 
 
 def _has_floats(module: nn.Module) -> bool:

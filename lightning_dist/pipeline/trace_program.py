@@ -10,7 +10,7 @@ The ranks do so alike, for all of them have all parts of the module, if not all 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,13 +45,21 @@ class TraceProgram:
         module: Whole, with its tensors on any device.
         args: Positional arguments of an example call.
         kwargs: Named ones.
+        dress: Changes a structure before it is traced: what its parts do is built in.
 
     Raises:
         ValueError: It cannot be traced.
     """
 
-    def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dress: Callable[[nn.Module], None] | None = None,
+    ) -> None:
         _refuse_hooks(module)
+        self.dress = dress
         self._module = module
         self._skeleton = skeleton_of(module)
         for hooks in hooks_of(self._skeleton):  # they run around the sequence, as around any other
@@ -88,6 +96,8 @@ class TraceProgram:
     def _trace(self, mode: Mode) -> ExportedProgram:
         structure = skeleton_of(self._skeleton).to_empty(device=_TRACED_ON)
         set_mode(structure, mode)
+        if self.dress is not None:
+            self.dress(structure)
         changed: set[str] = set()
         # In the trace, for torch puts back what it finds changed behind it.
         structure.register_forward_hook(

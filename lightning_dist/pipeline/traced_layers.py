@@ -10,7 +10,7 @@ Buffers are looked up in the module when a layer runs. What a layer runs is
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -65,13 +65,20 @@ class TracedSequence(nn.Sequential):
         module: The user's; its forward becomes this sequence's.
         args: Positional arguments of an example call.
         kwargs: Named ones.
+        dress: As for :class:`TraceProgram`.
 
     Raises:
         ValueError: It cannot be traced.
     """
 
-    def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        program = TraceProgram(module, args, kwargs)
+    def __init__(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dress: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        program = TraceProgram(module, args, kwargs, dress)
         parameters = dict(module.named_parameters())
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for index in range(len(program.titles)):

@@ -200,8 +200,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             pipeline_checks.check_trainer(trainer, module, self._config)
-        if half_precision_of(self.precision_plugin) is not None:
-            pipeline_checks.check_half_precision(self._config)
         if self._config.partition == "profile" and not is_fitting:
             rank_zero_info(
                 "partition='profile' measures while it trains. This run does not, and is cut by"
@@ -209,8 +207,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             )
         place = self.mesh.coordinates(self.global_rank)["pp"]
         self.model = self.precision_plugin.convert_module(module)  # a trace builds dtypes in
-        find = find_traced_split if self._config.is_traced else find_split
-        self._split: PipelineSplit = find(module, self._config, self.mesh.pp, place)
+        self._split = self._find_split(place)
         if is_fitting and self._config.partition == "profile":
             self.check_layers_can_move()
         if is_fitting:
@@ -224,6 +221,13 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self.setup_precision_plugin()
         self._session = self._open_session(trainer)
         self.guard.connect_signals()
+
+    def _find_split(self, place: int) -> PipelineSplit:
+        if not self._config.is_traced:
+            return find_split(self.module, self._config, self.mesh.pp, place)
+        plugin = half_precision_of(self.precision_plugin)
+        half = None if plugin is None else plugin.half
+        return find_traced_split(self.module, self._config, self.mesh.pp, place, half)
 
     @override
     def overflow(self) -> Overflow:

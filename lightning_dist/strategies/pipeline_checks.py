@@ -74,23 +74,6 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, config: Pipel
         )
 
 
-def check_half_precision(config: PipelineConfig) -> None:
-    """Checks that layers can be given weights in half precision.
-
-    Args:
-        config: What the user asks for.
-
-    Raises:
-        ValueError: They take others.
-    """
-    if config.is_traced:
-        raise ValueError(
-            f"MixedPrecision casts what modules are called with, and layers={config.layers!r} runs"
-            " the operations of a module without calling its parts. Use an `nn.Sequential` or a"
-            " list of blocks, or Trainer(precision='bf16-mixed')."
-        )
-
-
 def clips_by_norm(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Tells whether gradients are clipped by their norm, as far as one can know before.
 

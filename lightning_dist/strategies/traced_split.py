@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from lightning_dist.half_casts import cast
+from lightning_dist.half_dress import HalfDress, as_in_step
+from lightning_dist.half_precision import HalfPrecision
 from lightning_dist.pipeline.cut import stage_of_layers
 from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.trace_call import bind, example_of
@@ -82,7 +85,11 @@ class TracedSplit(PipelineSplit):
 
 
 def find_traced_split(
-    module: pl.LightningModule, config: PipelineConfig, num_ranks: int, rank: int
+    module: pl.LightningModule,
+    config: PipelineConfig,
+    num_ranks: int,
+    rank: int,
+    half: HalfPrecision | None = None,
 ) -> TracedSplit:
     """Traces a module, or takes an earlier trace of it, and decides where it is cut.
 
@@ -91,6 +98,7 @@ def find_traced_split(
         config: What the user asks for.
         num_ranks: Ranks of the pipeline.
         rank: This one, in the pipeline.
+        half: What computes in half precision, which is built into the graphs.
 
     Raises:
         ValueError: It cannot be traced or cut so.
@@ -99,10 +107,16 @@ def find_traced_split(
     if config.layers == "trace":
         path = _find_trainable(module)
     traced = _get(module, path)
+    dress = None if half is None else HalfDress(half, path)
     sequence = sequence_of(traced)
     if sequence is None:
         refuse_outside(module, path, traced, kind="traced")
-        sequence = _trace(module, traced, path)
+        sequence = _trace(module, traced, path, dress)
+    if sequence.program.dress != dress:
+        raise ValueError(
+            f"{path!r} was traced for an earlier run in another precision, which is built into its"
+            " graphs. Make the module anew, or use the same MixedPrecision in each run."
+        )
     rank_of_stage = config.rank_of_stage(num_ranks)
     layers = TracedLayers(sequence)
     partition = _choose_partition(layers, sequence.program, config, len(rank_of_stage), path)
@@ -154,16 +168,20 @@ def _get(module: pl.LightningModule, path: str) -> nn.Module:
         ) from None
 
 
-def _trace(module: pl.LightningModule, traced: nn.Module, path: str) -> TracedSequence:
-    args, kwargs = _example_of(module, traced, path)
+def _trace(
+    module: pl.LightningModule, traced: nn.Module, path: str, dress: HalfDress | None
+) -> TracedSequence:
+    args, kwargs = _example_of(module, traced, path, dress)
     try:
-        return TracedSequence(traced, args, kwargs)
+        return TracedSequence(traced, args, kwargs, dress)
     except ValueError as error:
         title = f"layers='trace', {path!r} ({type(traced).__name__}): "
         raise ValueError(f"{title}{error}") from error.__cause__
 
 
-def _example_of(module: pl.LightningModule, traced: nn.Module, path: str) -> _Arguments:
+def _example_of(
+    module: pl.LightningModule, traced: nn.Module, path: str, dress: HalfDress | None
+) -> _Arguments:
     example = module.example_input_array
     if example is None:
         raise ValueError(
@@ -171,20 +189,18 @@ def _example_of(module: pl.LightningModule, traced: nn.Module, path: str) -> _Ar
             " `self.example_input_array` in the LightningModule: a tensor, a tuple of positional"
             " arguments or a dict of named ones, like a small batch, in shape and dtype."
         )
-    # As the precision plugin makes batches, which has converted the parameters already.
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    if len(dtypes) == 1:
+    if dress is None and len(dtypes) == 1:
+        # As Lightning's precision plugins make batches, which have converted the parameters.
         (dtype,) = dtypes
-        example = pytree.tree_map(lambda leaf: _in_dtype(leaf, dtype), example)
+        example = cast(example, dtype)
     arguments = _arguments_of(example)
-    if traced is module or not is_overridden("forward", module):
+    if traced is module:
         return arguments
-    return _watch_call(module, traced, path, arguments)
-
-
-def _in_dtype(leaf: Any, dtype: torch.dtype) -> Any:
-    is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
-    return leaf.to(dtype) if is_float else leaf
+    if not is_overridden("forward", module):
+        return arguments if dress is None else cast(arguments, dress.half.dtype_into(module, path))
+    with nullcontext() if dress is None else as_in_step(module, dress.half):
+        return _watch_call(module, traced, path, arguments)
 
 
 def _arguments_of(example: Any) -> _Arguments:

@@ -61,6 +61,14 @@ def test_what_is_kept_is_kept_whole() -> None:
     assert not half.keeps_loss
 
 
+def test_what_a_module_is_called_with() -> None:
+    half, root = HalfPrecision(BF16), Root()
+    half_paths = ["model", "model.blocks.0", "model.blocks.1.linear", "heads.a"]
+    assert {half.dtype_into(root, path) for path in half_paths} == {BF16}
+    assert half.dtype_into(root, "model.blocks.0.norm1") == torch.float32
+    assert half.dtype_into(root, "heads.b") == torch.float32
+
+
 def test_parameters_themselves_become_half() -> None:
     root = Root()
     half = HalfPrecision(BF16, master_weights=False)

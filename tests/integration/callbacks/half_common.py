@@ -82,6 +82,7 @@ class Asked:
 def fit(strategy: Any, devices: int, asked: Asked, class_: type[Halved] = Halved) -> Run:
     module = make_module(class_, optimizer=asked.optimizer).float()
     module.history = []
+    ((module.example_input_array, _),) = make_loader(8)
     callback = MixedPrecision(**asked.precision)
     trainer = make_trainer(
         devices=devices, strategy=strategy, callbacks=[callback], **asked.trainer

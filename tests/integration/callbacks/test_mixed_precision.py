@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision as AutomaticMixedPrecision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dist import (
@@ -59,6 +59,8 @@ MAKE: dict[str, Callable[[], Strategy]] = {
     "pipedream": lambda: PipelineStrategy(schedule="pipedream", partition="uniform"),
     "mesh": lambda: MeshStrategy(pp=2),
     "mesh, in parts": lambda: MeshStrategy(pp=2, pipeline=PipelineConfig("zb_h1", 8)),
+    "traced": lambda: PipelineStrategy(schedule="gpipe", layers="trace"),
+    "traced, in parts": lambda: PipelineStrategy("auto", "zb_h1", 8, layers="trace"),
     "tp": lambda: TensorParallelStrategy(plan=PLAN),
 }
 
@@ -108,6 +110,8 @@ def test_what_is_computed_again_is_half_again() -> None:
         ("gpipe", 1, 8),
         ("mesh", 1, 8),
         ("mesh, in parts", 1, 8),
+        ("traced", 1, 8),
+        ("traced, in parts", 1, 8),
     ],
 )
 def test_two_ranks(workers: WorkerPool, name: str, shares: int, num_microbatches: int) -> None:
@@ -196,6 +200,7 @@ HALF_THEMSELVES: dict[str, dict[str, int]] = {
     "1f1b": {"num_microbatches": 8},
     "gpipe": {"num_microbatches": 8},
     "mesh": {"num_microbatches": 8},
+    "traced": {"num_microbatches": 8},
     "ddp": {"shares": 2},
     "fsdp": {"shares": 2, "num_shards": 2},
 }
@@ -277,12 +282,77 @@ def test_an_optimizer_that_computes_many_gradients_in_a_step() -> None:
         trainer.fit(module, make_loader(8), make_loader(8))
 
 
-def refusal_of_a_trace() -> str:
-    with pytest.raises(ValueError, match="MixedPrecision") as caught:
-        fit(PipelineStrategy(layers="trace"), 2, Asked())
+class Whole(Halved):
+    """Is traced itself."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x) * self.temperature
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class Box(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(2 * x)
+
+
+class Boxed(Halved):
+    """What is traced is inside of what is called."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model = Box(self.model)
+
+
+TRACED: dict[str, type[Halved]] = {"trace": Whole, "trace:model.inner": Boxed}
+KEPT = {"keep_fp32": ["norm", "loss", "0.conv"]}
+
+
+def fit_traced(devices: int) -> list[Run]:
+    return [
+        fit(
+            "auto" if devices == 1 else PipelineStrategy(layers=layers, num_microbatches=1),
+            devices,
+            Asked(precision),
+            class_,
+        )
+        for layers, class_ in TRACED.items()
+        for precision in ({}, KEPT)
+    ]
+
+
+def test_a_graph_casts_where_modules_would(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = workers.run(2, fit_traced, 2)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for pair, one in zip(zip(*ranks, strict=True), fit_traced(1), strict=True):
+        assert_follows(list(pair), one)
+
+
+def trace_in_two_precisions() -> str:
+    module = make_module(Halved).float()
+    module.history = []
+    ((module.example_input_array, _),) = make_loader(8)
+    loader = make_loader(8)
+    strategy, options = PipelineStrategy(layers="trace"), {"devices": 2}
+    half = make_trainer(strategy=strategy, callbacks=[MixedPrecision()], **options)
+    half.fit(module, loader, loader)
+    other = make_trainer(strategy=PipelineStrategy(layers="trace"), **options)
+    with pytest.raises(ValueError, match="in another precision") as caught:
+        other.test(module, loader)
     return str(caught.value)
 
 
-def test_what_does_not_go_together(workers: WorkerPool) -> None:
-    for message in workers.run(2, refusal_of_a_trace):
-        assert "layers='trace' runs" in message
+def test_a_graph_is_of_one_precision(workers: WorkerPool) -> None:
+    for message in workers.run(2, trace_in_two_precisions):
+        assert "'model' was traced for an earlier run" in message
