@@ -108,7 +108,9 @@ def without_values(watch: Watch) -> Iterator[None]:
     """
     try:
         # Some tensors of a module are neither parameters nor buffers.
-        with FakeTensorMode(allow_non_fake_inputs=True), _Watched(watch):
+        fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+        # What is compiled would be compiled for tensors without values, or never again.
+        with torch.compiler.set_stance("force_eager"), fake_tensors, _Watched(watch):
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(

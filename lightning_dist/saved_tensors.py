@@ -56,7 +56,8 @@ class _Kept:
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach()  # the tensor itself would hold its own graph
+    # A result of the operation that keeps it would hold its own graph.
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _same(packed: Tensor) -> Tensor:

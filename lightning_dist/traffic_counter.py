@@ -61,10 +61,18 @@ class TrafficCounter:
         self._ledger = ledger
         self._mesh = mesh
 
+    def counts(self, func: Any) -> bool:
+        """Whether an operation is a collective.
+
+        Args:
+            func: Of torch.
+        """
+        return _kind_of(func) is not None
+
     def __call__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Looks whether an operation is a collective.
+        """Enters an operation, if it is a collective.
 
         Args:
             func: Of torch.
@@ -72,13 +80,17 @@ class TrafficCounter:
             kwargs: Its arguments by name.
             result: What it returned.
         """
-        kind = _KINDS.get(func.overloadpacket)
+        kind = _kind_of(func)
         if kind is None:
             return
         axes = self._mesh.axes_between(ranks_of_collective(func, args, kwargs))
         if axes:
             num_bytes = max(map(_bytes_of, (*args, *kwargs.values(), result)))
             self._ledger.add(kind, axes, num_bytes)
+
+
+def _kind_of(func: Any) -> MessageKind | None:
+    return _KINDS.get(getattr(func, "overloadpacket", func))  # torch.cond and the like have none
 
 
 def _bytes_of(argument: Any) -> int:

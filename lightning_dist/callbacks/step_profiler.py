@@ -44,7 +44,7 @@ class StepProfiler(pl.Callback):
     Strategies of this package with stages are timed action by action, and their layers one by one.
     Any other strategy, Lightning's too, is timed by forward, backward and update; how much of its
     collectives nothing hides is seen in one traced batch before the timed ones. Counting takes
-    torch's own counters and sees matrix products, convolutions and attention.
+    torch's own formulas, of matrix products, convolutions and attention.
 
     Args:
         every_n_steps: Training batches from one report to the next.

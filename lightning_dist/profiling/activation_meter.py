@@ -6,8 +6,9 @@ more. Tensors on the same memory count once, and weights, which are there anyway
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from lightning_dist.saved_tensors import SavedTensorsWatch
@@ -39,12 +40,16 @@ class ActivationMeter:
         """Ends; what is kept is still watched."""
         self._watch.__exit__()
 
-    def _note(self, tensor: Tensor) -> _Claim | None:
-        place = tensor.untyped_storage().data_ptr()
+    def _note(self, tensor: Tensor) -> list[_Claim]:
         base = tensor if tensor._base is None else tensor._base
-        if place in self._own or place in self._weights or isinstance(base, nn.Parameter):
-            return None
-        return _Claim(self, place, tensor.untyped_storage().nbytes())
+        if isinstance(base, nn.Parameter):
+            return []
+        parts = ((p.data_ptr(), p.nbytes()) for p in _storages(tensor))
+        return [
+            _Claim(self, place, num_bytes)
+            for place, num_bytes in parts
+            if place not in self._own and place not in self._weights
+        ]
 
     def claim(self, place: int, num_bytes: int) -> None:
         """Counts one more user of some memory.
@@ -83,3 +88,13 @@ class _Claim:
 
     def __del__(self) -> None:
         self._meter.drop(*self._memory)
+
+
+def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Finds a tensor's memory, or that of the tensors it is made of; a sparse one's is left out."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from _storages(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()

@@ -2,6 +2,9 @@
 
 torch's profiler sees both without being asked by either, so this works for any strategy. On a CPU a
 rank computes while an operation of ATen runs; on a GPU, while a kernel does that is no collective.
+
+What Kineto has recorded is read as it is: the objects that torch's profiler makes of it for
+``events()`` are good for many things, but to make them takes longer than the step.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile
+from torch.profiler import ProfilerActivity, record_function
 
 from lightning_dist.profiling.exposure import Exposure
 from lightning_dist.profiling.intervals import Interval
@@ -50,18 +54,20 @@ class CollectiveTrace:
             barrier: Waits for all ranks: some take longer to begin, and the others would wait for
                 them in their first collective.
         """
-        self._profile = profile(activities=activities(self._device), acc_events=True)
-        self._profile.start()
+        on_device = self._device.type == "cuda"
+        self._profile = profile(use_kineto=True, use_device="cuda" if on_device else None)
+        self._profile.__enter__()
         barrier()
 
     def stop(self) -> Exposure | None:
         """Ends, and says what was seen; None where nothing has begun."""
         if self._profile is None:
             return None
-        self._profile.stop()
-        events = self._profile.events() or []
+        self._profile.__exit__(None, None, None)
+        found = self._profile.kineto_results
         self._profile = None
-        return exposure_of(events, on_device=self._device.type == "cuda")
+        assert found is not None
+        return exposure_of(found.events(), on_device=self._device.type == "cuda")
 
 
 @contextmanager
@@ -82,7 +88,8 @@ def exposure_of(events: Iterable[Any], *, on_device: bool) -> Exposure:
     """Sorts the events of a trace.
 
     Args:
-        events: As ``torch.profiler.profile.events`` gives them, times in microseconds.
+        events: As ``torch.autograd.profiler.profile.kineto_results`` has them, times in
+            nanoseconds.
         on_device: Whether kernels count, and not operations of the host.
     """
     collectives: dict[str, list[Interval]] = {}
@@ -90,21 +97,25 @@ def exposure_of(events: Iterable[Any], *, on_device: bool) -> Exposure:
     parts: dict[str, list[Interval]] = {}
     of_collectives: set[int] = set()
     for event in events:
-        is_kernel = event.device_type == DeviceType.CUDA
-        if is_kernel is not on_device:
+        if on_device and event.device_type() != DeviceType.CUDA:
             continue
-        interval = (event.time_range.start / 1e6, event.time_range.end / 1e6)
-        kind = _kind_of(event.name, on_device)
-        if event.name.startswith(_PART):
-            parts.setdefault(event.name.removeprefix(_PART), []).append(interval)
-        elif kind is not None:
-            collectives.setdefault(kind, []).append(interval)
-            of_collectives.add(event.thread)
-        elif event.name.startswith(_ATEN) if not is_kernel else not event.is_user_annotation:
-            computing.setdefault(event.thread, []).append(interval)
+        name = event.name()
+        if name.startswith(_ATEN):  # most of them, on a CPU
+            computing.setdefault(event.start_thread_id(), []).append(_interval(event))
+        elif name.startswith(_PART):
+            parts.setdefault(name.removeprefix(_PART), []).append(_interval(event))
+        elif kind := _kind_of(name, on_device):
+            collectives.setdefault(kind, []).append(_interval(event))
+            of_collectives.add(event.start_thread_id())
+        elif on_device and not event.is_user_annotation():
+            computing.setdefault(event.start_thread_id(), []).append(_interval(event))
     # On a CPU the backend's threads add and copy, which is the collective's own work.
     hidden_by = (t for t in computing if on_device or t not in of_collectives)
     return Exposure.of(collectives, [i for thread in hidden_by for i in computing[thread]], parts)
+
+
+def _interval(event: Any) -> Interval:
+    return event.start_ns() / 1e9, event.end_ns() / 1e9
 
 
 def _kind_of(name: str, on_device: bool) -> str | None:

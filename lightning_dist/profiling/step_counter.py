@@ -1,24 +1,27 @@
 """Count one step's operations, messages and activations, whoever asks for them.
 
 Everything passes torch's dispatcher, the parts of autograd too; but for what stages hand over in
-memory that two processes share. Looking at each operation is slow,
-so such a step is not timed.
+memory that two processes share, and what is inside of a compiled kernel. Looking at each operation
+is slow, so such a step is not timed.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dist.local_part import local_part
 from lightning_dist.mesh import MeshShape
-from lightning_dist.operation_watch import OperationWatch
+from lightning_dist.operation_watch import OperationWatch, Watch
 from lightning_dist.pipeline.message_count import MessageCount
 from lightning_dist.profiling.activation_meter import ActivationMeter
+from lightning_dist.profiling.flop_counter import FlopCounter
 from lightning_dist.profiling.rank_record import StepCount
 from lightning_dist.profiling.weights_in_use import WeightsInUse
 from lightning_dist.traffic import MessageKind, Traffic, TrafficLedger
@@ -42,8 +45,10 @@ class StepCounter:
     ) -> None:
         self._in_memory = MessageCount() if in_memory is None else in_memory
         self._ledger = TrafficLedger()
-        self._traffic = OperationWatch(TrafficCounter(self._ledger, mesh))
-        self._flops = FlopCounterMode(display=False)
+        self._traffic = TrafficCounter(self._ledger, mesh)
+        self._flops = FlopCounter()
+        self._told: dict[Any, list[Watch]] = {}
+        self._operations = OperationWatch(self._look)
         self._weights = WeightsInUse()
         own = (local_part(p.detach()) for p in parameters)
         self._activations = ActivationMeter(own, self._weights)
@@ -51,10 +56,21 @@ class StepCounter:
 
     def start(self) -> None:
         """Begins to count."""
-        # FlopCounterMode last: it takes an operation apart that it does not know.
-        for part in (self._weights, self._activations, self._traffic, self._flops):
+        # Nothing is compiled for the sake of this step; what has been is taken as it is.
+        self._stack.enter_context(torch.compiler.set_stance("eager_on_recompile"))
+        self._stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", r".*when there are global hooks")  # torch.compile's
+        for part in (self._weights, self._activations, self._operations):
             self._stack.enter_context(part)
         self._stack.callback(self._add_since, replace(self._in_memory))
+
+    def _look(self, func: Any, *call: Any) -> None:
+        told = self._told.get(func)
+        if told is None:  # most operations are of no interest to anybody, and there are thousands
+            told = [c for c in (self._traffic, self._flops) if c.counts(func)]
+            self._told[func] = told
+        for counter in told:
+            counter(func, *call)
 
     def _add_since(self, before: MessageCount) -> None:
         if count := self._in_memory.count - before.count:
@@ -74,7 +90,7 @@ class StepCounter:
         """
         meter = self._activations
         return StepCount(
-            self._flops.get_total_flops() // num_steps,
+            self._flops.flops // num_steps,
             tuple(_per_step(traffic, num_steps) for traffic in self._ledger.traffic),
             meter.peak_bytes,
             meter.total_bytes // (num_steps * num_forwards),

@@ -64,6 +64,29 @@ def test_tensors_take_no_memory_and_have_ones_for_values() -> None:
         assert (huge.sum().item(), int(torch.randint(5, ())), bool(huge[0] > 1)) == (1.0, 1, True)
 
 
+def test_what_torch_compiles_is_compiled_for_tensors_with_values() -> None:
+    runs: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            runs.append("compiled")
+            return graph(*args)
+
+        return run
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def halve(x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    seen: list[str] = []
+    with without_values(lambda func, *_: seen.append(str(func))):
+        halve(torch.ones(3))
+    assert "aten.div.Tensor" in seen
+    assert not runs
+    assert torch.equal(halve(torch.ones(3)), torch.full((3,), 0.5))
+    assert runs
+
+
 def test_a_shape_that_depends_on_values_is_refused() -> None:
     with pytest.raises(ValueError, match="nonzero"), without_values(ignore):
         torch.ones(3).nonzero()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -64,6 +66,19 @@ def test_what_a_watch_returns_lives_as_long_as_the_graph() -> None:
     assert Token.num_alive == 2
     y.backward()
     assert Token.num_alive == 0
+
+
+def test_a_result_that_is_kept_does_not_hold_itself() -> None:
+    x = torch.tensor(3.0, requires_grad=True)
+    with SavedTensorsWatch(lambda _: None):
+        y = x.exp()  # keeps y
+    graph = weakref.ref(y)
+    gc.disable()
+    try:
+        del y
+        assert graph() is None
+    finally:
+        gc.enable()
 
 
 def test_the_private_name_gives_the_innermost_hooks() -> None:

@@ -62,6 +62,58 @@ def test_watching_changes_no_gradient() -> None:
     assert count.traffic == ()
 
 
+@pytest.mark.parametrize("compiles_before", [False, True])
+def test_what_torch_compiles_stays_compiled(compiles_before: bool) -> None:
+    runs: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            runs.append("compiled")
+            return graph(*args)
+
+        return run
+
+    model, x = Compiled(), torch.randn(ROWS, WIDTH)
+    model.compile(backend=backend, fullgraph=True)
+    if compiles_before:
+        model(x).sum().backward()
+    counter = StepCounter(MeshShape(), model.parameters())
+    counter.start()
+    model(x).sum().backward()
+    counter.stop()
+    assert len(runs) == 2 * compiles_before
+    assert counter.count(num_steps=1, num_forwards=1).flops == 2 * ROWS * WIDTH * WIDTH * 2
+    runs.clear()
+    model(x).sum().backward()
+    model(x[:1]).sum().backward()  # another shape, for which there is no code yet
+    assert len(runs) == 2
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+def test_sparse_and_jagged_tensors_are_counted_by_what_they_are_made_of() -> None:
+    rows = torch.nested.nested_tensor(
+        [torch.ones(3, WIDTH), torch.ones(1, WIDTH)], layout=torch.jagged
+    )
+    linear = nn.Linear(WIDTH, WIDTH)
+    meter = ActivationMeter(linear.parameters())
+    with meter:
+        jagged = linear(rows).values().sum()
+    assert meter.num_bytes >= rows.values().nbytes
+    jagged.backward()
+    assert meter.num_bytes == 0
+    with meter:
+        torch.sparse.mm(torch.eye(4).to_sparse(), linear(torch.ones(4, WIDTH))).sum().backward()
+    assert meter.num_bytes == 0
+
+
 def test_messages_count_that_torch_does_not_see() -> None:
     in_memory = MessageCount()
     in_memory.add(1000)
@@ -123,11 +175,12 @@ def test_what_a_batch_says(batch: Any, samples: int, tokens: int | None) -> None
 
 def event(name: str, thread: int, start: float, end: float, *, on_device: bool = False) -> Any:
     return SimpleNamespace(
-        name=name,
-        thread=thread,
-        time_range=SimpleNamespace(start=start * 1e6, end=end * 1e6),
-        device_type=DeviceType.CUDA if on_device else DeviceType.CPU,
-        is_user_annotation=name.startswith("note"),
+        name=lambda: name,
+        start_thread_id=lambda: thread,
+        start_ns=lambda: int(start * 1e9),
+        end_ns=lambda: int(end * 1e9),
+        device_type=lambda: DeviceType.CUDA if on_device else DeviceType.CPU,
+        is_user_annotation=lambda: name.startswith("note"),
     )
 
 
