@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.local_part import local_part
 from lightning_dist.pipeline.actions import ActionKind
+from lightning_dist.pipeline.call_watch import CallWatch
 from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.pipeline.layer_costs import LayerCosts, RankProfile
 from lightning_dist.pipeline.layers import Part
@@ -60,7 +60,7 @@ class LayerProfiler:
         self._meters: dict[int, ActivationMeter] = {}
         self._kept: dict[int, int] = {}
         self._sent: dict[int, int] = {}
-        self._handles: list[RemovableHandle] = []
+        self._watches: list[CallWatch] = []
         self._start = recorder.mark()
 
     def start(self) -> None:
@@ -70,17 +70,14 @@ class LayerProfiler:
             store.clear()
         for index, part in enumerate(self._parts):
             before, after = partial(self._begin, index), partial(self._end, index)
-            self._handles += [
-                part.module.register_forward_pre_hook(before),
-                part.module.register_forward_hook(after, always_call=True),
-            ]
+            self._watches.append(CallWatch(part.module, before, after))
         self._start = self._recorder.mark()
 
     def stop(self) -> None:
         """Leaves the layers alone."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for watch in self._watches:
+            watch.remove()
+        self._watches.clear()
 
     def profile(self, states: Mapping[Tensor, Any] = _NO_STATES) -> RankProfile:
         """Says what was seen; on a GPU waits for the device.
