@@ -7,8 +7,9 @@ neighbouring batches are without the profiler, with one that has nothing to do, 
 times them, in random order. It has the time that passed and, as other programs on the machine
 disturb that, the time for which rank 0's main thread computed. Where the noise is larger than what
 is looked for, its own calls tell: how often Lightning calls it in a batch, times what a call takes.
-The second table is of an ordinary run, and shows what the batches cost that are counted or
-examined, and the report.
+The other tables are of ordinary runs. They show what the batches cost that are counted or
+examined, and the report, and what all batches together cost that the profiler looks at: each time
+beside as many that follow and are left alone, and with the counted batch in a run's first report.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import lightning as L
@@ -33,7 +36,7 @@ from lightning_dist import DDPStrategy, PipelineStrategy
 from lightning_dist.callbacks import StepProfiler
 from lightning_dist.callbacks.loop_profiler import LoopProfiler
 from lightning_dist.pipeline.recorder import Recorder
-from lightning_dist.profiling.step_plan import StepPlan
+from lightning_dist.profiling.step_plan import Role, StepPlan
 from lightning_dist.strategies.lightning_private import (
     callbacks_of,
     profiler_of,
@@ -63,6 +66,7 @@ class Switch(L.Callback):
     """Chooses for each batch which of two profilers there is, and times the batch."""
 
     def __init__(self, timing: StepProfiler, idle: StepProfiler, first: int) -> None:
+        self.idle = idle  # none of the callbacks at first: Trainers take one StepProfiler
         self.profilers = {WITHOUT: [], IDLE: [idle], TIMING: [timing]}
         self.first = first
         self.rounds: list[dict[str, Times]] = []
@@ -70,7 +74,8 @@ class Switch(L.Callback):
         self.random = random.Random(0)  # the same on all ranks
         self.mode = TIMING
 
-    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.idle.on_train_start(trainer, pl_module)
         idle = profiler_of(trainer)
         assert isinstance(idle, LoopProfiler)
         timing = idle.users
@@ -101,19 +106,31 @@ class Switch(L.Callback):
         set_profiler(trainer, self.loops[mode])
 
 
+@dataclass(frozen=True)
+class Batch:
+    """One batch of an ordinary run: what the profiler did with it, and how long it took."""
+
+    name: str
+    seconds: float
+
+    @property
+    def is_left_alone(self) -> bool:
+        return self.name == Role.NOTHING.value
+
+
 class Roles(L.Callback):
     """Times batches by what the profiler does with them."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.batches: list[Batch] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *rest: Any) -> None:
         end, index = time.perf_counter(), rest[-1]
         role = self.plan.role(index).value
         if index:
             name = "timed, and report" if self.plan.ends_timing(index) else role
-            self.seconds[name].append(end - self.start)
+            self.batches.append(Batch(name, end - self.start))
         self.start = end
 
 
@@ -145,16 +162,24 @@ def switched(name: str, num_rounds: int, directory: str) -> list[dict[str, Times
     timing = StepProfiler(2 * NEVER, NEVER, directory, warmup_steps=warmup)
     idle = StepProfiler(2 * NEVER, 1, directory, warmup_steps=NEVER)
     switch = Switch(timing, idle, warmup + 4)
-    fit(name, warmup + 4 + 3 * num_rounds, [timing, idle, switch])
+    fit(name, warmup + 4 + 3 * num_rounds, [timing, switch])
     return [found for found in switch.rounds if len(found) == 3]
 
 
-def by_role(name: str, num_windows: int, directory: str) -> dict[str, list[float]]:
-    """Runs an ordinary profile; gives the seconds of batches by role."""
-    profiler = StepProfiler(2 * ACTIVE, ACTIVE, directory, warmup_steps=3)
-    roles = Roles(StepPlan(2 * ACTIVE, ACTIVE, 3))
-    fit(name, 4 + 2 * ACTIVE * num_windows, [profiler, roles])
-    return dict(roles.seconds)
+def by_role(name: str, num_windows: int, directory: str) -> list[Batch]:
+    """Runs an ordinary profile, of which every other stretch is left alone; gives its batches."""
+    plan = StepPlan(2 * (ACTIVE + 1), ACTIVE, 4)
+    profiler = StepProfiler(plan.every_n_steps, ACTIVE, directory, warmup_steps=plan.warmup_steps)
+    roles = Roles(plan)
+    fit(name, plan.warmup_steps + 1 + plan.every_n_steps * num_windows, [profiler, roles])
+    return roles.batches[plan.warmup_steps - 1 :]
+
+
+def active_shares(batches: list[Batch]) -> list[float]:
+    """Tells, for each stretch that is looked at, how much longer it takes than the one after it."""
+    stretches = [list(g) for _, g in groupby(batches, lambda batch: batch.is_left_alone)]
+    means = [statistics.mean(b.seconds for b in stretch) for stretch in stretches]
+    return [active / idle - 1.0 for active, idle in zip(means[::2], means[1::2], strict=True)]
 
 
 class Counting(Profiler):
@@ -211,15 +236,21 @@ def overhead_table(
 
 def median_of_pairs(rounds: list[dict[str, float]], mode: str) -> str:
     """Tells how much longer a batch takes, with the standard error of the median."""
-    ratios = [r[mode] / r[WITHOUT] - 1.0 for r in rounds]
+    return middle_of([r[mode] / r[WITHOUT] - 1.0 for r in rounds])
+
+
+def middle_of(ratios: list[float]) -> str:
     middle = statistics.median(ratios)
     deviation = statistics.median(abs(r - middle) for r in ratios)
     error = 1.4826 * deviation * 1.2533 / len(ratios) ** 0.5
     return f"{middle:+.2%} ± {error:.2%}"
 
 
-def role_table(name: str, seconds: dict[str, list[float]]) -> Table:
-    plain = statistics.median(seconds["nothing"])
+def role_table(name: str, runs: list[list[Batch]]) -> Table:
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for batch in (batch for run in runs for batch in run):
+        seconds[batch.name].append(batch.seconds)
+    plain = statistics.median(seconds[Role.NOTHING.value])
     table = Table(title=f"{name}: batches by role")
     for heading in ("", "batches", "ms, median", "more than nothing"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -227,28 +258,35 @@ def role_table(name: str, seconds: dict[str, list[float]]) -> Table:
         median = statistics.median(values)
         more = f"{(median - plain) * 1e3:+.1f} ms"
         table.add_row(role, str(len(values)), f"{median * 1e3:.1f}", more)
+    shares = [active_shares(run) for run in runs]
+    firsts, others = [s[0] for s in shares], [share for s in shares for share in s[1:]]
+    for title, found in (("first of a run", firsts), ("later", others)):
+        table.add_row(f"for a report, {title}", str(len(found)), "", middle_of(found))
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--windows", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--reports", type=int, default=5, help="in each of the runs")
     parser.add_argument("--directory", default="runs/profiler_bench")
     arguments = parser.parse_args()
     pool = WorkerPool()
-    found, roles, calls = {}, {}, {}
+    found, calls = {}, {}
+    roles: dict[str, list[list[Batch]]] = defaultdict(list)
     for name in STRATEGIES:
         given = (name, arguments.rounds, arguments.directory)
         found[name] = pool.run(2, switched, *given, timeout=3600)[0]
         calls[name] = pool.run(2, own_calls, name, timeout=600)[0]
-        given = (name, arguments.windows, arguments.directory)
-        roles[name] = pool.run(2, by_role, *given, timeout=3600)[0]
+        given = (name, arguments.reports, arguments.directory)
+        for _ in range(arguments.runs):
+            roles[name].append(pool.run(2, by_role, *given, timeout=3600)[0])
     pool.close()
     console = Console(width=100)
     console.print(overhead_table(found, calls))
-    for name, seconds in roles.items():
-        console.print(role_table(name, seconds))
+    for name, runs in roles.items():
+        console.print(role_table(name, runs))
 
 
 if __name__ == "__main__":
