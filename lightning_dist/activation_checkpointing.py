@@ -7,7 +7,8 @@ into its call (FSDP2's gathering) stays outside of what is computed twice.
 Units inside of a unit are gathered within what is computed twice, and not in the same way both
 times: some are whole already when it is computed again. torch's selective checkpointing numbers all
 operations, to find in the backward what it kept of the forward, and takes such a difference for a
-mistake. Here it is shown those alone whose results it may keep, of which a gathering has none.
+mistake. Here it is shown those alone whose results it may keep, of which a gathering has none. What
+is compiled inside of a unit is computed again as a whole.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from typing_extensions import override
 
 from lightning_dist.module_tree import is_composite, original_class, outermost
 
@@ -88,6 +90,12 @@ class _ProductsOnly(TorchDispatchMode):
     def __init__(self, mode: TorchDispatchMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
+
+    @override
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Sees nothing of compiled parts: else torch would run them uncompiled, then and later."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -43,8 +43,9 @@ class FSDPStrategy(ShardedStrategy):
             down to so many ranks. ``"auto"`` does so for all but the root.
         offload: ``"cpu"`` keeps shards, gradients and optimizer state in host memory.
         activation_checkpointing: Compute the units' activations again in the backward: ``"full"``,
-            ``"selective"`` (all but matrix products and attention), or of these classes. Of units
-            inside of one another it is the outermost, but for one that holds several of a kind.
+            ``"selective"`` (all but matrix products and attention, and whole what is compiled
+            inside of a unit), or of these classes. Of units inside of one another it is the
+            outermost, but for one that holds several of a kind.
         reduce_dtype: Of gradients on their way, with ``precision="bf16-mixed"`` or ``"16-mixed"``,
             or with the callback ``MixedPrecision``.
         sync_every_microstep: With ``accumulate_grad_batches``, reduce gradients in each backward,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-from torch import nn
+from typing import Any
 
-from lightning_dist.activation_checkpointing import choose_recomputed
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.activation_checkpointing import checkpoint_activations, choose_recomputed
 from recipes.gpt import Block
 
 
@@ -41,3 +44,37 @@ def test_the_outermost_ones_but_for_those_of_several_blocks(
     root = nn.ModuleDict({"net": Model()})
     root["net"].blocks.extend(Block(8, 2, 0.0) for _ in range(9))
     assert choose_recomputed(root, names) == [root.get_submodule(name) for name in chosen]
+
+
+class PartlyCompiled(nn.Module):
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.squash = torch.compile(torch.tanh, backend=backend, fullgraph=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.squash(self.second(self.first(x).relu()))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at one
+@pytest.mark.parametrize("keep_products", [False, True])
+def test_compiled_parts_stay_compiled(keep_products: bool) -> None:
+    runs: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            runs.append("compiled")
+            return graph(*args)
+
+        return run
+
+    torch.compiler.reset()
+    module, x = PartlyCompiled(backend), torch.randn(3, 4)
+    module(x).sum().backward()
+    expected = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    checkpoint_activations([module], keep_products=keep_products)
+    module(x).sum().backward()
+    assert len(runs) == 3  # and in the recomputation
+    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), expected, strict=True))
