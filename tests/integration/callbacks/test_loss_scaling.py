@@ -44,6 +44,10 @@ MAKE: dict[str, Callable[[], Strategy]] = {
     "1f1b": PipelineStrategy,
     "pipedream": lambda: PipelineStrategy(schedule="pipedream", partition="uniform"),
     "2bw": lambda: PipelineStrategy(schedule="pipedream_2bw", num_microbatches=1),
+    "traced 1f1b": lambda: PipelineStrategy(layers="trace", num_microbatches=8),
+    "traced pipedream": lambda: PipelineStrategy(
+        schedule="pipedream", layers="trace", partition=[12, 7]
+    ),
 }
 
 
@@ -97,10 +101,11 @@ def test_replicas_and_shards(workers: WorkerPool, name: str) -> None:
     check([run for (run,) in ranks], reference(shares=2))
 
 
-def test_synchronous_stages(workers: WorkerPool) -> None:
+@pytest.mark.parametrize("name", ["1f1b", "traced 1f1b"])
+def test_synchronous_stages(workers: WorkerPool, name: str) -> None:
     trainer = {**TRAINER, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     asked = Asked(PRECISION, TRAINER), Asked(PRECISION, trainer)
-    plain, clipped = zip(*workers.run(2, run, "1f1b", *asked), strict=True)
+    plain, clipped = zip(*workers.run(2, run, name, *asked), strict=True)
     check(plain, reference(num_microbatches=8))
     found = reference(num_microbatches=8, accumulate=2, clip=0.1)
     assert clipped[0].history == clipped[1].history == found.history
@@ -160,19 +165,15 @@ def oracle(name: str) -> Run:
     model = make_module(Halved).float().model
     keep_norms(model)
     drains = range(0, EPOCHS * BATCHES_PER_EPOCH, BATCHES_PER_EPOCH)
-    late = Late(num_unknown=2 if name == "pipedream" else 1)
-    parts = [model[:4], model[4:]] if name == "pipedream" else [model]
+    late = Late(num_unknown=1 if name == "2bw" else 2)
+    parts = [model] if name == "2bw" else [model[:4], model[4:]]
     optimizers = [make_optimizer("sgd", part.parameters()) for part in parts]
 
     def step(s: int, b: int) -> None:
         late.step(parts[s], optimizers[s], b)
 
     with one_thread():
-        if name == "pipedream":
-            train_sequentially(
-                parts, optimizers, batches(), late.loss, drains, "stash", copy=copy, step=step
-            )
-        else:
+        if name == "2bw":
             train_late(
                 model,
                 optimizers[0],
@@ -182,12 +183,16 @@ def oracle(name: str) -> Run:
                 copy=copy,
                 step=lambda b: step(0, b),
             )
+        else:
+            train_sequentially(
+                parts, optimizers, batches(), late.loss, drains, "stash", copy=copy, step=step
+            )
     state = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
     assert 2 <= sum(late.overflowed.values()) < len(late.overflowed) / 2
     return Run(state, late.history(), {})
 
 
-@pytest.mark.parametrize("name", ["pipedream", "2bw"])
+@pytest.mark.parametrize("name", ["pipedream", "2bw", "traced pipedream"])
 def test_asynchronous_stages(workers: WorkerPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "middle.ckpt")
     middle = Asked(PRECISION, {"max_epochs": 2}, save=path)

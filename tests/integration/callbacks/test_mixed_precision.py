@@ -174,14 +174,21 @@ def oracle(epochs: int = 2, *, master_weights: bool = True) -> dict[str, Tensor]
     return {f"model.{n}": p.detach() for n, p in model.named_parameters()}
 
 
-def fit_pipedream() -> tuple[Run, tuple[int, ...]]:
-    strategy = PipelineStrategy(schedule="pipedream", partition="uniform")
+TAKEN_APART: dict[str, dict[str, Any]] = {
+    "layers": {"partition": "uniform"},
+    "graph": {"partition": [12, 7], "layers": "trace"},
+}
+
+
+def fit_pipedream(options: dict[str, Any]) -> tuple[Run, tuple[int, ...]]:
+    strategy = PipelineStrategy(schedule="pipedream", **options)
     asked = Asked({"log_layers_every_n_steps": 3}, {"max_epochs": 2})
     return fit(strategy, 2, asked), strategy.peak_stash_bytes
 
 
-def test_stashed_versions_are_the_copies(workers: WorkerPool) -> None:
-    ranks = workers.run(2, fit_pipedream)
+@pytest.mark.parametrize("options", TAKEN_APART.values(), ids=TAKEN_APART)
+def test_stashed_versions_are_the_copies(workers: WorkerPool, options: dict[str, Any]) -> None:
+    ranks = workers.run(2, fit_pipedream, options)
     assert_equal(joined([run for run, _ in ranks]), oracle())
     held = ranks[0][0].state.items()
     num_bytes = sum(value.numel() * (4 if "norm" in name else 2) for name, value in held)
