@@ -132,8 +132,11 @@ class UnusedParameters:
         # A unit's parameters are others while they are gathered, the same ones each time.
         if parameter is self._sharded[name]:
             return False
-        parameter.register_post_accumulate_grad_hook(partial(self._reach, name))
+        # Holds names alone: what such a hook holds torch hides from the garbage collector, and a
+        # parameter that led to its own module would keep it for ever.
+        parameter.register_post_accumulate_grad_hook(partial(_reach, self._reached, name))
         return True
 
-    def _reach(self, name: str, _: object) -> None:
-        self._reached.add(name)
+
+def _reach(reached: set[str], name: str, _: object) -> None:
+    reached.add(name)

@@ -251,6 +251,8 @@ def _forget_meshes() -> None:
     debug._clear_sharding_prop_cache()
     redistribution._planner_cache.clear()
     redistribution._gen_transform_infos.cache_clear()
+    costs = sys.modules["torch.distributed.tensor._collective_utils"]
+    costs.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 # What Lightning and torch themselves warn about; anything else is an error in the workers too.
