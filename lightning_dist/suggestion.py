@@ -7,13 +7,18 @@ from difflib import get_close_matches
 
 
 def nearest(wanted: str, available: Iterable[str]) -> str:
-    """Asks whether one of the most similar names was meant; empty if none is similar.
+    """Asks whether one of the most similar names, in any case, was meant; empty if none is similar.
 
     Args:
         wanted: What was given.
         available: What there is.
     """
-    near = get_close_matches(wanted, dict.fromkeys(available))
+    names: dict[str, list[str]] = {}
+    for name in dict.fromkeys(available):
+        names.setdefault(name.casefold(), []).append(name)
+    near = [
+        name for folded in get_close_matches(wanted.casefold(), names) for name in names[folded]
+    ]
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

@@ -12,13 +12,20 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import Logger
 
-from lightning_dist.callbacks.console import print_tables
+from lightning_dist.callbacks import console
 from lightning_dist.callbacks.media import Media
 from lightning_dist.pipeline.balance import Balance
 from lightning_dist.plotting import plot_balance
 
 
-def tell_balance(balance: Balance, conclusion: str, loggers: Sequence[Logger], step: int) -> None:
+def tell_balance(
+    balance: Balance,
+    conclusion: str,
+    loggers: Sequence[Logger],
+    step: int,
+    *,
+    print_tables: bool,
+) -> None:
     """Prints a balance, and gives loggers its tables.
 
     Args:
@@ -26,9 +33,10 @@ def tell_balance(balance: Balance, conclusion: str, loggers: Sequence[Logger], s
         conclusion: A line below the tables.
         loggers: Of the Trainer.
         step: Of the training.
+        print_tables: Whether to print the tables above the conclusion.
     """
     tables = {"layers": balance.layer_table, "stages": balance.stage_table}
-    print_tables(tables.values(), conclusion)
+    console.print_tables(tables.values() if print_tables else (), conclusion)
     media = Media(loggers)
     for name, table in tables.items():
         media.show_table(f"balance/{name}", table, step)

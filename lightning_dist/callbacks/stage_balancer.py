@@ -47,8 +47,9 @@ class StageBalancer(pl.Callback):
     backward of one micro-batch), ``balance/step_seconds`` (predicted for a batch),
     ``balance/better_step_seconds`` (with the best cut), ``balance/gain`` (the share of a step that
     it would save) and ``balance/measured_step_seconds``; where layers move,
-    ``balance/moved_layers`` and ``balance/move_seconds``. Rank 0 prints it as two tables, which W&B
-    and TensorBoard show too. At the end of training the newest one is drawn, for these two and, if
+    ``balance/moved_layers`` and ``balance/move_seconds``. W&B and TensorBoard show two tables, of
+    the layers and of the stages. Rank 0 prints both where another cut saves ``min_gain``, and one
+    line where none does. At the end of training the newest one is drawn, for these two and, if
     there is any logger, as ``stage_balance.png`` in ``trainer.log_dir``.
 
     Args:
@@ -163,7 +164,14 @@ class StageBalancer(pl.Callback):
         balance = self._balance = self._compare(pipeline, StepCosts.of_ranks(profiles), measured)
         module.log_dict(_metrics_of(balance), batch_size=1)
         if trainer.is_global_zero:
-            tell_balance(balance, self._conclude(balance), trainer.loggers, self._num_batches)
+            conclusion, is_balanced = self._conclude(balance), balance.gain < self._min_gain
+            tell_balance(
+                balance,
+                conclusion,
+                trainer.loggers,
+                self._num_batches,
+                print_tables=not is_balanced,
+            )
         if self._moves_layers and balance.gain >= self._min_gain:
             self._move(strategy, module, balance.better_cut)
 
@@ -192,7 +200,11 @@ class StageBalancer(pl.Callback):
             )
 
     def _conclude(self, balance: Balance) -> str:
-        measured = f"a step took {balance.measured_step_seconds * 1e3:.2f} ms"
+        last = self._num_batches - 1
+        measured = (
+            f"a step took {balance.measured_step_seconds * 1e3:.2f} ms"
+            f" (median of batches {last + 1 - self._measured_steps} to {last})"
+        )
         if balance.gain < self._min_gain:
             return f"The stages are balanced: {measured}, and no cut saves {self._min_gain:.0%}."
         cut = list(balance.better_cut)

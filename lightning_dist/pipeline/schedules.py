@@ -27,6 +27,7 @@ from lightning_dist.pipeline.schedule import Schedule, UpdateRule
 from lightning_dist.pipeline.schedule_family import MicrobatchRule, ScheduleFamily
 from lightning_dist.pipeline.schedule_file import ScheduleFile, read_schedule
 from lightning_dist.pipeline.seat import seats, vee
+from lightning_dist.suggestion import nearest
 
 _FILE = "file:"
 
@@ -94,7 +95,8 @@ def find_schedules(name: str) -> ScheduleFamily | ScheduleFile:
         return ScheduleFile(name, read_schedule(name.removeprefix(_FILE)))
     if name not in FAMILIES:
         raise ValueError(
-            f"schedule={name!r} is unknown; use one of {list(FAMILIES)}, or 'file:my_schedule.csv'."
+            f"schedule={name!r} is unknown.{nearest(name, FAMILIES)} Use one of {list(FAMILIES)},"
+            " or 'file:my_schedule.csv'."
         )
     return FAMILIES[name]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 _MOST_NAMES = 24
 """Of layers; more cannot be read side by side."""
+_MOST_CHARACTERS = 90
+"""Of names side by side; more are slanted."""
+_LONGEST_NAME = 18
 
 
 def plot_balance(balance: Balance, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -56,16 +60,45 @@ def _draw_layers(axes: Axes, balance: Balance) -> None:
             label = name if index == 0 else None
             axes.axvline(place - 0.5, color=colour, ls=style, lw=width, label=label)
     step = -(-len(costs) // _MOST_NAMES)
-    axes.set_xticks(places[::step], [layer.name for layer in costs][::step])
-    longest = max(len(layer.name) for layer in costs)
-    if longest * len(costs[::step]) > 90:
-        axes.tick_params(axis="x", labelrotation=60, labelsize=8)
-    axes.set_xlabel("layer")
+    pattern, names = shorten_names([layer.name for layer in costs])
+    axes.set_xticks(places[::step], names[::step])
+    if max(map(len, names)) * len(names[::step]) > _MOST_CHARACTERS:
+        axes.tick_params(axis="x", labelrotation=40, labelsize=8)
+        for label in axes.get_xticklabels():
+            label.set(ha="right", rotation_mode="anchor")  # else it ends beside its bar
+    axes.set_xlabel("layer" if pattern == "*" else f"layer, * of {pattern}")
     axes.set_ylabel("ms per micro-batch")
     axes.set_ylim(0, max(map(sum, zip(forward, backward, strict=True))) * 1.08)
     axes.set_title(_title(balance), loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
     clear_frame(axes, "top", "right")
+
+
+def shorten_names(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Removes the dotted parts that all names share, and the middle of what is still long.
+
+    Args:
+        names: Of layers, such as ``model.h.0.block``.
+
+    Returns:
+        The shared parts with ``*`` in the place of the rest, and what each name has there.
+    """
+    parts = [name.split(".") for name in names]
+    most = min(map(len, parts)) - 1 if len(names) > 1 else 0  # each keeps one part
+    first = _count_shared(parts, most)
+    last = _count_shared([name[::-1] for name in parts], most - first)
+    pattern = ".".join([*parts[0][:first], "*", *parts[0][len(parts[0]) - last :]])
+    return pattern, [_abridge(".".join(name[first : len(name) - last])) for name in parts]
+
+
+def _count_shared(parts: Sequence[Sequence[str]], most: int) -> int:
+    """Counts how many of the first ``most`` parts are the same in all names."""
+    return next((i for i in range(most) if len({name[i] for name in parts}) > 1), most)
+
+
+def _abridge(name: str) -> str:
+    half = _LONGEST_NAME // 2
+    return name if len(name) <= _LONGEST_NAME else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def _title(balance: Balance) -> str:
