@@ -64,8 +64,8 @@ def _draw_layers(axes: Axes, balance: Balance) -> None:
     axes.set_xticks(places[::step], names[::step])
     if max(map(len, names)) * len(names[::step]) > _MOST_CHARACTERS:
         axes.tick_params(axis="x", labelrotation=40, labelsize=8)
-        for label in axes.get_xticklabels():
-            label.set(ha="right", rotation_mode="anchor")  # else it ends beside its bar
+        for tick in axes.get_xticklabels():
+            tick.set(ha="right", rotation_mode="anchor")  # else it ends beside its bar
     axes.set_xlabel("layer" if pattern == "*" else f"layer, * of {pattern}")
     axes.set_ylabel("ms per micro-batch")
     axes.set_ylim(0, max(map(sum, zip(forward, backward, strict=True))) * 1.08)
