@@ -84,6 +84,26 @@ def python_state_kept() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Puts the state of torch's, Python's and numpy's generators back at the end.
+
+    Args:
+        device: The device whose generator is kept beside the CPU's.
+
+    Yields:
+        Nothing.
+    """
+    generators = generators_of(device)
+    states = [generator.get_state() for generator in generators]
+    try:
+        with python_state_kept():
+            yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
 def seed_of(identity: tuple[int, ...]) -> int:
     """Makes one seed of a few integers."""
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()

@@ -16,12 +16,14 @@ from typing_extensions import override
 from lightning_dist.pipeline.cut import stage_of_layers
 from lightning_dist.pipeline.layer_description import WholeInSight
 from lightning_dist.pipeline.layer_profiler import LayerProfiler
+from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.seam import Seam
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.stage import Stage
 from lightning_dist.pipeline.stage_maker import StageMaker
 from lightning_dist.pipeline.staleness import UpdateReport
+from lightning_dist.pipeline.whole_step import StepSeam, WholeStep
 
 
 class OwnStages(Mapping[int, Stage]):
@@ -37,7 +39,7 @@ class OwnStages(Mapping[int, Stage]):
         self.maker = maker
         self._stages: dict[int, Stage] = {}
         self._earlier_peaks: dict[int, int] = {}
-        self._seam: Seam | None = None
+        self._seam: Seam | StepSeam | None = None
         self._attach()
 
     @override
@@ -135,10 +137,14 @@ class OwnStages(Mapping[int, Stage]):
         known = self.staleness
         found = self.maker.found
         found.attach()
-        sight = WholeInSight(found, self.maker.device)
-        is_whole = self.shape.num_stages == 1
-        seam = self._seam = Seam(found.module, sight, is_whole=is_whole)
+        seam = self._seam = self._make_seam(found)
         self._stages = {
             number: self.maker.make(self.shape, number, seam, known.get(number, ()))
             for number in self.shape.stages
         }
+
+    def _make_seam(self, found: Layers) -> Seam | StepSeam:
+        if isinstance(found, WholeStep):
+            return StepSeam()
+        sight = WholeInSight(found, self.maker.device)
+        return Seam(found.module, sight, is_whole=self.shape.num_stages == 1)

@@ -107,7 +107,8 @@ class ScheduleFamily:
             num_ranks: Ranks of the pipeline.
         """
         return {
-            UpdateRule.FLUSHED: _PER_RANK * num_ranks,  # a bubble of a fifth under 1F1B
+            # A bubble of a fifth under 1F1B; a rank alone waits for no other.
+            UpdateRule.FLUSHED: _PER_RANK * num_ranks if num_ranks > 1 else 1,
             UpdateRule.EACH: 1,
             UpdateRule.LATE: num_ranks,
         }[self.update_rule]

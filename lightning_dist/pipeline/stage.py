@@ -30,6 +30,7 @@ from lightning_dist.pipeline.seam import Seam
 from lightning_dist.pipeline.staleness import StalenessMeter, UpdateReport
 from lightning_dist.pipeline.weight_policy import WeightPolicy
 from lightning_dist.pipeline.weights import WeightVersion
+from lightning_dist.pipeline.whole_step import StepSeam
 from lightning_dist.rng import seed_python, seeded
 from lightning_dist.tree import flatten, map_tensors
 
@@ -77,7 +78,7 @@ class Stage:
 
     def __init__(
         self,
-        seam: Seam,
+        seam: Seam | StepSeam,
         stage_index: int,
         num_stages: int,
         layers: nn.Module,

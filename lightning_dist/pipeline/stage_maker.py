@@ -19,6 +19,7 @@ from lightning_dist.pipeline.stage import Stage
 from lightning_dist.pipeline.staleness import StalenessMeter
 from lightning_dist.pipeline.version_count import num_copies
 from lightning_dist.pipeline.weight_policy import Predict, WeightVersions, choose_policy
+from lightning_dist.pipeline.whole_step import StepSeam
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class StageMaker:
         return num_copies(shape, self.weight_versions, predicts=self.predict is not None)
 
     def make(
-        self, shape: PipelineShape, number: int, seam: Seam, history: Sequence[int] = ()
+        self, shape: PipelineShape, number: int, seam: Seam | StepSeam, history: Sequence[int] = ()
     ) -> Stage:
         """Makes a stage on the layers that are here.
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+_ALIKE = "Call it alike in all steps, and make `example_input_array`, if there is one, like that"
+
 
 @dataclass(frozen=True)
 class Call:
@@ -150,7 +152,7 @@ class CallCheck:
         if leaves.keys() != self._leaves.keys():
             raise ValueError(
                 f"The traced module was called with {list(leaves)}, but traced with"
-                f" {list(self._leaves)}. Make `example_input_array` like the calls in the steps."
+                f" {list(self._leaves)}. {_ALIKE}."
             )
         kind = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in leaves.values())
         if kind not in self._known:
@@ -166,8 +168,8 @@ class CallCheck:
             if type(leaf) is not type(expected) or leaf != expected:
                 raise ValueError(
                     f"{name}={leaf!r} in a call of the traced module, but {expected!r} in the"
-                    " example: what is no tensor is built into the graph. Make"
-                    " `example_input_array` like the calls in the steps, or pass a tensor."
+                    f" example: what is no tensor is built into the graph. {_ALIKE}, or pass a"
+                    " tensor."
                 )
             return
         sizes = self._sizes[name]
@@ -178,8 +180,8 @@ class CallCheck:
             shape = ", ".join("any" if size is None else str(size) for size in sizes)
             raise ValueError(
                 f"{name} has shape {tuple(leaf.shape)} and {leaf.dtype} in a call of the traced"
-                f" module, whose graph takes ({shape}) and {expected.dtype}. Make"
-                " `example_input_array` like the calls in the steps; a size of 1 in it stays 1."
+                f" module, whose graph takes ({shape}) and {expected.dtype}. {_ALIKE}; a size of 1"
+                " in the example stays 1."
             )
 
     def _check_guards(self, call: Call) -> None:

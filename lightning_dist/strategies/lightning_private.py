@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -28,7 +28,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -36,6 +37,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+CombinedMode: TypeAlias = Literal["max_size_cycle", "sequential"]
 SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int
 
 
@@ -216,6 +218,46 @@ def replace_loader_hooks(
             source.__dict__.pop("dataloader", None)
 
     return undo
+
+
+def request_loaders(trainer: pl.Trainer) -> tuple[Any, CombinedMode] | None:
+    """Asks for the loaders of a run ahead of it.
+
+    ``setup_data`` of a loop is public, but it is done once: a resumed run would find its loaders
+    made before the state that belongs to them. ``_data_source`` knows which hook to call, and
+    ``_request_dataloader`` how, for loaders that Lightning has to make anew.
+
+    Args:
+        trainer: About to run.
+
+    Returns:
+        The loaders, and how the loop combines them; None where there are none.
+    """
+    loops: dict[TrainerFn, Any] = {
+        TrainerFn.FITTING: trainer.fit_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    assert trainer.state.fn is not None
+    source = loops[trainer.state.fn]._data_source
+    if not source.is_defined():
+        return None
+    fits = trainer.state.fn == TrainerFn.FITTING
+    return _request_dataloader(source), "max_size_cycle" if fits else "sequential"
+
+
+def to_step(trainer: pl.Trainer, batch: Any, device: torch.device) -> Any:
+    """Makes of a loader's batch what a step is called with, by the hooks that a loop calls.
+
+    Args:
+        trainer: About to run.
+        batch: From a loader.
+        device: Where it should be; ``_on_before_batch_transfer`` comes before.
+    """
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, device, dataloader_idx=0)
 
 
 def set_sampler_epoch(trainer: pl.Trainer, dataloader: object) -> None:

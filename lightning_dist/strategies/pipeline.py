@@ -42,6 +42,8 @@ from lightning_dist.strategies import lightning_private, pipeline_checks, whole_
 from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.clipping import NormsAhead, clip_whole_gradient
 from lightning_dist.strategies.drain_hook import drain_before_validation
+from lightning_dist.strategies.first_batch import BegunLoaders
+from lightning_dist.strategies.first_call import FirstCall
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.measured import MeasuredStages, gather_measurements
 from lightning_dist.strategies.movable_layers import MovableLayers
@@ -74,14 +76,15 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             ``"pipedream"`` and ``"pipedream_2bw"``, which never wait and pay with stale weights
             (Narayanan et al., SOSP 2019 and ICML 2021). Or ``"file:"`` and the path of a CSV file.
         num_microbatches: Pieces of each Lightning batch; ``"auto"`` is 4 per rank for synchronous
-            schedules (fewer for a batch of fewer samples), 1 for ``"pipedream"`` and 1 per rank for
-            ``"pipedream_2bw"``.
+            schedules (fewer for a batch of fewer samples, and 1 for a rank alone), 1 for
+            ``"pipedream"`` and 1 per rank for ``"pipedream_2bw"``.
         layers: Dotted path of the ``nn.Sequential`` whose children are the layers, or of the
             ``nn.ModuleList`` of a model's blocks; ``"auto"`` takes the Hugging Face model (by its
             own pipeline plan), or else the sequence, that holds the trainable parameters.
-            ``"trace"`` cuts the module that holds them with torch.export, whatever its forward is,
-            with ``example_input_array`` as the example; ``"trace:path"`` the module of that path.
-            Layers begin where parts come to their parameters.
+            ``"trace"`` cuts the module that holds them with torch.export, whatever its forward is;
+            ``"trace:path"`` the module of that path. The example is ``example_input_array``, or
+            what the step calls it with, run so far on the first batch ahead of the run. Layers
+            begin where parts come to their parameters.
         partition: ``"parameters"`` balances the number of parameters, ``"uniform"`` the number of
             layers; or the layers per stage. ``"profile"`` balances time: the first training batch
             is run some times and forgotten, then layers move to where they should be. A run that
@@ -166,6 +169,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self._undo: tuple[Callable[[], None], ...] = ()
         self._ahead: Ahead | None = None
         self._accumulating = False
+        self._begun = BegunLoaders()
         self._log_staleness = log_staleness
         self._log_discrepancy = log_discrepancy
 
@@ -207,7 +211,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             )
         place = self.mesh.coordinates(self.global_rank)["pp"]
         self.model = self.precision_plugin.convert_module(module)  # a trace builds dtypes in
-        self._split = self._find_split(place)
+        self._split = self._find_split(trainer, place)
         if is_fitting and self._config.partition == "profile":
             self.check_layers_can_move()
         if is_fitting:
@@ -222,12 +226,18 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self._session = self._open_session(trainer)
         self.guard.connect_signals()
 
-    def _find_split(self, place: int) -> PipelineSplit:
+    def _find_split(self, trainer: pl.Trainer, place: int) -> PipelineSplit:
         if not self._config.is_traced:
             return find_split(self.module, self._config, self.mesh.pp, place)
         plugin = half_precision_of(self.precision_plugin)
         half = None if plugin is None else plugin.half
-        return find_traced_split(self.module, self._config, self.mesh.pp, place, half)
+        self._begun = BegunLoaders()
+        first_call = FirstCall(trainer, half, self._begun)
+        return find_traced_split(self.module, self._config, self.mesh.pp, place, half, first_call)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return super().process_dataloader(self._begun.resume(dataloader))
 
     @override
     def overflow(self) -> Overflow:

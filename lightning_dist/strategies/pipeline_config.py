@@ -211,7 +211,7 @@ class PipelineConfig:
         Args:
             num_ranks: Ranks of the pipeline.
         """
-        if self.asynchronous:  # one would leave all ranks but one idle
+        if self.asynchronous and num_ranks > 1:  # one would leave all ranks but one idle
             return _MICROBATCHES_PER_RANK * num_ranks
         return self.training_microbatches(num_ranks)
 

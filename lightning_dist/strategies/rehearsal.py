@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_dist.pipeline.layer_costs import RankProfile
 from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.rng import generators_of, python_state_kept
+from lightning_dist.rng import random_state_kept
 from lightning_dist.strategies.module_state import state_kept
 from lightning_dist.strategies.session import RunContext, Session
 
@@ -93,14 +93,10 @@ class Rehearsal:
     def _all_kept(self) -> Iterator[None]:
         trainer = self._module.trainer
         should_stop = trainer.should_stop
-        generators = generators_of(self._run.device)
-        states = [generator.get_state() for generator in generators]
         try:
-            with python_state_kept(), state_kept(self._module):
+            with random_state_kept(self._run.device), state_kept(self._module):
                 yield
         finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
             trainer.should_stop = should_stop
 
 

@@ -1,14 +1,14 @@
 """Find the module to trace and an example to trace it with, and share its layers among ranks.
 
-The example is ``example_input_array``, Lightning's own convention for what ``forward`` takes: the
-layers must be known before the optimizers are made, and no batch has been read by then.
+The example is ``example_input_array``, Lightning's own convention for what ``forward`` takes, or
+what the first step calls the module with: the layers must be known before the optimizers are made.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,11 @@ from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.trace_call import bind, example_of
 from lightning_dist.pipeline.trace_program import TraceProgram
 from lightning_dist.pipeline.traced_layers import TracedLayers, TracedSequence, sequence_of
-from lightning_dist.replaced_method import replace_method
+from lightning_dist.strategies.first_call import SET_AN_EXAMPLE, Arguments, FirstCall, watch_call
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipeline_split import PipelineSplit
 from lightning_dist.strategies.pipelined_module import choose_partition, refuse_outside
-
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+from lightning_dist.strategies.whole_split import keep_whole
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,11 @@ def find_traced_split(
     num_ranks: int,
     rank: int,
     half: HalfPrecision | None = None,
-) -> TracedSplit:
+    first_call: FirstCall | None = None,
+) -> PipelineSplit:
     """Traces a module, or takes an earlier trace of it, and decides where it is cut.
+
+    One stage is all of the module, and nothing is traced.
 
     Args:
         module: The user's.
@@ -99,10 +101,14 @@ def find_traced_split(
         num_ranks: Ranks of the pipeline.
         rank: This one, in the pipeline.
         half: What computes in half precision, which is built into the graphs.
+        first_call: Shows what steps call a module with, where there is no ``example_input_array``.
 
     Raises:
         ValueError: It cannot be traced or cut so.
     """
+    rank_of_stage = config.rank_of_stage(num_ranks)
+    if len(rank_of_stage) == 1:
+        return keep_whole(module)
     path = config.layers.partition(":")[2]
     if config.layers == "trace":
         path = _find_trainable(module)
@@ -111,13 +117,12 @@ def find_traced_split(
     sequence = sequence_of(traced)
     if sequence is None:
         refuse_outside(module, path, traced, kind="traced")
-        sequence = _trace(module, traced, path, dress)
+        sequence = _trace(module, traced, path, dress, first_call)
     if sequence.program.dress != dress:
         raise ValueError(
             f"{path!r} was traced for an earlier run in another precision, which is built into its"
             " graphs. Make the module anew, or use the same MixedPrecision in each run."
         )
-    rank_of_stage = config.rank_of_stage(num_ranks)
     layers = TracedLayers(sequence)
     partition = _choose_partition(layers, sequence.program, config, len(rank_of_stage), path)
     own = tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
@@ -169,9 +174,16 @@ def _get(module: pl.LightningModule, path: str) -> nn.Module:
 
 
 def _trace(
-    module: pl.LightningModule, traced: nn.Module, path: str, dress: HalfDress | None
+    module: pl.LightningModule,
+    traced: nn.Module,
+    path: str,
+    dress: HalfDress | None,
+    first_call: FirstCall | None,
 ) -> TracedSequence:
-    args, kwargs = _example_of(module, traced, path, dress)
+    if module.example_input_array is None and first_call is not None:
+        args, kwargs = first_call.of(traced, path)
+    else:
+        args, kwargs = _example_of(module, traced, path, dress)
     try:
         return TracedSequence(traced, args, kwargs, dress)
     except ValueError as error:
@@ -181,13 +193,12 @@ def _trace(
 
 def _example_of(
     module: pl.LightningModule, traced: nn.Module, path: str, dress: HalfDress | None
-) -> _Arguments:
+) -> Arguments:
     example = module.example_input_array
     if example is None:
         raise ValueError(
-            "layers='trace' needs an example of what the traced module is called with. Set"
-            " `self.example_input_array` in the LightningModule: a tensor, a tuple of positional"
-            " arguments or a dict of named ones, like a small batch, in shape and dtype."
+            "layers='trace' needs an example of what the traced module is called with."
+            f"{SET_AN_EXAMPLE}"
         )
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if dress is None and len(dtypes) == 1:
@@ -203,24 +214,19 @@ def _example_of(
         return _watch_call(module, traced, path, arguments)
 
 
-def _arguments_of(example: Any) -> _Arguments:
+def _arguments_of(example: Any) -> Arguments:
     """Gives an example's arguments, as Lightning's summary does."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example), {}) if isinstance(example, list | tuple) else ((example,), {})
 
 
-class _CallSeen(BaseException):  # noqa: N818  (it is not an error)
-    """Leaves a forward where it calls the module that is looked at."""
-
-
 def _watch_call(
-    module: pl.LightningModule, traced: nn.Module, path: str, arguments: _Arguments
-) -> _Arguments:
+    module: pl.LightningModule, traced: nn.Module, path: str, arguments: Arguments
+) -> Arguments:
     """Runs the LightningModule's own forward as far as to the call of the traced module."""
-    seen: list[_Arguments] = []
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]  # norms on the way count
-    with _watching(traced, seen), torch.random.fork_rng(devices=()), torch.no_grad():
+    with watch_call(traced) as seen, torch.random.fork_rng(devices=()), torch.no_grad():
         signature = inspect.signature(module.forward)
         call = example_of(signature, bind(signature, *arguments))
         args, kwargs = pytree.tree_map(
@@ -236,21 +242,6 @@ def _watch_call(
             " Name the module that it calls with layers='trace:path'."
         )
     return seen[0]
-
-
-@contextmanager
-def _watching(traced: nn.Module, seen: list[_Arguments]) -> Iterator[None]:
-    def forward(*args: Any, **kwargs: Any) -> None:
-        seen.append((args, kwargs))
-        raise _CallSeen
-
-    undo = replace_method(traced, "forward", forward)
-    try:
-        yield
-    except _CallSeen:
-        pass
-    finally:
-        undo()
 
 
 def _choose_partition(

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_dist import PipelineStrategy
 from tests.helpers.models import make_module, make_optimizer, make_trainer, state_of
@@ -169,3 +170,108 @@ def test_a_penalty_on_all_parameters_is_refused(workers: WorkerPool) -> None:
     first, second = workers.run(2, attempt, Penalised)
     assert first == second
     assert first.startswith("The value of 'down.weight' was asked for"), first
+
+
+class Shown(Task):
+    """Has no example; what comes before the call must leave nothing behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = None
+        self.norm = nn.BatchNorm2d(1).requires_grad_(False)
+        self.steps = 0
+        self.loaders = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.log("brightness", batch[0].mean())
+        return F.mse_loss(self.net(self.norm(batch[0])), batch[1])
+
+    def train_dataloader(self) -> Any:
+        self.loaders += 1
+        images = make_images().dataset
+        return DataLoader(images, batch_size=5, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return make_images(8)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+
+def train_shown(devices: int, loader: str) -> tuple[dict[str, Tensor], list[int]]:
+    module = make_module(Shown)
+    asked = "auto" if devices == 1 else PipelineStrategy(layers="trace", num_microbatches=1)
+    trainer = make_trainer(devices=devices, strategy=asked)
+    if loader == "hook":
+        trainer.fit(module)
+    else:
+        trainer.fit(module, (batch for batch in make_images()))
+    buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+    return {**state_of(module), **buffers}, [module.steps, module.loaders]
+
+
+def predict_shown(devices: int) -> list[Any]:
+    module = make_module(Shown)
+    asked = "auto" if devices == 1 else PipelineStrategy(layers="trace", num_microbatches=1)
+    trainer = make_trainer(devices=devices, strategy=asked)
+    return trainer.predict(module, make_images())
+
+
+def run_shown() -> tuple[Any, Any, Any, list[str]]:
+    return (
+        train_shown(2, "hook"),
+        train_shown(2, "stream"),
+        predict_shown(2),
+        [attempt_shown(class_) for class_ in (Early, NeverCalled)],
+    )
+
+
+class Early(Shown):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.rate * self.net(batch[0]).sum()
+
+
+class NeverCalled(Shown):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.norm(batch[0]).sum()
+
+
+def attempt_shown(class_: type[Task]) -> str:
+    try:
+        trainer = make_trainer(devices=2, strategy=PipelineStrategy(layers="trace"))
+        trainer.fit(make_module(class_))
+    except ValueError as error:
+        return str(error).splitlines()[0].removeprefix("ValueError: ")
+    return ""
+
+
+@pytest.fixture(scope="module")
+def shown(workers: WorkerPool) -> list[Any]:
+    return workers.run(2, run_shown, timeout=120.0)
+
+
+@pytest.mark.parametrize("loader", ["hook", "stream"])
+def test_the_first_step_shows_what_is_traced(shown: list[Any], loader: str) -> None:
+    expected, counts = train_shown(1, loader)
+    ranks = [rank[0 if loader == "hook" else 1] for rank in shown]
+    assert_equal([state for state, _ in ranks], expected)
+    for _, found in ranks:
+        assert found[0] == counts[0]
+        assert found[1] == counts[1]
+
+
+def test_a_prediction_shows_it_too(shown: list[Any]) -> None:
+    expected = predict_shown(1)
+    for rank in shown:
+        assert all(
+            float((a - b).abs().max()) < TOLERANCE for a, b in zip(rank[2], expected, strict=True)
+        )
+
+
+def test_a_first_step_that_shows_nothing_is_refused_alike(shown: list[Any]) -> None:
+    assert shown[0][3] == shown[1][3]
+    early, never = shown[0][3]
+    assert "no attribute 'rate'" in early
+    assert "Set `self.example_input_array`" in early
+    assert never.startswith("`training_step` did not call 'net'")
