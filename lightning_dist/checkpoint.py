@@ -1,7 +1,7 @@
 """Checkpoints that mean the same under every layout.
 
-A checkpoint is either one ordinary Lightning ``.ckpt`` file, or a directory to which each rank
-writes what it holds:
+A checkpoint is either one ordinary Lightning ``.ckpt`` file, or, where ranks hold parts of the
+model, a directory to which each rank writes what it holds:
 
 .. code-block:: text
 
@@ -20,7 +20,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
     return (_resolve(path) / _METADATA_FILE).is_file()
 
 
-def load_full(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
+def load_full(path: str | os.PathLike[str], *, weights_only: bool | None = True) -> dict[str, Any]:
     """Loads a checkpoint of either form in one process.
 
     Args:
@@ -83,7 +84,7 @@ def load_sharded(
     is_wanted: Callable[[str], bool],
     *,
     parameters: Mapping[str, Tensor] | None = None,
-    weights_only: bool = True,
+    weights_only: bool | None = True,
 ) -> dict[str, Any]:
     """Loads a part of a sharded checkpoint; no process waits for another.
 
@@ -138,7 +139,8 @@ def save_sharded(
         dist.barrier(group)
     tensors, rest = _split(checkpoint)
     states = _gather_rest(rest, group)
-    dcp.save(tensors, checkpoint_id=temporary, process_group=group, no_dist=group is None)
+    with _silent_about_one_process():
+        dcp.save(tensors, checkpoint_id=temporary, process_group=group, no_dist=group is None)
     if rank == 0:
         torch.save({**rest, **states}, temporary / _METADATA_FILE)
         _replace(temporary, target)
@@ -239,14 +241,20 @@ def _read_tensors(
         if isinstance(info, TensorStorageMetadata) and is_wanted(parameter):
             wanted[key] = _room_for(info, parameters.get(parameter))
             places[key] = (section, name)
-    with warnings.catch_warnings():
-        # It announces what `no_dist` asks for.
-        warnings.filterwarnings("ignore", message=".*load in a single process.*")
+    with _silent_about_one_process():
         dcp.load(wanted, checkpoint_id=path, no_dist=True)
     sections: dict[str, dict[str, Tensor]] = {}
     for key, (section, name) in places.items():
         sections.setdefault(section, {})[name] = wanted[key]
     return sections
+
+
+@contextmanager
+def _silent_about_one_process() -> Iterator[None]:
+    """Hides the warning by which torch announces what `no_dist` asks for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* in a single process.*")
+        yield
 
 
 def _room_for(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:

@@ -104,6 +104,15 @@ def state_by_name(
     return {"state": state, "param_groups": groups}
 
 
+def is_named(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer state dict has names for numbers.
+
+    Args:
+        state: An ordinary one, or what :func:`state_by_name` gives.
+    """
+    return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
+
+
 def to_numbers(named: Mapping[str, Any]) -> dict[str, Any]:
     """Makes an ordinary optimizer state dict from one by names.
 

@@ -75,7 +75,7 @@ class DDPStrategy(DataParallelStrategy):
             which repeats samples until nothing is uneven, must be switched off
             (``Trainer(use_distributed_sampler=False)``).
         timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
+        save_full: Write one ordinary ``.ckpt`` file, as None does too, or else a directory.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.
@@ -102,7 +102,7 @@ class DDPStrategy(DataParallelStrategy):
         uneven_inputs: bool = False,
         log_communication: bool = False,
         timeout_s: float = 1800.0,
-        save_full: bool = False,
+        save_full: bool | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -149,6 +149,11 @@ class DDPStrategy(DataParallelStrategy):
         return MeshShape(dp_replicate=world_size)
 
     @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False  # each rank holds what a single device does
+
+    @property
     def sync_every(self) -> int:
         """Optimizer steps from one average of the weights to the next; 1 averages gradients."""
         return self._sync_every
@@ -186,7 +191,6 @@ class DDPStrategy(DataParallelStrategy):
         if is_fitting:
             self.setup_optimizers(trainer)
             checks.check_static_graph(self._exchange.static_graph, len(self.optimizers))
-            self.name_optimizer_groups()
         self.setup_precision_plugin()
 
     def _open_session(self, trainer: pl.Trainer) -> None:

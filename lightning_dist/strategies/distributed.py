@@ -42,11 +42,12 @@ class DistributedStrategy(ProcessMesh):
     """Base class; see the module's docstring.
 
     Args:
-        save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
+        save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
+            file where a rank holds the whole model.
         arguments: Of :class:`~lightning_dist.strategies.process_mesh.ProcessMesh`.
     """
 
-    def __init__(self, save_full: bool = False, **arguments: Any) -> None:
+    def __init__(self, save_full: bool | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._save_full = save_full
         self._ring_group: dist.ProcessGroup | None = None

@@ -59,7 +59,8 @@ class FSDPStrategy(ShardedStrategy):
             each one in all steps.
         compression: Only ``"none"``; other strategies have more.
         timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
+        save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
+            file where a rank holds the whole model.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.
@@ -86,7 +87,7 @@ class FSDPStrategy(ShardedStrategy):
         find_unused_parameters: bool = False,
         compression: Literal["none"] = "none",
         timeout_s: float = 1800.0,
-        save_full: bool = False,
+        save_full: bool | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,

@@ -1,8 +1,10 @@
 """A strategy's part in checkpoints that mean the same under every layout.
 
 Lightning builds the checkpoint dictionary on each rank from what :class:`LayoutFreeCheckpoints`
-gives it: this rank's weights, and this rank's optimizer state by parameter name. Each rank reads
-back what it holds. The formats are :mod:`lightning_dist.checkpoint`'s.
+gives it. Where a rank holds the whole model that is what it is on a single device, and the first
+rank writes the ordinary file. Elsewhere it is this rank's weights, and this rank's optimizer state
+by parameter name; each rank reads back what it holds. The formats are
+:mod:`lightning_dist.checkpoint`'s.
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ from typing_extensions import override
 from lightning_dist import checkpoint as checkpoints
 from lightning_dist.named_optimizer import (
     GroupNames,
+    is_named,
     load_by_name,
     name_groups,
     regroup,
     state_by_name,
     to_names,
+    to_numbers,
 )
-from lightning_dist.shards import gather, shard_like
+from lightning_dist.shards import gather, is_spread, shard_like
 from lightning_dist.strategies.distributed import DistributedStrategy
+from lightning_dist.strategies.whole_file_io import WholeFileIO, is_local
 from lightning_dist.tied_names import FirstNames, first_names, fold
 
 
@@ -40,23 +45,48 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     _first_names: FirstNames = MappingProxyType({})
 
     @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        return super().checkpoint_io
+    def writes_one_file(self) -> bool:
+        """Whether a checkpoint is one ordinary file, not a directory of shards."""
+        return self._holds_whole_model if self._save_full is None else self._save_full
 
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        if io is not None and not isinstance(io, TorchCheckpointIO):
-            raise ValueError(
-                f"{type(io).__name__} would not be asked: checkpoints of this package have a format"
-                " of their own. Leave the plugin out."
-            )
-        self._checkpoint_io = io
+    @property
+    def _holds_whole_model(self) -> bool:
+        return self.mesh.pp == self.mesh.dp_shard == self.mesh.tp == 1
+
+    @property
+    def _has_plain_state(self) -> bool:
+        """Whether this rank's state dicts are those of a single device."""
+        return self._holds_whole_model and not any(map(is_spread, self.module.parameters()))
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # only then is it known what this rank holds
+
+    # --- plugins -----------------------------------------------------------------------------
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFileIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        if not isinstance(self.checkpoint_io, TorchCheckpointIO) and not self.writes_one_file:
+            raise ValueError(
+                f"{type(self.checkpoint_io).__name__} would not be asked: ranks with parts of the"
+                " model write a directory, in a format of this package. Give the strategy"
+                " `save_full=True`, or leave the plugin out."
+            )
+
+    # --- names -------------------------------------------------------------------------------
 
     def name_optimizer_groups(self) -> None:
         """Remembers the names of the optimizers' parameters while the module is whole."""
@@ -66,6 +96,8 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._has_plain_state:
+            return super().optimizer_state(optimizer)
         self.check_group_names()
         names = self._group_names[self.optimizers.index(optimizer)]
         return state_by_name(optimizer, self.module, names, self._first_names)
@@ -91,6 +123,15 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         for optimizer, names in zip(self.optimizers, self._group_names, strict=True):
             regroup(optimizer, self.module, names, self._first_names)
 
+    def foreign_names(self) -> set[str]:
+        """Names of the whole model's state that other ranks hold."""
+        return set()
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    # --- saving ------------------------------------------------------------------------------
+
     @override
     def save_checkpoint(
         self,
@@ -98,26 +139,50 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         filepath: str | os.PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
-        if storage_options is not None or "://" in os.fspath(filepath):
+        if not self.writes_one_file and (storage_options is not None or not is_local(filepath)):
             raise ValueError(
-                f"{filepath} (storage_options={storage_options!r}): checkpoints are written to a"
-                " directory of the file system that all ranks share, and nowhere else."
+                f"{filepath} (storage_options={storage_options!r}): shards are written to a"
+                " directory of the file system that all ranks share, and nowhere else. The one file"
+                " of `save_full=True` can be elsewhere."
             )
-        if not self.is_running:
+        if not dist.is_initialized() and not self.is_global_zero:
+            return  # no run has begun: the first rank has the whole module, and writes it alone
+        if dist.is_initialized() and not self.is_running:
             warnings.warn(f"A rank has failed, so {filepath} was not written.", stacklevel=2)
             return
-        group = self.group(*self.mesh.sizes)
-        checkpoint = fold(checkpoint, checkpoints.SECTIONS, self._first_names)
-        if not self._save_full:
-            checkpoints.save_sharded(checkpoint, filepath, group)
+        if not self.writes_one_file:
+            group = self.group(*self.mesh.sizes) if dist.is_initialized() else None
+            checkpoints.save_sharded(self._by_name(checkpoint), filepath, group)
             return
-        parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-        is_first_replica = self.mesh.data_index(self.global_rank) == 0
-        part = self._with_whole_tensors(checkpoint, keep=is_first_replica)
-        dist.gather_object(part, parts, dst=0, group=group)
-        if parts is not None:
-            merged = checkpoints.merge_parts(part for part in parts if part is not None)
-            checkpoints.save_full(merged, filepath)
+        whole = checkpoint if self._has_plain_state else self._gather(self._by_name(checkpoint))
+        if whole is not None:
+            super().save_checkpoint(whole, os.fspath(filepath), storage_options)
+
+    def _by_name(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Names optimizer states, and leaves one name to each tied parameter."""
+        if not self._has_plain_state:
+            return fold(checkpoint, checkpoints.SECTIONS, self._first_names)
+        folded = fold(checkpoint, checkpoints.SECTIONS, first_names(self.module))
+        if "optimizer_states" in checkpoint:
+            names = (name_groups(optimizer, self.module) for optimizer in self.optimizers)
+            pairs = zip(checkpoint["optimizer_states"], names, strict=True)
+            folded["optimizer_states"] = [to_names(state, groups) for state, groups in pairs]
+        return folded
+
+    def _gather(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        """Makes the ordinary checkpoint, on the first rank; all ranks must call it."""
+        place = self.mesh.coordinates(self.global_rank)
+        part = self._with_whole_tensors(
+            checkpoint, keep=not any(index for axis, index in place.items() if axis != "pp")
+        )
+        parts: list[Any] = [part]
+        if self.mesh.pp > 1 and dist.is_initialized():
+            parts = [None] * self.world_size
+            everyone = self.group(*self.mesh.sizes)
+            dist.gather_object(part, parts if self.is_global_zero else None, dst=0, group=everyone)
+        if not self.is_global_zero:
+            return None
+        return checkpoints.merge_parts(part for part in parts if part is not None)
 
     def _with_whole_tensors(self, checkpoint: dict[str, Any], keep: bool) -> dict[str, Any] | None:
         """Puts sharded tensors together; all ranks must call it."""
@@ -126,15 +191,14 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         whole: dict[str, Any] = {key: gather(checkpoint[key], keep=keep) for key in sections}
         return {**checkpoint, **whole} if keep else None
 
+    # --- loading -----------------------------------------------------------------------------
+
     @override
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        only_weights = True if weights_only is None else weights_only
         if not checkpoints.is_sharded(checkpoint_path):
-            return self._with_names(
-                checkpoints.load_full(checkpoint_path, weights_only=only_weights)
-            )
+            return super().load_checkpoint(os.fspath(checkpoint_path), weights_only)
         parameters = self._parameters()
         own = parameters.keys() | self.module.state_dict().keys()
         foreign = self.foreign_names()
@@ -143,14 +207,8 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             checkpoint_path,
             lambda name: name in own or name not in foreign,
             parameters=parameters,
-            weights_only=only_weights,
+            weights_only=weights_only,
         )
-
-    def _with_names(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        if self._group_names and "optimizer_states" in checkpoint:
-            pairs = zip(checkpoint["optimizer_states"], self._group_names, strict=True)
-            checkpoint["optimizer_states"] = [to_names(state, names) for state, names in pairs]
-        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -164,15 +222,14 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         }
         module.load_state_dict(own, strict=strict)
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters(remove_duplicate=False))
-
-    def foreign_names(self) -> set[str]:
-        """Names of the whole model's state that other ranks hold."""
-        return set()
-
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        module = self.module
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_by_name(optimizer, module, state, self._first_names)
+        states = checkpoint["optimizer_states"]
+        if self._has_plain_state:
+            numbered = [to_numbers(state) if is_named(state) else state for state in states]
+            super().load_optimizer_state_dict({"optimizer_states": numbered})
+            return
+        triples = zip(self.optimizers, states, self._group_names, strict=True)
+        for optimizer, state, names in triples:
+            named = state if is_named(state) else to_names(state, names)
+            load_by_name(optimizer, self.module, named, self._first_names)

@@ -52,7 +52,8 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         tensor: As for :class:`~lightning_dist.TensorParallelStrategy`.
         meta_init: Build in ``configure_model`` without memory, and give values part by part.
         timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
+        save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
+            file where a rank holds the whole model.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.
@@ -76,7 +77,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         tensor: TensorConfig = TensorConfig(),  # noqa: B008
         meta_init: bool = True,
         timeout_s: float = 1800.0,
-        save_full: bool = False,
+        save_full: bool | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,

@@ -43,11 +43,10 @@ class MovableLayers(LayoutFreeCheckpoints):
         arguments: Of :class:`~lightning_dist.strategies.distributed.DistributedStrategy`.
     """
 
-    _split: PipelineSplit
-
     def __init__(self, config: PipelineConfig, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._config = config
+        self._known_split: PipelineSplit | None = None
         self._session: Session | None = None
         self._exchange: LayerExchange | None = None
         self._in_step = False
@@ -57,6 +56,15 @@ class MovableLayers(LayoutFreeCheckpoints):
     def config(self) -> PipelineConfig:
         """What the user asks for; layers that have moved since are where they are now."""
         return self._config
+
+    @property
+    def _split(self) -> PipelineSplit:
+        assert self._known_split is not None, "the model is cut in setup"
+        return self._known_split
+
+    @_split.setter
+    def _split(self, split: PipelineSplit) -> None:
+        self._known_split = split
 
     @property
     def session(self) -> Session:

@@ -105,7 +105,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         log_discrepancy: Log how far a stage's weights ``w`` have moved between a batch's forward
             and its update, ``||w_forward - w_now|| / ||w_now||`` (``weight_discrepancy/stage_0``).
         timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Write one ordinary ``.ckpt`` file instead of a directory of shards.
+        save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
+            file where a rank holds the whole model.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.
@@ -132,7 +133,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         log_staleness: bool = False,
         log_discrepancy: bool = False,
         timeout_s: float = 1800.0,
-        save_full: bool = False,
+        save_full: bool | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -427,8 +428,10 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.drain()
-        state = super().lightning_module_state_dict()
-        return {name: value for name, value in state.items() if self._split.is_stored_here(name)}
+        state, split = super().lightning_module_state_dict(), self._known_split
+        if split is None:  # no run has begun
+            return state
+        return {name: value for name, value in state.items() if split.is_stored_here(name)}
 
     @override
     def foreign_names(self) -> set[str]:

@@ -243,9 +243,9 @@ class ShardedStrategy(DataParallelStrategy):
         Validation, checkpoints and the end of training do so by themselves.
         """
         self.check_peers()
-        if self.is_running:
-            self.sharded.settle()
-            self.sharded.reshard()
+        if self._sharded is not None and self.is_running:
+            self._sharded.settle()
+            self._sharded.reshard()
             self.share_buffers()
 
     @override
@@ -263,7 +263,8 @@ class ShardedStrategy(DataParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.sharded.own_state(super().lightning_module_state_dict())
+        state = super().lightning_module_state_dict()
+        return state if self._sharded is None else self._sharded.own_state(state)
 
     @override
     def foreign_names(self) -> set[str]:

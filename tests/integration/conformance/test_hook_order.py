@@ -86,6 +86,18 @@ def record(name: str | None, path: str) -> dict[str, list[str]]:
     return recorded
 
 
+def record_resumed(name: str | None, path: str) -> list[str]:
+    """Gives the calls of a fit from a checkpoint, up to its first step."""
+    calls: list[str] = []
+    module = make_module(recording(Synced, MODULE_METHODS, "module"), schedule_lr=True)
+    callback = recording(L.Callback, CALLBACK_METHODS, "callback")()
+    module.calls = callback.calls = calls
+    trainer, entry = trainer_of(name, callbacks=[callback], max_epochs=3)
+    loaders = share(trainer, entry, 44), share(trainer, entry, 24)
+    trainer.fit(module, *loaders, ckpt_path=path, weights_only=True)
+    return calls[: calls.index("module.training_step")]
+
+
 def as_of_a_pipeline(calls: list[str]) -> list[str]:
     """Takes out of a single device's calls what a pipeline cannot have.
 
@@ -118,3 +130,17 @@ def test_equals_a_single_device(
                 assert once(found[task]) == as_of_a_pipeline(calls), task
             else:
                 assert found[task] == calls, task
+
+
+def test_a_replica_resumes_as_a_single_device_does(
+    workers: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    record(None, str(tmp_path / "single.ckpt"))
+    expected = record_resumed(None, str(tmp_path / "single.ckpt"))
+    hooks = ("module.on_load_checkpoint", "module.configure_optimizers")
+    assert [call for call in expected if call in hooks] == list(hooks)
+    for calls in workers.run(2, record_resumed, "ddp-2", str(tmp_path / "single.ckpt")):
+        assert [call for call in calls if call != "module.prepare_data"] == [
+            call for call in expected if call != "module.prepare_data"
+        ]

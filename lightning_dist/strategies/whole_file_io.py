@@ -1,0 +1,37 @@
+"""How the one ordinary file of a checkpoint gets to the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from typing_extensions import override
+
+from lightning_dist import checkpoint as checkpoints
+
+
+def is_local(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is one of the operating system, not a URL.
+
+    Args:
+        path: Of a checkpoint.
+    """
+    return "://" not in os.fspath(path)
+
+
+class WholeFileIO(TorchCheckpointIO):
+    """Writes a file under a temporary name first; a URL is Lightning's to write to."""
+
+    @override
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        storage_options: Any | None = None,
+    ) -> None:
+        if storage_options is None and is_local(path):
+            checkpoints.save_full(checkpoint, path)
+        else:
+            super().save_checkpoint(checkpoint, path, storage_options)
