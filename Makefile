@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebooks test lint unit integration all-pairs bench bench-memory bench-profiler bench-network clean
+.PHONY: help install demo notebooks test lint unit integration all-pairs bench bench-memory bench-profiler bench-network fuzz clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,10 +42,14 @@ unit: install
 	$(BIN)/python -m pytest tests/unit
 
 integration: install
-	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest tests/integration tests/differential
 
 all-pairs: install  ## Let each layout resume each other's checkpoint, where the tests have some pairs
 	$(BIN)/python -m pytest tests/integration/conformance/test_checkpoints.py --all-pairs
+
+SECONDS ?= 600
+fuzz: install  ## Compare random runs with one device; SECONDS=, RUNS= and SEED= say how long and which
+	$(BIN)/python -m tests.differential --seconds $(SECONDS) $(if $(RUNS),--runs $(RUNS)) $(if $(SEED),--seed $(SEED))
 
 bench: install  ## Print the tables of throughput and bubbles
 	$(BIN)/python -m tests.benchmarks.pipeline

@@ -1,0 +1,173 @@
+"""The callbacks that a case may name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    Timer,
+)
+from torch.optim import Optimizer
+
+from lightning_dist.callbacks import ShardedWeightAveraging
+
+STOPPING_STEP = 3
+OWN = "own"
+"""A metric that differs by rank."""
+
+
+class StopAtNaN(L.Callback):
+    """Ends training when a batch's loss is not a number."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if math.isnan(float(args[1]["loss"])):
+            trainer.should_stop = True
+
+
+class StopAtStep(L.Callback):
+    """Ends training on all ranks, as a user's callback may."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step >= STOPPING_STEP:
+            trainer.should_stop = True
+
+
+class StopFirstRank(L.Callback):
+    """Ends training on the first rank alone, as a look at the clock may.
+
+    What only some ranks ask for happens one batch later: so one device asks later.
+    """
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        is_due = trainer.global_step >= STOPPING_STEP + (trainer.world_size == 1)
+        if trainer.global_rank == 0 and is_due:
+            trainer.should_stop = True
+
+
+class NameByRank(L.Callback):
+    """Gives each rank a value of its own, for a checkpoint's file name."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        trainer.callback_metrics[OWN] = torch.tensor(0.25 * (1 + trainer.global_rank))
+
+
+class DrawNumbers(L.Callback):
+    """Draws a number on the first rank, as what only that one does may."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 0:
+            torch.rand(())
+
+
+class RateByHand(L.Callback):
+    """Changes the learning rate now and then, without a scheduler."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step % 2 == 1:
+            for group in trainer.optimizers[0].param_groups:
+                group["lr"] = group["lr"] * 0.8
+
+
+class UnfreezeLater(L.Callback):
+    """Freezes the third layer in the first epoch only."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for parameter in module.model[2].parameters():  # type: ignore[index, union-attr]
+            parameter.requires_grad_(trainer.current_epoch > 0)
+
+
+class CountUpdates(L.Callback):
+    """Counts updates, and remembers that in checkpoints."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, module: L.LightningModule, optimizer: Optimizer
+    ) -> None:
+        self.count += 1
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.callback_metrics["updates"] = torch.tensor(float(self.count))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class FinetuneSecondPart(BackboneFinetuning):
+    """Trains the last layers, then all."""
+
+    def __init__(self) -> None:
+        super().__init__(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.1)
+
+
+Make = Callable[[str], L.Callback]
+"""Builds a callback that writes into a folder."""
+
+CALLBACKS: dict[str, Make] = {
+    "best": lambda folder: ModelCheckpoint(
+        folder,
+        "best-{epoch}-{step}-{val_loss:.3f}",
+        monitor="val_loss",
+        save_top_k=2,
+        save_last=True,
+    ),
+    "every_steps": lambda folder: ModelCheckpoint(
+        folder, "every-{step}", every_n_train_steps=2, save_top_k=-1
+    ),
+    "weights": lambda folder: ModelCheckpoint(
+        folder, "weights-{epoch}", save_weights_only=True, save_top_k=-1, every_n_epochs=1
+    ),
+    "train_best": lambda folder: ModelCheckpoint(
+        folder,
+        "train-{step}",
+        monitor="train_loss_epoch",
+        mode="max",
+        save_on_train_epoch_end=True,
+    ),
+    "own_names": lambda folder: ModelCheckpoint(
+        folder, "own-{step}-{own:.2f}", every_n_train_steps=2, save_top_k=1
+    ),
+    "linked_last": lambda folder: ModelCheckpoint(
+        folder, "linked-{step}", every_n_train_steps=3, save_last="link"
+    ),
+    "early": lambda _: EarlyStopping("val_loss", patience=0, min_delta=1.0),
+    "early_train": lambda _: EarlyStopping(
+        "train_loss_epoch", patience=0, min_delta=1.0, check_on_train_epoch_end=True
+    ),
+    "stop_at_nan": lambda _: StopAtNaN(),
+    "stop": lambda _: StopAtStep(),
+    "stop_first_rank": lambda _: StopFirstRank(),
+    "rates": lambda _: LearningRateMonitor("step", log_momentum=True, log_weight_decay=True),
+    "rates_by_epoch": lambda _: LearningRateMonitor("epoch"),
+    "rate_by_hand": lambda _: RateByHand(),
+    "draws": lambda _: DrawNumbers(),
+    "finetune": lambda _: FinetuneSecondPart(),
+    "unfreeze": lambda _: UnfreezeLater(),
+    "average": lambda _: ShardedWeightAveraging(decay=0.5),
+    "ema": lambda _: EMAWeightAveraging(decay=0.5),
+    "timer": lambda _: Timer(timedelta(days=1)),
+    "accumulate_later": lambda _: GradientAccumulationScheduler({1: 2}),
+    "count": lambda _: CountUpdates(),
+}
+WRITING = ("best", "every_steps", "weights", "train_best", "own_names", "linked_last")
+
+
+def make_callbacks(names: tuple[str, ...], folder: str) -> list[L.Callback]:
+    """Builds the callbacks of a case in its order."""
+    made = [CALLBACKS[name](folder) for name in names]
+    return [NameByRank(), *made] if "own_names" in names else made

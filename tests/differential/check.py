@@ -1,0 +1,66 @@
+"""Run a case under its strategy and on one device, and compare."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from tests.differential.case import Case
+from tests.differential.compare import differences
+from tests.differential.observe import files_in
+from tests.differential.run import run_rank, run_reference
+from tests.differential.strategies import STRATEGIES
+from tests.helpers.workers import CaseFailedError, WorkerPool
+
+TIMEOUT_SECONDS = 60.0
+
+
+class RefusedError(Exception):
+    """The strategy does not take the case, and says so on each rank."""
+
+
+def find_differences(case: Case, pool: WorkerPool) -> list[str]:
+    """Runs a case both ways and lists what differs.
+
+    Args:
+        case: The case.
+        pool: Processes for the ranks.
+
+    Raises:
+        RefusedError: All ranks alike refused the case, which runs on one device.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        # Of the same name, which is in checkpoints.
+        many, one = Path(folder, "many", "run"), Path(folder, "one", "run")
+        for path in (many, one):
+            path.mkdir(parents=True)
+        reference = run_reference(case, str(one))
+        try:
+            ranks = pool.run(
+                STRATEGIES[case.strategy].devices,
+                run_rank,
+                case,
+                str(many),
+                timeout=TIMEOUT_SECONDS,
+            )
+        except CaseFailedError as error:
+            return [f"the run failed: {error}"]
+        refusals = {seen.refusal for seen in ranks}
+        if reference.refusal is None and len(refusals) == 1 and None not in refusals:
+            raise RefusedError(refusals.pop())
+        return differences(case, ranks, files_in(many), reference, files_in(one))
+
+
+def check(case: Case) -> None:
+    """Prints what differs, and exits with 1 if anything does.
+
+    Args:
+        case: The case.
+    """
+    pool = WorkerPool()
+    try:
+        found = find_differences(case, pool)
+    finally:
+        pool.close()
+    print("\n".join(found) or "as on one device")
+    raise SystemExit(bool(found))

@@ -1,0 +1,155 @@
+"""The loaders that a case may name; replicas read equal shares of each global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
+
+from tests.differential.case import Case
+from tests.differential.models import CLASSES, FEATURES, OF_TOKENS, TOKENS
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which share of the data a process reads.
+
+    Attributes:
+        num_replicas: Number of shares.
+        rank: Number of this one.
+    """
+
+    num_replicas: int = 1
+    rank: int = 0
+
+
+class ShareOf(Sampler[int]):
+    """Takes each n-th of another sampler's indices."""
+
+    def __init__(self, sampler: Sampler[int], place: Place) -> None:
+        self._sampler = sampler
+        self._place = place
+
+    def __iter__(self) -> Iterator[int]:
+        for position, index in enumerate(self._sampler):
+            if position % self._place.num_replicas == self._place.rank:
+                yield index
+
+    def __len__(self) -> int:
+        return len(self._sampler) // self._place.num_replicas  # type: ignore[arg-type]
+
+
+class Stream(IterableDataset[Any]):
+    """Yields samples, and has no length."""
+
+    def __init__(self, samples: Dataset[Any], num_samples: int, place: Place) -> None:
+        self._samples = samples
+        self._own = range(place.rank, num_samples, place.num_replicas)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in self._own:
+            yield self._samples[index]
+
+
+class Augmented(Dataset[Any]):
+    """Adds noise from the process's own generator."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self._samples = samples
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self._samples[index]
+        return x + 0.1 * torch.rand((), dtype=x.dtype), y
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+
+def samples_of(case: Case, num_samples: int, seed: int) -> TensorDataset:
+    """Draws inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    if case.model in OF_TOKENS:
+        tokens = torch.randint(0, TOKENS, (num_samples, 5), generator=generator)
+        return TensorDataset(tokens, tokens[:, 0].clone())
+    x = torch.randn(num_samples, FEATURES, generator=generator, dtype=torch.float64)
+    if case.precision != "double":
+        x = x.float()
+    return TensorDataset(x, torch.randint(0, CLASSES, (num_samples,), generator=generator))
+
+
+def _as_dict(samples: list[Any]) -> dict[str, Any]:
+    return {
+        "x": torch.stack([x for x, _ in samples]),
+        "y": torch.stack([y for _, y in samples]),
+        "name": [f"sample {int(y)}" for _, y in samples],
+        "scale": 1.0,
+    }
+
+
+def _as_list(samples: list[Any]) -> list[Tensor]:
+    """Makes a list with a tensor for each sample, the target behind the inputs."""
+    return [torch.cat([x, y.to(x.dtype).reshape(1)]) for x, y in samples]
+
+
+def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
+    """Takes a batch of any of the loaders apart."""
+    if isinstance(batch, Mapping):
+        return batch["x"] * int(batch["scale"]), batch["y"]
+    if isinstance(batch[0], Tensor) and batch[0].ndim == 1:
+        rows = torch.stack(list(batch))
+        if rows.is_floating_point():
+            return rows[:, :-1], rows[:, -1].long()
+        return rows[:, :-1], rows[:, -1]
+    return batch[0], batch[1]
+
+
+COLLATES: dict[str, Callable[[list[Any]], Any]] = {"dicts": _as_dict, "list": _as_list}
+LOADERS = ("ordered", "shuffled", "stream", "dicts", "list", "augmented", "drawn", "workers")
+OF_ONE_READER = ("augmented", "drawn")
+"""Loaders that give each process other samples: only with one reader are they one device's."""
+
+
+def make_loader(case: Case, place: Place) -> DataLoader[Any]:
+    """Builds the loader of training batches."""
+    seed = int(torch.randint(1000, ())) if case.data == "drawn" else 3
+    samples: Any = samples_of(case, case.num_samples, seed)
+    batch_size = case.batch_size // place.num_replicas
+    collate = COLLATES.get(case.data)
+    if case.data == "stream":
+        stream = Stream(samples, case.num_samples, place)
+        return DataLoader(stream, batch_size, collate_fn=collate)
+    if case.data == "augmented":
+        samples = Augmented(samples)
+    if case.data != "shuffled":
+        sampler = ShareOf(SequentialSampler(samples), place)
+        workers = 1 if case.data == "workers" else 0
+        return DataLoader(
+            samples, batch_size, sampler=sampler, collate_fn=collate, num_workers=workers
+        )
+    generator = torch.Generator().manual_seed(11)
+    if place.num_replicas == 1:
+        return DataLoader(samples, batch_size, shuffle=True, generator=generator)
+    shuffled = ShareOf(RandomSampler(samples, generator=generator), place)
+    return DataLoader(samples, batch_size, sampler=shuffled, generator=generator)
+
+
+def make_validation_loader(case: Case, place: Place) -> DataLoader[Any]:
+    """Builds the loader of validation batches: two, the second one half as large."""
+    num_samples = case.batch_size + case.batch_size // 2
+    samples = samples_of(case, num_samples, seed=5)
+    own = Subset(samples, range(place.rank, num_samples, place.num_replicas))
+    collate = COLLATES.get(case.data)
+    return DataLoader(own, case.batch_size // place.num_replicas, collate_fn=collate)

@@ -1,0 +1,118 @@
+"""Draw cases, and leave out what a strategy says that it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.differential.callbacks import CALLBACKS
+from tests.differential.case import Case
+from tests.differential.data import LOADERS, OF_ONE_READER
+from tests.differential.models import MODELS, PARAMETER_HOOKS
+from tests.differential.module import LOGS, OF_STAGES, OF_WHOLE_BATCHES
+from tests.differential.optimizers import OPTIMIZERS, SCHEDULERS
+from tests.differential.strategies import STRATEGIES, Entry
+
+# What needs the whole model on each rank.
+OF_WHOLE_MODELS = ("finetune", "ema")
+OF_VALIDATION = ("best", "early")
+OF_LOGGED_LOSS = ("train_best", "early_train")
+
+
+def _models(entry: Entry) -> list[str]:
+    left_out = set()
+    if entry.replicas > 1 or entry.microbatches > 1:
+        left_out.add("batch_norms")
+    if entry.versions in ("stash", "vertical_sync"):
+        left_out.add("tied")
+    return [name for name in MODELS if name not in left_out]
+
+
+def _optimizers(name: str) -> list[str]:
+    """An estimate from all parameters is that of one device where each rank has all of them."""
+    return sorted(OPTIMIZERS if name == "ddp" else OPTIMIZERS.keys() - {"one_estimate"})
+
+
+def _callbacks(name: str, entry: Entry) -> list[str]:
+    left_out = {"stop_first_rank", "own_names" if entry.replicas > 1 else ""}
+    if name != "ddp":
+        left_out |= set(OF_WHOLE_MODELS)
+    if entry.versions is not None:
+        left_out |= {"average", "accumulate_later"}
+    return [callback for callback in CALLBACKS if callback not in left_out]
+
+
+def _logs(entry: Entry) -> list[str]:
+    left_out: set[str] = set()
+    if entry.replicas > 1:
+        left_out |= set(OF_WHOLE_BATCHES)
+    if not entry.is_pipeline or entry.versions is not None or entry.replicas > 1:
+        left_out |= set(OF_STAGES)
+    return [log for log in LOGS if log not in left_out]
+
+
+def _clips(entry: Entry) -> list[Any]:
+    clips: list[Any] = [None, ("value", 0.01)]
+    # Under the others each stage clips by the norm of its own gradients, and says so.
+    return clips if entry.versions in ("stash", "vertical_sync") else [*clips, ("norm", 0.05)]
+
+
+def _some(names: list[str], most: int) -> st.SearchStrategy[tuple[str, ...]]:
+    return st.lists(st.sampled_from(names), max_size=most, unique=True).map(tuple)
+
+
+@st.composite
+def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
+    """Draws a case; smaller ones first when hypothesis shrinks.
+
+    Args:
+        draw: Hypothesis's.
+        strategies: Names of the strategies to draw from; None takes those on two processes.
+    """
+    fast = tuple(name for name, entry in STRATEGIES.items() if not entry.is_slow)
+    name = draw(st.sampled_from(strategies or fast))
+    entry = STRATEGIES[name]
+    is_late = entry.versions is not None
+    callbacks = draw(_some(_callbacks(name, entry), 3))
+    logs = set(draw(_some(_logs(entry), 4)))
+    scheduler = draw(st.sampled_from((None, *SCHEDULERS)))
+    if set(OF_LOGGED_LOSS) & set(callbacks) or scheduler == "plateau_step":
+        logs.add("loss")
+    needs_validation = bool(set(OF_VALIDATION) & set(callbacks)) or scheduler == "plateau_epoch"
+    model = draw(st.sampled_from(_models(entry)))
+    precision = draw(st.sampled_from(("double", "double", "double", "64-true", "32-true")))
+    optimizer = "sgd" if precision == "32-true" else draw(st.sampled_from(_optimizers(name)))
+    data = [loader for loader in LOADERS if loader not in OF_ONE_READER or entry.replicas == 1]
+    num_batches = draw(st.integers(2, 5))
+    epochs = draw(st.integers(1, 3))
+    val_check_interval = draw(st.none() | st.integers(1, num_batches))
+    if needs_validation and val_check_interval is not None:
+        val_check_interval = draw(st.sampled_from((None, num_batches)))
+    # One device that resumes under 64-true rounds the weights to 32 bits before it converts itself.
+    ends_early = st.none() if precision == "64-true" else st.none() | st.integers(1, 12)
+    resume_at = draw(ends_early)
+    return Case(
+        strategy=name,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        precision=precision,  # type: ignore[arg-type]
+        accumulate=1 if is_late else draw(st.sampled_from((1, 1, 2, 3))),
+        clip=draw(st.sampled_from(_clips(entry))),
+        callbacks=callbacks,
+        logs=tuple(log for log in LOGS if log in logs),
+        parameter_hooks=draw(_some(list(PARAMETER_HOOKS), 1)),
+        returns=draw(st.sampled_from(("loss", "dict"))),  # type: ignore[arg-type]
+        data=draw(st.sampled_from(data)),
+        num_batches=num_batches,
+        last_batch=draw(st.sampled_from((8, 4, 6, *(() if entry.replicas > 1 else (5, 7))))),
+        epochs=epochs,
+        val_check_interval=val_check_interval,
+        limit_train_batches=draw(st.none() | st.integers(2, num_batches)),
+        limit_val_batches=draw(st.integers(1 if needs_validation else 0, 2)),
+        log_every_n_steps=draw(st.integers(1, 3)),
+        resume_at=resume_at,
+        lr_find=resume_at is None and draw(st.sampled_from((False, False, False, True))),
+        hooks=draw(st.booleans()),
+    )

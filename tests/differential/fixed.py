@@ -1,0 +1,238 @@
+"""Cases that the test command runs: each dimension, and each kind of defect that there once was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.differential.case import Case
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A case of the test command.
+
+    Attributes:
+        case: The case.
+        refusal: A part of the message with which the strategy refuses it on each rank.
+    """
+
+    case: Case
+    refusal: str | None = None
+
+
+FIXED: dict[str, Fixed] = {
+    # --- checkpoints: names that differ by rank, optimizers with eager state ---------------------
+    "checkpoint names differ by rank, stages": Fixed(
+        Case("1f1b", callbacks=("own_names",), epochs=2)
+    ),
+    "checkpoint names differ by rank, shards": Fixed(Case("fsdp", callbacks=("own_names",))),
+    "Adagrad saves, stages": Fixed(Case("1f1b", optimizer="adagrad", callbacks=("every_steps",))),
+    "Adagrad resumes, asynchronous": Fixed(
+        Case("pipedream", optimizer="adagrad", epochs=2, resume_at=4)
+    ),
+    # --- what optimizers keep in their groups ----------------------------------------------------
+    "counters in groups, pipedream": Fixed(
+        Case("pipedream", optimizer="schedule_free", scheduler="exponential_step", epochs=2)
+    ),
+    "counters in groups, 2bw": Fixed(
+        Case("2bw", optimizer="schedule_free", callbacks=("rate_by_hand",), epochs=2)
+    ),
+    "counters in groups are tensors": Fixed(
+        Case("pipedream", optimizer="counting_tensor", scheduler="exponential_step")
+    ),
+    "one estimate for all parameters": Fixed(
+        Case("1f1b", optimizer="one_estimate", callbacks=("every_steps",)), refusal="'d'"
+    ),
+    # --- parameters that the step uses, and hooks of parameters ----------------------------------
+    "the step scales logits, pipedream": Fixed(Case("pipedream", model="scale")),
+    "the step scales logits, 2bw": Fixed(Case("2bw", model="scale", optimizer="adamw")),
+    "the step penalizes the head, vertical sync": Fixed(Case("vertical_sync", model="penalty")),
+    "hooks of gradients, shards": Fixed(Case("fsdp", parameter_hooks=("halve",))),
+    "hooks of gradients, spread layers": Fixed(Case("tp", parameter_hooks=("halve",))),
+    "hooks of accumulated gradients, replicas": Fixed(Case("ddp", parameter_hooks=("mask",))),
+    "hooks of gradients, pipedream": Fixed(Case("pipedream", parameter_hooks=("halve",))),
+    "hooks of accumulated gradients, 2bw": Fixed(
+        Case("2bw", model="norms", parameter_hooks=("mask",), clip=("norm", 0.05))
+    ),
+    # --- the learning rate finder ----------------------------------------------------------------
+    "rate finder, pipedream": Fixed(Case("pipedream", lr_find=True)),
+    "rate finder, 2bw": Fixed(Case("2bw", lr_find=True, scheduler="exponential_step")),
+    "rate finder, stages": Fixed(Case("gpipe", lr_find=True, callbacks=("rates",))),
+    # --- logging ---------------------------------------------------------------------------------
+    "reductions are over batches": Fixed(
+        Case("1f1b_auto", logs=("sum", "max", "min", "count"), last_batch=4, epochs=2)
+    ),
+    "a reduction of the user's own": Fixed(Case("gpipe", logs=("callable", "loss"))),
+    "batch sizes given, a smaller last batch": Fixed(
+        Case("1f1b_auto", logs=("batch_size", "fixed_batch_size"), last_batch=3)
+    ),
+    "outputs of the first batches": Fixed(
+        Case("pipedream", returns="dict", logs=("epoch_end",), limit_val_batches=0)
+    ),
+    "a callback that stops at nan": Fixed(Case("vertical_sync", callbacks=("stop_at_nan",))),
+    "values of batches in flight at a drain": Fixed(
+        Case("pipedream", logs=("loss", "step_only"), num_batches=5, val_check_interval=2)
+    ),
+    "a plateau by steps": Fixed(
+        Case("pipedream", scheduler="plateau_step", logs=("loss",), epochs=2)
+    ),
+    "hooks sum over stages": Fixed(Case("1f1b", logs=("norms", "batch_end"), accumulate=2)),
+    "logged before the model runs": Fixed(Case("zb_h1", logs=("before", "loss", "dict"))),
+    "a list with a tensor for each sample": Fixed(Case("gpipe", data="list", logs=("loss",))),
+    # --- stopping, reading -----------------------------------------------------------------------
+    "the first rank alone stops": Fixed(
+        Case("1f1b", callbacks=("stop_first_rank",), num_batches=5, epochs=2)
+    ),
+    "drawn at random before": Fixed(Case("1f1b", data="drawn", logs=("loss",))),
+    "drawn at random while read": Fixed(
+        Case("zb_h1", data="augmented", callbacks=("draws",), epochs=2)
+    ),
+    "drawn at random while read, pipedream": Fixed(
+        Case("pipedream", data="augmented", callbacks=("draws",))
+    ),
+    "drawn at random while read, spread layers": Fixed(Case("tp", data="augmented")),
+    # --- each dimension --------------------------------------------------------------------------
+    "stages, all hooks": Fixed(
+        Case(
+            "interleaved",
+            model="norms",
+            optimizer="two_groups",
+            scheduler="one_cycle",
+            accumulate=2,
+            clip=("norm", 0.05),
+            callbacks=("best", "rates"),
+            logs=("loss", "metric", "integer"),
+            num_batches=5,
+            last_batch=6,
+            epochs=2,
+            val_check_interval=3,
+            limit_val_batches=2,
+            log_every_n_steps=2,
+            hooks=True,
+        )
+    ),
+    "stages that share a parameter": Fixed(
+        Case("zbv", model="tied", optimizer="adamw", callbacks=("weights", "timer"), data="dicts")
+    ),
+    "stages, frozen layers": Fixed(
+        Case("gpipe_whole", model="frozen", optimizer="rmsprop", callbacks=("unfreeze",), epochs=2)
+    ),
+    "stages, running statistics": Fixed(
+        Case("gpipe_whole", model="batch_norms", precision="64-true", callbacks=("linked_last",))
+    ),
+    "stages, two outputs": Fixed(
+        Case("1f1b", model="two_outputs", data="stream", callbacks=("average", "count"), epochs=2)
+    ),
+    "stages resume in the middle of an epoch": Fixed(
+        Case(
+            "1f1b",
+            optimizer="adamw",
+            scheduler="step_epoch",
+            callbacks=("best", "count"),
+            data="shuffled",
+            epochs=3,
+            resume_at=6,
+        )
+    ),
+    "pipedream, callbacks": Fixed(
+        Case(
+            "pipedream",
+            model="norms",
+            optimizer="adamw",
+            scheduler="plateau_epoch",
+            callbacks=("early", "best", "rates_by_epoch"),
+            data="shuffled",
+            last_batch=5,
+            epochs=3,
+            limit_val_batches=2,
+        )
+    ),
+    "2bw, a shared parameter": Fixed(
+        Case("2bw", model="tied", callbacks=("train_best",), logs=("loss",), epochs=2)
+    ),
+    "replicas": Fixed(
+        Case(
+            "ddp",
+            model="norms",
+            optimizer="nadam",
+            scheduler="plateau_epoch",
+            callbacks=("best", "early_train", "ema"),
+            logs=("loss", "metric", "batch_size"),
+            data="shuffled",
+            last_batch=6,
+            epochs=3,
+            hooks=True,
+        )
+    ),
+    "replicas, a backbone that is frozen first": Fixed(
+        Case("ddp", callbacks=("finetune", "rates"), accumulate=2, epochs=2)
+    ),
+    "replicas stop when their first one does": Fixed(
+        Case("ddp", callbacks=("stop_first_rank",), num_batches=5, epochs=2)
+    ),
+    "shards": Fixed(
+        Case(
+            "fsdp",
+            model="norms",
+            optimizer="amsgrad",
+            scheduler="one_cycle",
+            clip=("value", 0.01),
+            callbacks=("best", "average", "rates"),
+            logs=("loss", "metric"),
+            limit_train_batches=3,
+            epochs=2,
+            hooks=True,
+        )
+    ),
+    "spread layers": Fixed(
+        Case(
+            "tp",
+            model="tied",
+            optimizer="asgd",
+            accumulate=2,
+            clip=("norm", 0.05),
+            callbacks=("best", "accumulate_later"),
+            logs=("loss", "rate"),
+            data="dicts",
+            epochs=2,
+        )
+    ),
+    "32 bits": Fixed(Case("gpipe", model="norms", precision="32-true", logs=("loss",), epochs=2)),
+}
+
+NOT_YET: dict[str, str] = {
+    "checkpoint names differ by rank, stages": "ranks save under different names",
+    "checkpoint names differ by rank, shards": "ranks save under different names",
+    "Adagrad saves, stages": "KeyError for the state of other stages",
+    "Adagrad resumes, asynchronous": "KeyError for the state of other stages",
+    "counters in groups, pipedream": "what a step counts is rolled back",
+    "counters in groups, 2bw": "what a step counts is rolled back",
+    "counters in groups are tensors": "groups with tensors cannot be compared",
+    "one estimate for all parameters": "ranks drift apart",
+    "the step scales logits, pipedream": "a parameter that the step uses gets no gradient",
+    "the step scales logits, 2bw": "a parameter that the step uses gets no gradient",
+    "the step penalizes the head, vertical sync": "a parameter that the step uses gets no gradient",
+    "hooks of gradients, pipedream": "hooks of parameters are not called",
+    "hooks of gradients, shards": "hooks of parameters are not called",
+    "hooks of accumulated gradients, 2bw": "hooks of parameters are not called",
+    "rate finder, pipedream": "losses are nan",
+    "rate finder, 2bw": "losses are nan",
+    "reductions are over batches": "micro-batches are reduced as if they were batches",
+    "a reduction of the user's own": "micro-batches are reduced as if they were batches",
+    "batch sizes given, a smaller last batch": "a batch weighs by its micro-batches",
+    "outputs of the first batches": "outputs are nan",
+    "a callback that stops at nan": "outputs are nan",
+    "values of batches in flight at a drain": "they are not logged",
+    "a plateau by steps": "the monitored loss is missing",
+    "hooks sum over stages": "sync_dist does not reduce over stages",
+    "a list with a tensor for each sample": "it is cut along another dim",
+    "the first rank alone stops": "other ranks wait for it",
+    "drawn at random before": "ranks read different batches",
+    "drawn at random while read": "ranks read different batches",
+    "drawn at random while read, pipedream": "ranks read different batches",
+    "drawn at random while read, spread layers": "ranks read different batches",
+    "stages resume in the middle of an epoch": "hooks of a resumed run come in another order",
+    "pipedream, callbacks": "outputs are nan",
+    "2bw, a shared parameter": "values of batches in flight at a drain are not logged",
+}
+"""What is known to be not yet as on one device."""

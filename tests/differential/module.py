@@ -1,0 +1,157 @@
+"""The user's LightningModule: ordinary steps around a model that a case names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.differential.case import Case
+from tests.differential.data import inputs_and_targets
+from tests.differential.models import CLASSES, MODELS, OF_TOKENS, PARAMETER_HOOKS, TOKENS, logits_of
+from tests.differential.optimizers import configure
+from tests.differential.strategies import STRATEGIES
+
+OF_WHOLE_BATCHES = ("sum", "max", "min", "callable")
+"""Logs of means over a batch that are reduced over batches by something other than a mean.
+
+Over replicas, Lightning reduces by the same function, so only a run with one replica equals one
+device.
+"""
+OF_STAGES = ("norms",)
+"""Logs of what each stage has a part of."""
+LOGS = (
+    "loss",
+    "step_only",
+    "batch_size",
+    "fixed_batch_size",
+    "metric",
+    "before",
+    "dict",
+    "integer",
+    "count",
+    "batch_end",
+    "epoch_end",
+    "rate",
+    *OF_WHOLE_BATCHES,
+    *OF_STAGES,
+)
+
+
+class Task(L.LightningModule):
+    """Trains a model, and logs what the case names.
+
+    Args:
+        case: Names everything.
+    """
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        make, self.loss_of = MODELS[case.model]
+        self.model = make()
+        for name in case.parameter_hooks:
+            PARAMETER_HOOKS[name](self.model)
+        self.case = case
+        self.lr: float | None = None
+        num_classes = TOKENS if case.model in OF_TOKENS else CLASSES
+        self.accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="macro")
+        self.outputs: list[float] = []
+        self.blocks: list[int] = []
+        self.has_replicas = STRATEGIES[case.strategy].replicas > 1
+
+    @property
+    def backbone(self) -> nn.Module:
+        """What is trained later, if a callback wants that."""
+        return self.model[:3]
+
+    def _logs(self, name: str) -> bool:
+        return name in self.case.logs
+
+    def _log(self, name: str, value: Any, **options: Any) -> None:
+        self.log(name, value, **{"sync_dist": True, **options})
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = inputs_and_targets(batch)
+        if self._logs("before"):
+            self._log("before", x.double().mean(), on_step=True, on_epoch=True)
+        output = self.model(x)
+        loss = self.loss_of(self.model, output, y)
+        self._log_step(loss, logits_of(output), y)
+        if self.case.returns == "dict":
+            return {"loss": loss, "twice": 2 * loss.detach()}
+        return loss
+
+    def _log_step(self, loss: Tensor, logits: Tensor, y: Tensor) -> None:
+        mean = logits.detach().mean()
+        per_epoch = {"on_step": False, "on_epoch": True}
+        each = {"on_step": True, "on_epoch": True}
+        if self._logs("loss") or self.case.scheduler == "plateau_step":
+            self._log("train_loss", loss, prog_bar=True, **each)
+        if self._logs("step_only"):
+            self._log("step_only", mean, on_step=True, on_epoch=False)
+        if self._logs("batch_size"):
+            self._log("by_size", loss, batch_size=len(y), **per_epoch)
+        if self._logs("fixed_batch_size"):
+            self._log("by_batch", loss, batch_size=1, **per_epoch)
+        if self._logs("metric"):
+            self.accuracy(logits.detach(), y)
+            # A replica's metric shows its own samples before the epoch ends.
+            self.log("train_accuracy", self.accuracy, on_step=not self.has_replicas, on_epoch=True)
+        if self._logs("dict"):
+            self.log_dict({"mean": mean, "double": 2 * mean}, sync_dist=True, **each)
+        if self._logs("integer"):
+            self._log("five", torch.tensor(5), **each)
+        if self._logs("count"):
+            self._log("correct", (logits.argmax(-1) == y).sum(), reduce_fx="sum", **each)
+        for name in ("sum", "max", "min"):
+            if self._logs(name):
+                self._log(name, mean, reduce_fx=name, **each)
+        if self._logs("callable"):
+            self._log("highest", mean, reduce_fx=torch.max, **each)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = inputs_and_targets(batch)
+        output = self.model(x)
+        self._log("val_loss", self.loss_of(self.model, output, y))
+        self.val_accuracy(logits_of(output), y)
+        self.log("val_accuracy", self.val_accuracy)
+
+    # --- hooks -----------------------------------------------------------------------------------
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(float(outputs["loss"]))
+        self.blocks.append(sys.getallocatedblocks())
+        if self._logs("batch_end"):
+            self._log("batch_end", float(batch_idx + 1), on_step=True, on_epoch=True)
+        if self._logs("rate"):
+            optimizer = self.optimizers()
+            self._log("rate", optimizer.param_groups[0]["lr"], on_step=True)  # type: ignore[union-attr]
+
+    def on_train_epoch_end(self) -> None:
+        if self._logs("epoch_end"):
+            self._log("mean_output", sum(self.outputs) / len(self.outputs))
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self._logs("norms"):
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            squares = sum(float(gradient.square().sum()) for gradient in gradients)
+            self._log("square", squares, reduce_fx="sum", on_step=False, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        return configure(self.model, self.case, self.lr)
+
+
+def make_task(case: Case, kind: Callable[[Case], Task] = Task, seed: int = 7) -> Task:
+    """Builds the same module in each process."""
+    torch.manual_seed(seed)
+    task = kind(case)
+    return task.double() if case.precision == "double" else task

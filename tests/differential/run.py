@@ -1,0 +1,183 @@
+"""Run a case on one rank of a strategy, or on one device."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.tuner import Tuner
+
+from tests.differential.callbacks import WRITING, make_callbacks
+from tests.differential.case import Case
+from tests.differential.data import Place, make_loader, make_validation_loader
+from tests.differential.module import Task, make_task
+from tests.differential.observe import (
+    CALLBACK_HOOKS,
+    MODULE_HOOKS,
+    MemoryLogger,
+    Observation,
+    recording,
+)
+from tests.differential.oracle_strategy import CatchUp, OracleStrategy, staleness_of
+from tests.differential.strategies import STRATEGIES
+
+HANDOVER = "handover.ckpt"
+ENOUGH_BATCHES = 15
+
+
+def run_rank(case: Case, folder: str) -> Observation:
+    """Runs a case on this rank.
+
+    Args:
+        case: The case.
+        folder: Where to write checkpoints, the same on each rank.
+    """
+    entry = STRATEGIES[case.strategy]
+    return _run(case, folder, entry.make, entry.devices)
+
+
+def run_reference(case: Case, folder: str) -> Observation:
+    """Runs a case on one device, with the weights that an asynchronous schedule would use.
+
+    Args:
+        case: The case.
+        folder: Where to write checkpoints.
+    """
+    versions = STRATEGIES[case.strategy].versions
+
+    def make() -> Any:
+        return "auto" if versions is None else OracleStrategy(staleness_of(case, versions))
+
+    with _without_ranks():
+        return _run(case, folder, make, 1)
+
+
+@contextmanager
+def _without_ranks() -> Iterator[None]:
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "PL_GLOBAL_SEED")
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+def _run(case: Case, folder: str, make: Any, devices: int) -> Observation:
+    seen = Observation()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if case.resume_at is not None:
+                trainer, _ = _fit(
+                    case, Observation(), folder, make(), devices, until=case.resume_at
+                )
+                trainer.save_checkpoint(os.path.join(folder, HANDOVER))
+            resumed = None if case.resume_at is None else os.path.join(folder, HANDOVER)
+            trainer, task = _fit(case, seen, folder, make(), devices, resumed)
+        except ValueError as error:
+            seen.refusal = f"{type(error).__name__}: {error}"
+            return seen
+    seen.outputs = task.outputs
+    seen.growth = _growth(task.blocks)
+    seen.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    seen.progress.update(_progress(trainer, folder))
+    return seen
+
+
+def _fit(
+    case: Case,
+    seen: Observation,
+    folder: str,
+    strategy: Strategy | str,
+    devices: int,
+    resumed: str | None = None,
+    until: int | None = None,
+) -> tuple[L.Trainer, Task]:
+    events = seen.events
+    kind = recording(Task, MODULE_HOOKS, "module", events) if case.hooks else Task
+    task = make_task(case, kind, seed=7 if resumed is None else 8)
+    watch = recording(L.Callback, CALLBACK_HOOKS, "callback", events)()
+    first = [CatchUp(strategy)] if isinstance(strategy, OracleStrategy) else []
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        precision="32-true" if case.precision == "double" else case.precision,
+        logger=MemoryLogger(seen.rows),
+        callbacks=[*first, *make_callbacks(case.callbacks, folder), watch],
+        enable_checkpointing=any(name in WRITING for name in case.callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        max_epochs=case.epochs,
+        max_steps=-1 if until is None else until,
+        accumulate_grad_batches=case.accumulate,
+        gradient_clip_val=None if case.clip is None else case.clip[1],
+        gradient_clip_algorithm=None if case.clip is None else case.clip[0],
+        val_check_interval=case.val_check_interval,
+        limit_train_batches=case.limit_train_batches,
+        limit_val_batches=case.limit_val_batches,
+        log_every_n_steps=case.log_every_n_steps,
+    )
+    place = _place(trainer, case) if devices > 1 else Place()
+    torch.manual_seed(100 + trainer.global_rank)  # as good as no seed
+    loaders = make_loader(case, place), make_validation_loader(case, place)
+    if case.lr_find and resumed is None:
+        seen.progress["lr_find"] = _find_rate(trainer, task, loaders)
+        seen.rows.clear()
+        events.clear()
+    trainer.fit(task, *loaders, ckpt_path=resumed, weights_only=False)
+    return trainer, task
+
+
+def _place(trainer: L.Trainer, case: Case) -> Place:
+    place = trainer.strategy.distributed_sampler_kwargs  # type: ignore[attr-defined]
+    assert place["num_replicas"] == STRATEGIES[case.strategy].replicas
+    return Place(place["num_replicas"], place["rank"])
+
+
+def _find_rate(trainer: L.Trainer, task: Task, loaders: Any) -> dict[str, Any]:
+    finder = Tuner(trainer).lr_find(
+        task, *loaders, min_lr=1e-4, max_lr=0.5, num_training=6, early_stop_threshold=None
+    )
+    assert finder is not None
+    losses = [float(loss) for loss in finder.results["loss"]]
+    rates = [float(rate) for rate in finder.results["lr"]]
+    task.outputs.clear()
+    return {"losses": losses, "rates": rates, "suggestion": finder.suggestion(0, 0)}
+
+
+def _progress(trainer: L.Trainer, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "global_step": trainer.global_step,
+        "current_epoch": trainer.current_epoch,
+        "state": str(trainer.state.status),
+        "lr": [group["lr"] for group in trainer.optimizers[0].param_groups],
+    }
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint):
+            path = callback.best_model_path or folder
+            found[f"best {callback.state_key}"] = os.path.relpath(path, folder)
+        if isinstance(callback, EarlyStopping):
+            found[f"stopped {callback.state_key}"] = callback.stopped_epoch
+    return found
+
+
+def _growth(blocks: list[int]) -> float:
+    """Gives how much more memory each batch leaves behind, where there are enough to tell."""
+    later = blocks[len(blocks) // 2 :]
+    steps = [after - before for before, after in pairwise(later)]
+    return float(median(steps)) if len(steps) >= ENOUGH_BATCHES else 0.0

@@ -1,0 +1,118 @@
+"""The strategies that a case may name, and what is to be compared with what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from lightning.pytorch.strategies import Strategy
+
+from lightning_dist import (
+    DDPStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+)
+from lightning_dist.strategies.pipeline_config import PipelineConfig
+
+PLAN = {"model.*.linear": "colwise_gather"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A strategy on some processes.
+
+    Attributes:
+        devices: Number of processes.
+        replicas: Number of data replicas.
+        make: Builds the strategy.
+        stages: Number of pipeline stages.
+        microbatches: Number of micro-batches of a batch.
+        versions: Which weights a batch meets, by name in ``oracle_strategy``; None is the newest.
+        is_slow: Whether only long runs draw it.
+    """
+
+    devices: int
+    replicas: int
+    make: Callable[[], Strategy]
+    stages: int = 1
+    microbatches: int = 1
+    versions: str | None = None
+    is_slow: bool = False
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the model is cut into stages."""
+        return self.stages > 1
+
+
+def _pipeline(
+    schedule: str, microbatches: int | str, versions: str | None = None, **options: object
+) -> Entry:
+    strategy: Callable[[], Strategy] = partial(
+        PipelineStrategy,
+        schedule=schedule,
+        num_microbatches=microbatches,
+        partition="uniform",
+        timeout_s=20.0,
+        **options,
+    )
+    stages = 4 if schedule in ("interleaved_1f1b", "zbv") else 2
+    count = microbatches if isinstance(microbatches, int) else 2
+    return Entry(2, 1, strategy, stages, count, versions)
+
+
+STRATEGIES: dict[str, Entry] = {
+    "ddp": Entry(2, 2, partial(DDPStrategy, timeout_s=20.0)),
+    "fsdp": Entry(2, 2, partial(FSDPStrategy, timeout_s=20.0)),
+    "tp": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN, timeout_s=20.0)),
+    "gpipe": _pipeline("gpipe", 3),
+    "gpipe_whole": _pipeline("gpipe", 1),
+    "1f1b": _pipeline("1f1b", 2),
+    "1f1b_auto": _pipeline("1f1b", "auto"),
+    "zb_h1": _pipeline("zb_h1", 3),
+    "zbv": _pipeline("zbv", 4),
+    "interleaved": _pipeline("interleaved_1f1b", 4),
+    "pipedream": _pipeline("pipedream", 1, "stash"),
+    "vertical_sync": _pipeline("pipedream", 1, "vertical_sync", weight_versions="vertical_sync"),
+    "2bw": _pipeline("pipedream_2bw", 2, "2bw"),
+    "pipedream_3": Entry(
+        3,
+        1,
+        partial(PipelineStrategy, schedule="pipedream", partition="uniform", timeout_s=20.0),
+        stages=3,
+        versions="stash",
+        is_slow=True,
+    ),
+    "mesh": Entry(
+        4,
+        2,
+        partial(
+            MeshStrategy,
+            pp=2,
+            dp_shard=2,
+            pipeline=PipelineConfig(num_microbatches=2),
+            timeout_s=20.0,
+        ),
+        stages=2,
+        microbatches=2,
+        is_slow=True,
+    ),
+    "replicas_of_stages": Entry(
+        4,
+        2,
+        partial(
+            MeshStrategy,
+            pp=2,
+            dp_replicate=2,
+            dp_shard=1,
+            pipeline=PipelineConfig(num_microbatches=2),
+            timeout_s=20.0,
+        ),
+        stages=2,
+        microbatches=2,
+        is_slow=True,
+    ),
+}

@@ -1,0 +1,88 @@
+"""Each of a table of runs is under its strategy what it is on one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.differential.case import Case
+from tests.differential.check import RefusedError, find_differences
+from tests.differential.compare import differences
+from tests.differential.fixed import FIXED, NOT_YET, Fixed
+from tests.differential.observe import files_in
+from tests.differential.run import run_rank, run_reference
+from tests.differential.script import script_of
+from tests.helpers.workers import WorkerPool
+
+
+def _parameters() -> list[object]:
+    return [
+        pytest.param(
+            fixed,
+            id=name,
+            marks=[pytest.mark.xfail(strict=True, reason=NOT_YET[name])] if name in NOT_YET else [],
+        )
+        for name, fixed in FIXED.items()
+    ]
+
+
+@pytest.mark.parametrize("fixed", _parameters())
+def test_is_as_on_one_device(workers: WorkerPool, fixed: Fixed) -> None:
+    if fixed.refusal is not None:
+        with pytest.raises(RefusedError, match=fixed.refusal):
+            find_differences(fixed.case, workers)
+        return
+    found = find_differences(fixed.case, workers)
+    assert not found, "\n".join([*found, script_of(fixed.case)])
+
+
+@pytest.mark.xfail(strict=True, reason="what is logged there stays")
+def test_logging_before_the_model_leaves_nothing(workers: WorkerPool, tmp_path: Path) -> None:
+    """A stage that does not come to the end of a step hears of what is logged at its beginning."""
+    case = Case("1f1b_auto", num_batches=50, log_every_n_steps=100, limit_val_batches=0)
+    without, growing = (
+        [seen.growth for seen in workers.run(2, run_rank, each, str(tmp_path))]
+        for each in (case, replace(case, logs=("before",)))
+    )
+    for before, after in zip(without, growing, strict=True):
+        assert after - before < SPARE_BLOCKS
+
+
+SPARE_BLOCKS = 4
+PLAIN = Case(logs=("loss",), callbacks=("every_steps", "count"), epochs=2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PLAIN, strategy="pipedream"),
+        replace(PLAIN, strategy="vertical_sync"),
+        replace(PLAIN, optimizer="adamw"),
+        replace(PLAIN, scheduler="exponential_step"),
+        replace(PLAIN, clip=("norm", 0.05)),
+        replace(PLAIN, parameter_hooks=("mask",)),
+        replace(PLAIN, data="shuffled"),
+        replace(PLAIN, log_every_n_steps=2),
+        replace(PLAIN, callbacks=("count", "stop")),
+        replace(PLAIN, val_check_interval=2),
+    ],
+    ids=repr,
+)
+def test_the_comparison_can_fail(tmp_path: Path, other: Case) -> None:
+    folders = [tmp_path / name / "run" for name in ("one", "same", "other")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    runs = zip((PLAIN, PLAIN, other), folders, strict=True)
+    one, same, changed = (run_reference(case, str(folder)) for case, folder in runs)
+    files, _, other_files = map(files_in, folders)
+    assert not differences(PLAIN, [same, same], files, one, files)
+    assert differences(PLAIN, [changed, changed], other_files, one, files)
+
+
+def test_a_case_is_a_script() -> None:
+    case = FIXED["stages, all hooks"].case
+    assert repr(case) in script_of(case)
+    assert eval(repr(case)) == case
+    assert repr(Case()) == "Case()"
