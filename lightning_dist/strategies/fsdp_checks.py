@@ -5,6 +5,8 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_dist.shards import is_spread
+
 
 def check_compression(compression: str) -> None:
     """Checks that gradients are to travel as they are.
@@ -56,7 +58,8 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
             not sharded itself though it should, or the other way round.
     """
     is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
-    if is_sharded and not is_manual:
+    # Where one unit is all of it, an earlier run's unit is around the module, not in it.
+    if not is_manual and (is_sharded or any(is_spread(p) for p in module.parameters())):
         raise ValueError(
             "The module is sharded already, by an earlier Trainer or by its own `configure_model`."
             " Go on with that Trainer, load its checkpoint into a new module, or pass"

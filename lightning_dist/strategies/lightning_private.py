@@ -264,10 +264,12 @@ def set_sampler_epoch(trainer: pl.Trainer, dataloader: object) -> None:
     """Tells a training loader's sampler the epoch before its workers ask it for indices.
 
     Lightning calls ``_set_sampler_epoch`` when an epoch begins. A run that is resumed has started
-    the workers by then, and would read its first epoch in the order of epoch 0.
+    the workers by then, and would read its first epoch in the order of epoch 0. Any other run need
+    not be told twice.
     """
     epoch = getattr(trainer.fit_loop.epoch_progress.current, "processed")  # noqa: B009
-    _set_sampler_epoch(dataloader, epoch)
+    if epoch:
+        _set_sampler_epoch(dataloader, epoch)
 
 
 def batches_read(trainer: pl.Trainer) -> tuple[int, int | None, bool]:

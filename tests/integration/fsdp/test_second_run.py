@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.models import make_module, state_of
+from lightning_dist import FSDPStrategy
+from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, state_of
 from tests.helpers.workers import WorkerPool
 from tests.integration.conformance.common import Synced, joined, loaders_of, trainer_of
 from tests.integration.conformance.strategies import ENTRIES
@@ -29,3 +30,21 @@ def test_trains_on_parameters_that_lie_elsewhere(workers: WorkerPool, name: str)
     devices = ENTRIES[name].devices
     expected, found = (joined(workers.run(devices, fit_twice, name, m)) for m in (False, True))
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def fit_by_two_trainers(depth: int) -> str:
+    module = make_module(Classifier, depth=depth)
+    make_trainer(devices=1, strategy=FSDPStrategy()).fit(module, make_loader(), make_loader())
+    again = make_trainer(devices=1, strategy=FSDPStrategy())
+    try:
+        again.fit(module, make_loader(), make_loader())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_another_trainer_is_refused(workers: WorkerPool, depth: int) -> None:
+    """Also where there are no blocks, so that the only unit is around the module."""
+    (message,) = workers.run(1, fit_by_two_trainers, depth)
+    assert "is sharded already, by an earlier Trainer" in message
