@@ -163,6 +163,23 @@ def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
     }
 
 
+def add_groups(
+    optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any], firsts: FirstNames = _NO_TIES
+) -> None:
+    """Adds the groups that an optimizer had when it was saved, and has not got yet.
+
+    Args:
+        optimizer: Changed.
+        module: The model, all of whose parameters are here, in whole or in part.
+        state: Of the optimizer; of an ordinary one nothing is known of what is in its groups.
+        firsts: As for :func:`name_groups`.
+    """
+    parameters = {firsts.get(name, name): p for name, p in module.named_parameters()}
+    for group in state["param_groups"][len(optimizer.param_groups) :] if is_named(state) else ():
+        added = [parameters[name] for name in group["params"] if name in parameters]
+        optimizer.add_param_group({**group, "params": added})
+
+
 def load_by_name(
     optimizer: Optimizer,
     module: nn.Module,

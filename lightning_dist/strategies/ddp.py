@@ -296,7 +296,9 @@ class DDPStrategy(DataParallelStrategy):
             step = self.module.training_step
             if self._uneven is not None:
                 return self._uneven.run(self.replica.ddp, step, *args, **kwargs)
-            return self.replica.run(step, *args, **kwargs)
+            if self._replica is None:  # behind a run
+                return step(*args, **kwargs)
+            return self._replica.run(step, *args, **kwargs)
 
     @override
     def backward(
@@ -324,8 +326,8 @@ class DDPStrategy(DataParallelStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        assert self._local is not None
-        if not self._is_local:
+        # Behind a run nothing is left to average with.
+        if self._local is None or not self._is_local:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         with self.replica.keeping_gradients():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)

@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_dist import checkpoint as checkpoints
 from lightning_dist.named_optimizer import (
     GroupNames,
+    add_groups,
     is_named,
     load_by_name,
     name_groups,
@@ -103,11 +104,14 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         return state_by_name(optimizer, self.module, names, self._first_names)
 
     def check_group_names(self) -> None:
-        """Checks that the optimizers' groups are still those that have names.
+        """Checks that the optimizers' groups are still those that have names, or names them anew.
 
         Raises:
-            ValueError: They are not.
+            ValueError: They are not, and other ranks have parameters of them.
         """
+        if self.mesh.pp == 1:
+            self.name_optimizer_groups()
+            return
         for optimizer, names in zip(self.optimizers, self._group_names, strict=True):
             if len(optimizer.param_groups) != len(names):
                 raise ValueError(
@@ -229,6 +233,10 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             numbered = [to_numbers(state) if is_named(state) else state for state in states]
             super().load_optimizer_state_dict({"optimizer_states": numbered})
             return
+        if self.mesh.pp == 1:  # a callback that finetunes has added groups by the time of the save
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                add_groups(optimizer, self.module, state, self._first_names)
+            self.name_optimizer_groups()
         triples = zip(self.optimizers, states, self._group_names, strict=True)
         for optimizer, state, names in triples:
             named = state if is_named(state) else to_names(state, names)

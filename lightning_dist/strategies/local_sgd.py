@@ -43,19 +43,22 @@ class LocalSGD:
         self._sync_every = sync_every
         self._warmup_steps = warmup_steps
         self._meter = meter
+        self._is_alone = dist.get_world_size(group) == 1
         self._num_local_steps = 0
         self._stepped: set[nn.Parameter] = set()
 
     def is_local(self, step: int) -> bool:
-        """Whether a step keeps its gradients to itself.
+        """Whether a step keeps its gradients to itself; one replica alone always does.
 
         Args:
             step: Optimizer steps before it, resumed ones included.
         """
-        return self._sync_every > 1 and step >= self._warmup_steps
+        return self._is_alone or (self._sync_every > 1 and step >= self._warmup_steps)
 
     def count_step(self) -> None:
         """Notes a local step; averages the weights when they are due."""
+        if self._is_alone:
+            return
         self._num_local_steps += 1
         # Now, for a parameter may be frozen between its last step and the average.
         self._stepped.update(p for p in self._module.parameters() if p.requires_grad)

@@ -204,7 +204,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
-            pipeline_checks.check_trainer(trainer, module, self._config)
+            num_stages = len(self._config.rank_of_stage(self.mesh.pp))
+            pipeline_checks.check_trainer(trainer, module, self._config, num_stages)
         if self._config.partition == "profile" and not is_fitting:
             rank_zero_info(
                 "partition='profile' measures while it trains. This run does not, and is cut by"

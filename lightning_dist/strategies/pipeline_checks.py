@@ -12,23 +12,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.strategies.lightning_private import callbacks_of
 from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.whole_model_checks import check_callbacks
+from lightning_dist.strategies.whole_model_checks import check_callbacks, check_finetuning
 
 
-def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, config: PipelineConfig) -> None:
+def check_trainer(
+    trainer: pl.Trainer, module: pl.LightningModule, config: PipelineConfig, num_stages: int
+) -> None:
     """Checks the trainer and the module before training.
 
     Args:
         trainer: The trainer.
         module: The user's module.
         config: What the user asks for.
+        num_stages: Of the pipeline.
 
     Raises:
         ValueError: They ask for what a pipeline cannot do.
@@ -43,13 +46,9 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule, config: Pipel
             f"precision={trainer.precision!r} scales the loss of an undivided batch, which a"
             " pipeline does not have. Use precision='bf16-mixed'."
         )
-    check_callbacks(trainer)
-    if any(isinstance(c, BackboneFinetuning) for c in callbacks_of(trainer)):
-        raise ValueError(
-            "BackboneFinetuning adds a parameter group where the backbone is and changes the rate"
-            " of the last group, which on other stages is another one. Give all parameters to the"
-            " optimizer from the start, and freeze and unfreeze them in `on_train_epoch_start`."
-        )
+    if num_stages > 1 or config.asynchronous:
+        check_callbacks(trainer)
+        check_finetuning(trainer)
     if not config.asynchronous:
         return
     accumulates = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks_of(trainer))

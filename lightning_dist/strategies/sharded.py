@@ -42,7 +42,11 @@ from lightning_dist.strategies.sharded_module import ShardedModule
 from lightning_dist.strategies.staged_module import StagedModule
 from lightning_dist.strategies.tensor_checks import check_precision
 from lightning_dist.strategies.used_parts import UsedParts
-from lightning_dist.strategies.whole_model_checks import check_callbacks, check_optimizers
+from lightning_dist.strategies.whole_model_checks import (
+    check_callbacks,
+    check_finetuning,
+    check_optimizers,
+)
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.summary import TensorSummary
 from lightning_dist.wrap_summary import WrapSummary
@@ -140,8 +144,10 @@ class ShardedStrategy(DataParallelStrategy):
             checks.check_half_precision(self.module, self._policy.is_manual)
         if is_fitting:
             check_callbacks(trainer)
+        if is_fitting and self.mesh.tp > 1:
+            check_finetuning(trainer)
         if is_fitting and self.mesh.pp > 1:
-            check_trainer(trainer, self.module, self._pipeline_config)
+            check_trainer(trainer, self.module, self._pipeline_config, self.mesh.pp)
         if self._sharded is None or self._sharded.module is not self.module:
             self._sharded = self._shard()
         self.model_to_device()  # an earlier run has left it on the host
@@ -349,7 +355,7 @@ class ShardedStrategy(DataParallelStrategy):
     def _complete_gradients(self) -> None:
         self.sharded.add_gradients()
         without = self.sharded.without_gradient()
-        if self._shard_config.find_unused_parameters:
+        if self._shard_config.find_unused_parameters or self.world_size == 1:
             self.sharded.forget_gradients(without)
         else:
             data_parallel_checks.check_gradients(without)

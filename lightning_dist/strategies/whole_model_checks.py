@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dist.strategies.lightning_private import callbacks_of
@@ -31,6 +36,24 @@ def check_callbacks(trainer: pl.Trainer) -> None:
                 f"{type(callback).__name__} copies the whole model, of which each rank has a part"
                 " only. Use `lightning_dist.callbacks.ShardedWeightAveraging`."
             )
+
+
+def check_finetuning(trainer: pl.Trainer) -> None:
+    """Checks that no callback adds parameter groups by what a rank has of the model.
+
+    Args:
+        trainer: Set up to fit.
+
+    Raises:
+        ValueError: One does.
+    """
+    if any(isinstance(callback, BackboneFinetuning) for callback in callbacks_of(trainer)):
+        raise ValueError(
+            "BackboneFinetuning adds a parameter group where the backbone is and changes the rate"
+            " of the last group, but on other ranks are other parts of the model. Give all"
+            " parameters to the optimizer from the start, and freeze and unfreeze them in"
+            " `on_train_epoch_start`."
+        )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
