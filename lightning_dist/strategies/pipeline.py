@@ -426,6 +426,11 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
     # --- checkpoints -------------------------------------------------------------------------
 
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self.mesh.pp > 1  # else a rank holds what a single device does
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.drain()

@@ -421,3 +421,22 @@ def test_tensor_parallel_ranks_have_one_scale() -> None:
     check_precision("bf16-mixed", 2)
     with pytest.raises(ValueError, match=r"'16-mixed' with tp_size=2.*'bf16-mixed'"):
         check_precision("16-mixed", 2)
+
+
+def test_only_a_resumed_run_tells_a_sampler_its_epoch_early() -> None:
+    class Sampler:
+        def __init__(self) -> None:
+            self.epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    class Loader:
+        sampler = Sampler()
+
+    trainer, loader = L.Trainer(accelerator="cpu", logger=False), Loader()
+    lightning_private.set_sampler_epoch(trainer, loader)
+    assert loader.sampler.epochs == []
+    trainer.fit_loop.epoch_progress.current.processed = 2
+    lightning_private.set_sampler_epoch(trainer, loader)
+    assert loader.sampler.epochs == [2]
