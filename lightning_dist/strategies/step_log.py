@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
+from numbers import Number
 from typing import Any
 
 import lightning.pytorch as pl
@@ -221,4 +222,6 @@ class StepLog:
             is_floating = value.is_floating_point()
             dtype = value.dtype if is_floating else torch.get_default_dtype()
             return float(whole(value.detach())), dtype, None
+        if not isinstance(value, Number):
+            pl.LightningModule.log(self._module, name, value)  # says what can be logged
         return float(value), torch.get_default_dtype(), None

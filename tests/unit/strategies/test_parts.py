@@ -131,6 +131,14 @@ def test_a_tensor_of_several_elements_is_refused() -> None:
         module.log("x", 1.0, sync_dist_group=object())
 
 
+@pytest.mark.parametrize("value", [None, "loss", [1.0], {"a": {"b": 1.0}}])
+def test_what_lightning_does_not_log_is_refused_in_its_words(value: Any) -> None:
+    module = Logging()
+    log = StepLog(module)
+    with log.recording(1), pytest.raises(ValueError, match="cannot be logged|should be"):
+        module.log("x", value)
+
+
 def test_a_failure_becomes_the_same_error_elsewhere() -> None:
     try:
         raise ValueError("bad value\nsecond line")
