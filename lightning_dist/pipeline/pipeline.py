@@ -41,7 +41,7 @@ from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.pipeline.held_update import HeldUpdate
 from lightning_dist.pipeline.layers import Layers, layers_in
 from lightning_dist.pipeline.loss_weights import AverageWeight, LossWeights
-from lightning_dist.pipeline.microbatch import batch_size_of, split
+from lightning_dist.pipeline.microbatch import Microbatch, batch_size_of, split
 from lightning_dist.pipeline.own_stages import OwnStages
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.rounds import Rounds
@@ -215,6 +215,17 @@ class Pipeline:
             return self._num_batches - 1
         return self._num_batches - self._batches_since_drain + index
 
+    def microbatch_sizes_of(self, batch: Any) -> tuple[int, ...]:
+        """Counts the samples of each micro-batch of a training batch.
+
+        Args:
+            batch: As for :meth:`train_batch`.
+        """
+        return tuple(microbatch.num_samples for microbatch in self._split(batch))
+
+    def _split(self, batch: Any) -> list[Microbatch]:
+        return split(batch, self._rounds.num_pieces(batch_size_of(batch) or 1))
+
     def train_batch(
         self,
         batch: Any,
@@ -244,7 +255,7 @@ class Pipeline:
         Raises:
             ValueError: The stage before read another batch, or the batch cannot be cut.
         """
-        microbatches = split(batch, self._rounds.num_pieces(batch_size_of(batch) or 1))
+        microbatches = self._split(batch)
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
         first = self._batches_since_drain * len(microbatches) if self.asynchronous else 0
         numbered = {first + microbatch.index: microbatch for microbatch in microbatches}

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -39,7 +40,8 @@ from lightning_dist.named_optimizer import keep_own_parameters
 from lightning_dist.pipeline.schedule import UpdateRule
 from lightning_dist.pipeline.weight_policy import WeightVersions
 from lightning_dist.strategies import lightning_private, pipeline_checks, whole_model_checks
-from lightning_dist.strategies.bracket import bracket_callbacks
+from lightning_dist.strategies.batch_statistics import find_batch_statistics, with_whole_batches
+from lightning_dist.strategies.bracket import add_first_callback, bracket_callbacks
 from lightning_dist.strategies.clipping import NormsAhead, clip_whole_gradient
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.first_batch import BegunLoaders
@@ -60,6 +62,7 @@ from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.session import Session, open_session
 from lightning_dist.strategies.stage_gradients import StageGradients
 from lightning_dist.strategies.staleness_log import LoggedStaleness
+from lightning_dist.strategies.start_line import StartLine
 from lightning_dist.strategies.traced_split import find_traced_split
 
 _PROGRESS_KEY = "lightning_dist"
@@ -167,6 +170,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             save_full=save_full,
         )
         self._num_stages = num_stages
+        self._num_microbatches = num_microbatches
         self._undo: tuple[Callable[[], None], ...] = ()
         self._ahead: Ahead | None = None
         self._accumulating = False
@@ -203,6 +207,10 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._config = replace(self._config, num_microbatches=self._num_microbatches)
+        statistics = find_batch_statistics(module) if is_fitting else ()
+        if statistics:
+            self._config = with_whole_batches(self._config, self.mesh.pp)
         if is_fitting:
             num_stages = len(self._config.rank_of_stage(self.mesh.pp))
             pipeline_checks.check_trainer(trainer, module, self._config, num_stages)
@@ -226,6 +234,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         broadcast_state(self._split.tensors_outside(module), self.group("pp"))
         self.setup_precision_plugin()
         self._session = self._open_session(trainer)
+        line = StartLine(self._session.pipeline, self.mesh, self._split.path, statistics)
+        self._undo += (add_first_callback(trainer, line),)
         self.guard.connect_signals()
 
     def _find_split(self, trainer: pl.Trainer, place: int) -> PipelineSplit:

@@ -25,6 +25,8 @@ from lightning_dist.replaced_method import replace_method
 from lightning_dist.shards import is_spread
 from lightning_dist.strategies import data_parallel_checks
 from lightning_dist.strategies import fsdp_checks as checks
+from lightning_dist.strategies.batch_statistics import find_batch_statistics, with_whole_batches
+from lightning_dist.strategies.bracket import add_first_callback
 from lightning_dist.strategies.clipping import clip_whole_gradient, leaving_out, norm_over
 from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.data_metrics import reduce_metrics_over
@@ -72,7 +74,8 @@ class ShardedStrategy(DataParallelStrategy):
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
-        self._pipeline_config = pipeline
+        self._asked_pipeline = self._pipeline_config = pipeline
+        self._statistics: tuple[str, ...] = ()
         self._shard_config = shard
         self._tensor_config = tensor
         self._policy = shard.policy
@@ -167,6 +170,9 @@ class ShardedStrategy(DataParallelStrategy):
             half.leave_to_shards()
         if self.mesh.pp > 1:
             self.sharded.open(self.run_context(self._complete_gradients))
+            assert isinstance(self.sharded, StagedModule)
+            line = self.sharded.start_line(self.mesh, self._statistics)
+            self._undo += (add_first_callback(trainer, line),)
 
     def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
         """Lets the user group the whole model's parameters, as on a single device."""
@@ -225,6 +231,10 @@ class ShardedStrategy(DataParallelStrategy):
         )
 
     def _composed(self) -> ShardedModule:
+        self._pipeline_config = self._asked_pipeline
+        self._statistics = find_batch_statistics(self.module) if self.mesh.pp > 1 else ()
+        if self._statistics:
+            self._pipeline_config = with_whole_batches(self._asked_pipeline, self.mesh.pp)
         composed = compose(self.module, self._mesh_of_ranks, self.parallelism)
         used = UsedParts(
             composed,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.mesh import MeshShape
 from lightning_dist.named_optimizer import keep_own_parameters
 from lightning_dist.pipeline.accumulated import Accumulated
 from lightning_dist.pipeline.cut import whole
@@ -31,6 +32,7 @@ from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.session import RunContext, Session, open_session
 from lightning_dist.strategies.sharded_module import ShardedModule, StepContext
 from lightning_dist.strategies.stage_backwards import StageBackwards
+from lightning_dist.strategies.start_line import StartLine
 from lightning_dist.strategies.used_parts import UsedParts
 
 
@@ -65,6 +67,15 @@ class StagedModule(ShardedModule):
         own = [names for names in self._split.own_names if names]
         ranges = [n[0] if len(n) == 1 else f"{n[0]} to {n[-1]}" for n in own]
         return f"{self._split.path}.{', '.join(ranges)}"
+
+    def start_line(self, mesh: MeshShape, statistics: Sequence[str]) -> StartLine:
+        """Returns the callback that describes the pipeline when training begins.
+
+        Args:
+            mesh: All ranks.
+            statistics: Modules that compute statistics of the batch.
+        """
+        return StartLine(self.session.pipeline, mesh, self._split.path, statistics)
 
     @override
     def open(self, run: RunContext) -> None:
