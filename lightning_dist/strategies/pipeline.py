@@ -80,7 +80,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             (Narayanan et al., SOSP 2019 and ICML 2021). Or ``"file:"`` and the path of a CSV file.
         num_microbatches: Pieces of each Lightning batch; ``"auto"`` is 4 per rank for synchronous
             schedules (fewer for a batch of fewer samples, and 1 for a rank alone), 1 for
-            ``"pipedream"`` and 1 per rank for ``"pipedream_2bw"``.
+            ``"pipedream"`` and 1 per rank for ``"pipedream_2bw"``. A module with BatchNorm gets 1,
+            where the schedule can: its statistics are then those of the batch.
         layers: Dotted path of the ``nn.Sequential`` whose children are the layers, or of the
             ``nn.ModuleList`` of a model's blocks; ``"auto"`` takes the Hugging Face model (by its
             own pipeline plan), or else the sequence, that holds the trainable parameters.
