@@ -25,7 +25,6 @@ from lightning_dist.rng import seed_all
 from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.bracket import bracket_callbacks
-from lightning_dist.strategies.changed_loaders import ChangedLoaders
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.early_ends import EarlyEnds
 from lightning_dist.strategies.epoch_ends import EpochEnds
@@ -34,18 +33,21 @@ from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.random_state import RandomStream
 from lightning_dist.strategies.rank_notes import RankNotes
 from lightning_dist.strategies.replicas import broadcast_state
-from lightning_dist.strategies.shared_draws import share_order, with_shared_draws
+from lightning_dist.strategies.shared_order import share_order, with_shared_draws
 from lightning_dist.strategies.synced_batch_norm import SyncedBatchNorm
 from lightning_dist.strategies.training_stop import stop_training_together
 
 _HOOKS, _ITERATORS, _ORDER = range(3)  # what random numbers that all ranks share are for
 
 
+def _ignore() -> None:
+    """Does nothing."""
+
+
 class DataParallelStrategy(LayoutFreeCheckpoints):
     """Base of strategies with data axes only; see the module's docstring."""
 
     _undo: tuple[Callable[[], None], ...] = ()
-    _loaders: ChangedLoaders
     _num_loaders: Counter[tuple[int, bool]]
     _has_unknown_length = False
     _ends: EpochEnds | None = None
@@ -92,21 +94,18 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
             trainer: Set up to fit, or to evaluate.
         """
         self._num_loaders = Counter()
-        self._loaders = ChangedLoaders()
-        self._undo += (self._loaders.undo,)
         self._has_unknown_length, self._ends = False, None
         self.guard.connect_signals(partial(self.seed_data_rank, reading=True))
         everyone = self.group(*self.mesh.sizes)
         if trainer.state.fn != TrainerFn.FITTING:
             self._undo += (stop_evaluations_together(trainer, self.guard, everyone),)
             return
-        early_ends = EarlyEnds(self.make_notes(everyone))
         self._undo += (
             drain_before_validation(self.module, self.drain),
             bracket_callbacks(
                 trainer,
                 show_whole_model=self.summarised_module,
-                on_train_epoch_end=partial(early_ends.check, trainer),
+                on_train_epoch_end=self._check_early_end(trainer),
                 on_train_end=self.end_training,
                 on_exception=self.on_exception,
                 on_train_epoch_start=self._begin_epoch,
@@ -119,11 +118,19 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
             wrap = partial(with_shared_draws, open_stream=streams)
             self._undo += (lightning_private.replace_loader_hooks(trainer, wrap),)
 
+    def _check_early_end(self, trainer: pl.Trainer) -> Callable[[], None]:
+        if self.num_readers == 1:
+            return _ignore
+        early_ends = EarlyEnds(self.make_notes(self.group(*self.mesh.sizes)))
+        return partial(early_ends.check, trainer)
+
     def _begin_epoch(self) -> None:
         self._check_lengths()  # loaders may have been reloaded
         self._seed_alike()
 
     def _check_lengths(self) -> None:
+        if self.num_readers == 1:
+            return
         everyone = self.group(*self.mesh.sizes)
         checks.check_lengths(self.module.trainer, everyone)
         is_unknown = self.reduce_boolean_decision(self._has_unknown_length, all=False)
@@ -143,18 +150,21 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
             batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
             seed_all(self._seed, batch_index, _ITERATORS, device=self.root_device)
 
-    def _share_order(self, dataloader: object) -> None:
+    @override
+    def share_order(self, dataloader: object) -> object:
         trainer = self.module.trainer
+        if trainer.state.fn != TrainerFn.FITTING or self.mesh.data_size == 1:
+            return dataloader
         batch_index = trainer.fit_loop.epoch_loop.total_batch_idx
         # Several loaders of one stage must not be shuffled alike. The number begins anew with each
         # batch, lest it depend on how often they were reloaded before the run was resumed.
         number = self._num_loaders[batch_index, trainer.training]
         self._num_loaders[batch_index, trainer.training] += 1
         stream = partial(self._shared_stream, _ORDER, int(trainer.training), number)
-        seed_reader: Callable[[], None] | None = None
-        if trainer.training:
-            seed_reader = partial(self.seed_data_rank, reading=True, early=True)
-        share_order(dataloader, self._loaders, stream, seed_reader, self._seed_alike)
+        seed_reader = partial(self.seed_data_rank, reading=True, early=True)
+        return share_order(
+            dataloader, stream, seed_reader if trainer.training else _ignore, self._seed_alike
+        )
 
     @override
     def close_session(self) -> None:
@@ -174,10 +184,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
-        trainer = self.module.trainer
-        if trainer.state.fn == TrainerFn.FITTING and self.mesh.data_size > 1:
-            self._share_order(dataloader)
-        if trainer.training:
+        if self.module.trainer.training:
             self._has_unknown_length = self._has_unknown_length or sized_len(dataloader) is None
             self._seed_alike()  # its iterator is made next
         return dataloader

@@ -11,12 +11,12 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_dist.pipeline.pipeline import OnComplete
@@ -28,8 +28,13 @@ from lightning_dist.strategies.launcher_watch import ending_with_launcher
 from lightning_dist.strategies.overflow import Agreed, Overflow
 from lightning_dist.strategies.process_mesh import ProcessMesh
 from lightning_dist.strategies.random_state import share_random_state
+from lightning_dist.strategies.replica_channel import open_channel
+from lightning_dist.strategies.replica_loaders import ReplicaLoaders
 from lightning_dist.strategies.run_guard import RunGuard
 from lightning_dist.strategies.session import RunContext
+
+Read = Literal["first", "each"]
+"""Which ranks of a data replica read its batches."""
 
 _NEVER = timedelta(days=365)
 
@@ -44,31 +49,56 @@ class DistributedStrategy(ProcessMesh):
     Args:
         save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
             file where a rank holds the whole model.
+        read: Which ranks of a data replica read its batches: the first, which sends them to the
+            others, or each.
         arguments: Of :class:`~lightning_dist.strategies.process_mesh.ProcessMesh`.
     """
 
-    def __init__(self, save_full: bool | None = None, **arguments: Any) -> None:
+    def __init__(
+        self, save_full: bool | None = None, read: Read = "first", **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
+        if read not in get_args(Read):
+            raise ValueError(f"read={read!r} must be one of {get_args(Read)}.")
+        self._read = read
+        self._loaders: ReplicaLoaders | None = None
         self._save_full = save_full
         self._ring_group: dist.ProcessGroup | None = None
         self._guard: RunGuard | None = None
         self._is_stop_due = False  # a run that was told to stop at its very end hands it on
         self._seed = 0
 
+    # --- data --------------------------------------------------------------------------------
+
+    @property
+    def num_readers(self) -> int:
+        """Ranks that read batches by themselves: one of each data replica, or all ranks."""
+        return self.mesh.data_size if self._read == "first" else self.mesh.world_size
+
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Makes the workers of ranks that read the same data augment it alike.
+        """Lets the first rank of each data replica read for the others."""
+        if self._loaders is None:
+            return self._read_here(dataloader)
+        if self._loaders.channel.is_reader:
+            dataloader = self._read_here(dataloader)
+        return self._loaders.wrap(dataloader)
 
-        Lightning would seed them by rank where the user has asked for seeded workers.
-        """
+    def _read_here(self, dataloader: object) -> object:
+        """Makes workers draw by their replica; Lightning would seed them by rank."""
         if self.module.trainer.training:
             lightning_private.set_sampler_epoch(self.module.trainer, dataloader)
-        wants_seeds = os.environ.get("PL_SEED_WORKERS", "0") != "0"
-        if wants_seeds and isinstance(dataloader, DataLoader) and not dataloader.worker_init_fn:
+        if os.environ.get("PL_SEED_WORKERS", "0") != "0":
             # An iterable dataset may share its samples out by what its workers draw.
-            is_iterable = isinstance(dataloader.dataset, IterableDataset)
+            is_iterable = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
             data_index = 0 if is_iterable else self.mesh.data_index(self.global_rank)
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=data_index)
+            if getattr(dataloader, "worker_init_fn", _ignore) is None:
+                init = partial(pl_worker_init_function, rank=data_index)
+                setattr(dataloader, "worker_init_fn", init)  # noqa: B010
+        return self.share_order(dataloader)
+
+    def share_order(self, dataloader: object) -> object:
+        """Gives a loader that shares the data out alike on all data replicas."""
         return dataloader
 
     # --- processes ---------------------------------------------------------------------------
@@ -92,9 +122,18 @@ class DistributedStrategy(ProcessMesh):
             self._ring_group,
             self.group(*self.mesh.sizes),
             self.stop_lag,
-            self.interrupt,
+            self._wake,
             self._is_stop_due,
         )
+        if self._read == "first" and self.mesh.data_size < self.mesh.world_size:
+            group = self.group("pp", "tp", purpose="batches", timeout=_NEVER)
+            channel = open_channel(group, self.root_device, self._timeout_seconds)
+            self._loaders = ReplicaLoaders(channel)
+
+    def _wake(self, error: BaseException) -> None:
+        if self._loaders is not None:
+            self._loaders.channel.interrupt(error)
+        self.interrupt(error)
 
     def seed_data_rank(self, *, reading: bool, early: bool = False) -> None:
         """Seeds this rank's generators by the batch at hand, if ranks read different data.
@@ -202,6 +241,9 @@ class DistributedStrategy(ProcessMesh):
             with self._guard.closing():
                 self.barrier("teardown")  # else a fast rank takes a slow one for a lost one
                 self.close_session()
+                loaders, self._loaders = self._loaders, None
+                if loaders is not None:
+                    loaders.channel.close()
             if not self._guard.is_sound:
                 never_destroy(self.process_groups)
             self._is_stop_due = self._guard.is_stop_due

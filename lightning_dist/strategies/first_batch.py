@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.loader_proxy import LoaderProxy
 
 
 class BegunLoaders:
@@ -60,8 +61,8 @@ class BegunLoaders:
         return loader
 
 
-class ResumedLoader:
-    """A loader of which a part has been read; its public attributes are the loader's.
+class ResumedLoader(LoaderProxy):
+    """A loader of which a part has been read.
 
     Args:
         loader: The user's.
@@ -69,25 +70,19 @@ class ResumedLoader:
     """
 
     def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
-        self._loader = loader
+        super().__init__(loader)
         self._batches: Iterator[Any] | None = batches
+        if self.has_state:
+            self.load_state_dict = self._load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
         """Begins an epoch."""
         batches, self._batches = self._batches, None
         return iter(self._loader) if batches is None else batches
 
-    def __len__(self) -> int:
-        """Counts the batches of an epoch, if the loader does."""
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        """Looks a public attribute up, such as ``batch_size``."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name == "load_state_dict":  # a resumed run goes on from where the state says
-            self._batches = None
-        return getattr(self._loader, name)
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        self._batches = None  # a resumed run goes on from where the state says
+        self._loader.load_state_dict(state)
 
 
 def read_first_batch(trainer: pl.Trainer, begun: BegunLoaders) -> tuple[Any, int] | None:

@@ -11,8 +11,10 @@ torch that one module needs, most often below the strategies, stands in that mod
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import wraps
 from types import FrameType
 from typing import Any, Literal, TypeAlias
@@ -30,6 +32,7 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -176,22 +179,30 @@ def keep_users_samplers(trainer: pl.Trainer) -> None:
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
-def replace_in_loader(loader: DataLoader[Any], name: str, value: Any) -> Any:
-    """Sets an attribute of a loader, which refuses that for its samplers.
+def copy_of_loader(loader: DataLoader[Any], name: str, value: Any) -> DataLoader[Any]:
+    """Copies a loader, and sets an attribute of the copy, which refuses that for its samplers.
 
-    A new loader would not be the user's.
+    To build another one would take the arguments that the user's class was built with.
+    ``_iterator`` holds the loader's workers.
 
     Args:
-        loader: Changed.
+        loader: Stays as it is.
         name: Of the attribute.
-        value: What it becomes.
-
-    Returns:
-        What it was.
+        value: What it is in the copy.
     """
-    own = loader.__dict__[name]
-    loader.__dict__[name] = value
-    return own
+    copied = copy(loader)
+    copied.__dict__.update({name: value, "_iterator": None})
+    return copied
+
+
+def is_iterated_by_loop() -> bool:
+    """Tells whether the caller, an ``__iter__``, was called by Lightning's loops.
+
+    They do so in the module of :class:`CombinedLoader` alone, whose iterators are private, and give
+    no sign of it. A user's hook that iterates a loader of the Trainer does not come that way.
+    """
+    caller = sys._getframe(2)
+    return caller.f_globals.get("__name__") == CombinedLoader.__module__
 
 
 def replace_loader_hooks(

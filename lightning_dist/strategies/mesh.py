@@ -20,6 +20,7 @@ from lightning_dist.count import check_count
 from lightning_dist.dry_run_summary import DryRunSummary
 from lightning_dist.mesh import MeshShape, fill_mesh
 from lightning_dist.strategies import fsdp_checks
+from lightning_dist.strategies.distributed import Read
 from lightning_dist.strategies.dry_run import DryRun
 from lightning_dist.strategies.measured import MeasuredStages
 from lightning_dist.strategies.mesh_checks import (
@@ -54,6 +55,9 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
             file where a rank holds the whole model.
+        read: Which ranks of a data replica read its batches: the ``"first"``, which sends them to
+            the others, so that a run draws its data as one device would; or ``"each"``, which must
+            then draw the same.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.
@@ -78,6 +82,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         meta_init: bool = True,
         timeout_s: float = 1800.0,
         save_full: bool | None = None,
+        read: Read = "first",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -102,6 +107,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
             timeout_s=timeout_s,
             start_method=start_method,
             save_full=save_full,
+            read=read,
         )
         self._sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
 

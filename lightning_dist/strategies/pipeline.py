@@ -43,6 +43,7 @@ from lightning_dist.strategies import lightning_private, pipeline_checks, whole_
 from lightning_dist.strategies.batch_statistics import find_batch_statistics, with_whole_batches
 from lightning_dist.strategies.bracket import add_first_callback, bracket_callbacks
 from lightning_dist.strategies.clipping import NormsAhead, clip_whole_gradient
+from lightning_dist.strategies.distributed import Read
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.first_batch import BegunLoaders
 from lightning_dist.strategies.first_call import FirstCall
@@ -111,6 +112,9 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
             file where a rank holds the whole model.
+        read: Which ranks of a data replica read its batches: the ``"first"``, which sends them to
+            the others, so that a run draws its data as one device would; or ``"each"``, which must
+            then draw the same.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.
@@ -138,6 +142,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         log_discrepancy: bool = False,
         timeout_s: float = 1800.0,
         save_full: bool | None = None,
+        read: Read = "first",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -169,6 +174,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             timeout_s=timeout_s,
             start_method=start_method,
             save_full=save_full,
+            read=read,
         )
         self._num_stages = num_stages
         self._num_microbatches = num_microbatches

@@ -181,20 +181,22 @@ class ProcessMesh(ParallelStrategy):
             device_id=device if backend == "nccl" else None,
         )
 
-    def group(self, *axes: str, purpose: str = "") -> dist.ProcessGroup:
+    def group(
+        self, *axes: str, purpose: str = "", timeout: timedelta | None = None
+    ) -> dist.ProcessGroup:
         """Gives this rank's gloo group along some mesh axes; each rank must ask alike.
 
         Args:
             axes: Names of mesh axes; all of them for a group of all ranks.
             purpose: Of a group of one's own, for collectives whose order among others differs from
                 rank to rank.
+            timeout: Of its operations, for a group of one's own; None takes the run's.
         """
+        timeout = timeout or timedelta(seconds=self._timeout_seconds)
         key = (*axes, purpose)
         if key not in self._groups:
             for ranks in self.mesh.groups(*axes):
-                group = dist.new_group(
-                    ranks, backend="gloo", timeout=timedelta(seconds=self._timeout_seconds)
-                )
+                group = dist.new_group(ranks, backend="gloo", timeout=timeout)
                 if self.global_rank in ranks:
                     self._groups[key] = group
         return self._groups[key]

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from typing_extensions import override
 
-class ProlongedLoader:
+from lightning_dist.strategies.loader_proxy import LoaderProxy
+
+
+class ProlongedLoader(LoaderProxy):
     """Gives a loader's batches, and then its last one again and again.
 
     Args:
@@ -22,12 +26,12 @@ class ProlongedLoader:
     """
 
     def __init__(self, loader: Any, length: int) -> None:
-        self._loader = loader
+        super().__init__(loader)
         self._length = length
         self.position = -1
 
+    @override
     def __len__(self) -> int:
-        """Batches of an epoch."""
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
@@ -55,9 +59,3 @@ class ProlongedLoader:
     def has_own_batch(self) -> bool:
         """Whether the batch that was given last is not a repetition."""
         return self.position < len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        """Looks a public attribute up: Lightning and users ask for samplers and the data set."""
-        if name.startswith("_"):  # whoever changes a private one must change the loader's own
-            raise AttributeError(name)
-        return getattr(self._loader, name)

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_dist.rng import seed_all
+from lightning_dist.rng import generators_of, seed_all
+
+_HOST = torch.device("cpu")
 
 
 def share_random_state(group: dist.ProcessGroup) -> None:
@@ -28,9 +30,9 @@ def share_random_state(group: dist.ProcessGroup) -> None:
     """
     if dist.get_world_size(group) == 1:
         return
-    states = _states()
+    states = random_states()
     dist.broadcast_object_list(states, group_src=0, group=group)
-    _set_states(states)
+    set_random_states(states)
 
 
 @contextmanager
@@ -43,14 +45,14 @@ def first_ranks_numbers(group: dist.ProcessGroup) -> Iterator[None]:
     Yields:
         Nothing. Afterwards ranks whose generators were others than the first's have them back.
     """
-    own = _states()
+    own = random_states()
     share_random_state(group)
-    were_alike = pickle.dumps(_states()) == pickle.dumps(own)
+    were_alike = pickle.dumps(random_states()) == pickle.dumps(own)
     try:
         yield
     finally:
         if not were_alike:
-            _set_states(own)
+            set_random_states(own)
 
 
 class RandomStream:
@@ -80,26 +82,40 @@ class RandomStream:
 
     def enter(self) -> None:
         """Begins what :meth:`drawing` does."""
-        self._outside = _states()
+        self._outside = random_states()
         if self._inside is None:
-            seed_all(*self._identity, device=torch.device("cpu"))
+            seed_all(*self._identity, device=_HOST)
         else:
-            _set_states(self._inside)
+            set_random_states(self._inside)
 
     def leave(self) -> None:
         """Ends it; does nothing if it has not begun."""
         if self._outside is None:
             return
-        self._inside = _states()
-        _set_states(self._outside)
+        self._inside = random_states()
+        set_random_states(self._outside)
         self._outside = None
 
 
-def _states() -> list[Any]:
-    return [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+def random_states(device: torch.device = _HOST) -> list[Any]:
+    """Gives the states of all global generators: Python's, numpy's and torch's.
+
+    Args:
+        device: Whose generator is one of torch's, beside the host's.
+    """
+    torchs = [generator.get_state().numpy() for generator in generators_of(device)]
+    return [random.getstate(), np.random.get_state(), *torchs]
 
 
-def _set_states(states: list[Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
+def set_random_states(states: list[Any], device: torch.device = _HOST) -> None:
+    """Sets the states of all global generators.
+
+    Args:
+        states: What :func:`random_states` has given for such a device.
+        device: As for :func:`random_states`.
+    """
+    python, numpys, *torchs = states
+    random.setstate(python)
+    np.random.set_state(numpys)
+    for generator, state in zip(generators_of(device), torchs, strict=True):
+        generator.set_state(torch.from_numpy(state))

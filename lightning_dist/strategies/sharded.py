@@ -155,7 +155,8 @@ class ShardedStrategy(DataParallelStrategy):
             self._sharded = self._shard()
         self.model_to_device()  # an earlier run has left it on the host
         self.hook_into(trainer)
-        self._undo += (self._tie(trainer),)
+        if self.num_readers > 1:
+            self._undo += (self._tie(trainer),)
         if self.mesh.pp == 1:  # those of stages are reduced over the last ones
             self._undo += (reduce_metrics_over(self.module, self.data_group),)
         if is_fitting:

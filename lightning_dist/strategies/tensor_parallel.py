@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape, fill_axis
+from lightning_dist.strategies.distributed import Read
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.shard_config import ShardConfig
@@ -42,6 +43,9 @@ class TensorParallelStrategy(ShardedStrategy):
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
             file where a rank holds the whole model.
+        read: Which ranks of a data replica read its batches: the ``"first"``, which sends them to
+            the others, so that a run draws its data as one device would; or ``"each"``, which must
+            then draw the same.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.
@@ -63,6 +67,7 @@ class TensorParallelStrategy(ShardedStrategy):
         meta_init: bool = True,
         timeout_s: float = 1800.0,
         save_full: bool | None = None,
+        read: Read = "first",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -85,6 +90,7 @@ class TensorParallelStrategy(ShardedStrategy):
             timeout_s=timeout_s,
             start_method=start_method,
             save_full=save_full,
+            read=read,
         )
         self._tp_size = tp_size
 

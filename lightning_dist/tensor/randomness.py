@@ -4,7 +4,8 @@ Dropout on an activation that all ranks hold must drop the same elements on all 
 rank holds other features, or another part of the sequence, the same mask on each rank would make
 one mask of a few copies. A region's own numbers are seeded by one number that is drawn outside, the
 same on all ranks, and by the rank; behind the region the state is what it was after that draw. So
-they are drawn again, the same, when activation checkpointing computes a region a second time.
+they are drawn again, the same, when activation checkpointing computes a region a second time. A
+region that draws nothing leaves the state as it was, as on one device.
 
 Such a second computation stops as soon as it has what the backward needs, which may be inside of
 the region, and puts back the generators' state. So where a rank is, is read from their seed.
@@ -28,25 +29,36 @@ class RegionRandomness:
     def __init__(self, index: int, device: torch.device) -> None:
         self._index = index
         self._device = device
+        self._before: list[torch.Tensor] = []
         self._outside: list[torch.Tensor] = []
+        self._inside: list[torch.Tensor] = []
         self._seed = 0
 
     def enter(self) -> None:
         """Goes on with numbers of this rank's own; does nothing inside of a region."""
         if self._is_inside():
             return
-        self._seed = seed_of((int(torch.randint(2**62, ())), self._index))
         generators = generators_of(self._device)
-        self._outside = [generator.get_state() for generator in generators]
+        self._before = _states(generators)
+        self._seed = seed_of((int(torch.randint(2**62, ())), self._index))
+        self._outside = _states(generators)
         for generator in generators:
             generator.manual_seed(self._seed)
+        self._inside = _states(generators)
 
     def leave(self) -> None:
         """Goes on with the numbers that all ranks share; does nothing outside of a region."""
         is_inside, states, self._outside = self._is_inside(), self._outside, []
         if is_inside:
-            for generator, state in zip(generators_of(self._device), states, strict=True):
+            generators = generators_of(self._device)
+            if all(map(torch.equal, _states(generators), self._inside)):
+                states = self._before
+            for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
 
     def _is_inside(self) -> bool:
         return bool(self._outside) and torch.default_generator.initial_seed() == self._seed % 2**64
+
+
+def _states(generators: list[torch.Generator]) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators]

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -20,7 +21,6 @@ from torchmetrics import MeanMetric
 import lightning_dist
 from lightning_dist.rng import seeded
 from lightning_dist.strategies import lightning_private
-from lightning_dist.strategies.changed_loaders import ChangedLoaders
 from lightning_dist.strategies.failure_ring import Failure, RankFailedError
 from lightning_dist.strategies.hyperparameters import HyperparameterHistory
 from lightning_dist.strategies.sigterm_handler import SigtermHandler
@@ -285,39 +285,59 @@ def test_a_wrapper_that_is_taken_off_leaves_its_parameters_alone() -> None:
     assert heard == ["gradients"]
 
 
-class Doubled:
-    """Gives each entry of a sampler twice."""
+class Reversed:
+    """Gives the entries of a sampler from its end."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:
-        return (entry for entry in self.sampler for _ in range(2))
+        return reversed(list(self.sampler))
 
 
 @pytest.mark.parametrize(
-    ("options", "wrapped"),
+    ("options", "name", "found"),
     [
-        ({"batch_size": 2}, [[0, 1], [0, 1], [2, 3], [2, 3]]),
-        ({"batch_size": None}, [0, 0, 1, 1, 2, 2, 3, 3]),
-        ({"batch_sampler": [[3, 0], [1]]}, [[3, 0], [3, 0], [1], [1]]),
+        ({"batch_size": 2}, "batch_sampler", [[2, 3], [0, 1]]),
+        ({"batch_size": None}, "sampler", [3, 2, 1, 0]),
     ],
 )
-def test_a_loader_reads_by_the_wrapped_sampler_until_it_gets_its_own_back(
-    options: dict[str, Any], wrapped: list[Any]
+def test_a_copy_of_a_loader_has_another_sampler(
+    options: dict[str, Any], name: str, found: list[Any]
 ) -> None:
-    def read() -> list[Any]:
+    def read(loader: DataLoader[Any]) -> list[Any]:
         return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
 
     loader: DataLoader[Any] = DataLoader(range(4), **options)  # type: ignore[arg-type]
-    own, samplers = read(), (loader.sampler, loader.batch_sampler)
-    changed = ChangedLoaders()
-    changed.wrap_sampler(loader, Doubled)
-    assert read() == wrapped
-    changed.wrap_sampler(loader, Doubled)
-    changed.undo()
-    assert read() == own
+    own, samplers = read(loader), (loader.sampler, loader.batch_sampler)
+    copied = lightning_private.copy_of_loader(loader, name, Reversed(getattr(loader, name)))
+    assert read(copied) == found
+    assert read(loader) == own
     assert (loader.sampler, loader.batch_sampler) == samplers
+
+
+class Asking:
+    """Notes whether Lightning's loops iterate it."""
+
+    def __init__(self) -> None:
+        self.answers: list[bool] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.answers.append(lightning_private.is_iterated_by_loop())
+        return iter([0])
+
+
+def test_a_loader_knows_whether_lightnings_loops_iterate_it() -> None:
+    asking = Asking()
+    modes = ("min_size", "max_size", "max_size_cycle", "sequential")
+    for mode in modes:
+        list(CombinedLoader({"a": asking}, mode))  # type: ignore[arg-type]
+    assert len(asking.answers) >= len(modes)
+    assert all(asking.answers)
+    asking.answers.clear()
+    list(asking)
+    next(iter(asking))
+    assert asking.answers == [False, False]
 
 
 class WithLoaders(L.LightningModule):

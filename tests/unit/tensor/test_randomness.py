@@ -47,3 +47,14 @@ def test_what_is_computed_again_draws_the_same_though_it_stops_inside(use_reentr
     assert [m.tolist() for m in masks[3:]] == [m.tolist() for m in reversed(masks[:3])]
     randomness.leave()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_region_that_draws_nothing_leaves_the_state_as_it_was() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    randomness = RegionRandomness(1, torch.device("cpu"))
+    for _ in range(2):
+        randomness.enter()
+        randomness.leave()
+    assert torch.equal(torch.rand(3), expected)

@@ -1,0 +1,47 @@
+"""A loader in the place of the user's, with its public attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class LoaderProxy:
+    """Base of loaders that stand in for another one; a subclass has ``__iter__``.
+
+    Args:
+        loader: The user's.
+    """
+
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], None]
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        if self.has_state:  # only then: Lightning asks whether there are these attributes
+            self.state_dict = loader.state_dict
+            self.load_state_dict = loader.load_state_dict
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the loader can go on inside of an epoch."""
+        return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Looks a public attribute up: Lightning and users ask for samplers and the data set."""
+        if name.startswith("_"):  # code that sets a private one must set the loader's own
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    @property
+    def _iterator(self) -> Any:
+        """The iterator that torch's loader keeps; Lightning ends its workers."""
+        return self._loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._loader._iterator = iterator

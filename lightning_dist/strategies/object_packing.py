@@ -1,0 +1,74 @@
+"""Objects as tensors: one with all that is no tensor, and the tensors in them.
+
+A batch is whatever the user's collate function returns. Pickle knows how to rebuild each class, so
+no class has to be known here; only plain tensors are taken out, for their bytes need no pickling.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_STEP_BYTES = 1024  # so that most objects are as long as the one before, and share its description
+
+
+def pack(value: Any) -> list[Tensor]:
+    """Turns an object into tensors.
+
+    Args:
+        value: Anything that can be pickled.
+
+    Returns:
+        The pickled rest, and the plain tensors that were in it; not copied.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(value)
+    buffer.write(bytes(-buffer.tell() % _STEP_BYTES))
+    return [torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), *pickler.tensors]
+
+
+def unpack(packed: list[Tensor]) -> Any:
+    """Turns tensors into the object that they were made of; the inverse of :func:`pack`.
+
+    Args:
+        packed: What :func:`pack` has returned, in any memory; the object's tensors are in it.
+    """
+    rest, *tensors = packed
+    return _Unpickler(io.BytesIO(rest.numpy().tobytes()), tensors).load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._places: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Takes a plain tensor out, and names its place."""
+        if type(obj) is not Tensor or not _is_plain(obj):
+            return None
+        place = self._places.setdefault(id(obj), len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(obj)
+        return place
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> Tensor:
+        """Puts a tensor back."""
+        return self._tensors[pid]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is what its shape, dtype and elements say."""
+    odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return tensor.layout == torch.strided and not odd
