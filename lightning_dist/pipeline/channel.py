@@ -1,10 +1,9 @@
 """What both ends of a channel between two stages promise, over whatever it runs.
 
-A message is a tree of tensors with two numbers on whose meaning sender and receiver agree. The
-*port* says who waits for it: stages that share a rank share its channels, and nothing else tells
-what is for which of them. The *stamp* must be what its receiver expects; stages stamp activations
-with the fingerprint of the batch. Whoever learns that the other end is
-gone, or that the whole run has failed, wakes the receiver with :meth:`Receiver.interrupt`.
+A message is a tree of tensors with a number on whose meaning sender and receiver agree. This
+*port* says what waits for it: stages that share a rank share its channels, and nothing else tells
+what is for which of them. A thread that learns that the other end is gone, or that the whole run
+has failed, wakes the receiver with :meth:`Receiver.interrupt`.
 """
 
 from __future__ import annotations
@@ -23,14 +22,10 @@ class ChannelClosedError(PeerLostError):
     """The process at the other end of a channel has closed it."""
 
 
-class StampError(RuntimeError):
-    """A message is not about what its receiver takes it to be about."""
-
-
 class Sender(Protocol):
     """The near end of a channel out of this process."""
 
-    def send(self, tree: Any, *, port: int = 0, stamp: int = 0) -> None:
+    def send(self, tree: Any, *, port: int = 0) -> None:
         """Hands a tree over; returns at once."""
 
     def close(self) -> None:
@@ -40,8 +35,8 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The near end of a channel into this process."""
 
-    def receive(self, *, port: int = 0, stamp: int = 0) -> Any:
-        """Waits for the next tree of a port, which must have been sent with an equal stamp."""
+    def receive(self, *, port: int = 0) -> Any:
+        """Waits for the next tree of a port."""
 
     def interrupt(self, error: BaseException) -> None:
         """Makes this and each later :meth:`receive` raise."""
@@ -57,25 +52,10 @@ class Message:
     Attributes:
         tree: What was sent.
         port: Who waits for it.
-        stamp: What the sender says it is about.
     """
 
     tree: Any
     port: int
-    stamp: int
-
-    def opened(self, stamp: int) -> Any:
-        """Gives the tree.
-
-        Args:
-            stamp: What the receiver takes it to be about.
-
-        Raises:
-            StampError: It is about something else.
-        """
-        if stamp != self.stamp:
-            raise StampError(f"Sent with the stamp {self.stamp}, expected with {stamp}.")
-        return self.tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class DrySender:
         self.sent: dict[int, DryMessage] = {}
         self._note = note
 
-    def send(self, tree: Any, *, port: int = 0, stamp: int = 0) -> None:
+    def send(self, tree: Any, *, port: int = 0) -> None:
         """Notes a tree."""
         self._note(sum(t.nbytes for t in flatten(tree)[0]))
         self.sent[port] = DryMessage.of(tree)
@@ -102,7 +102,7 @@ class DryReceiver:
     def __init__(self, find: Callable[[int], DryMessage]) -> None:
         self._find = find
 
-    def receive(self, *, port: int = 0, stamp: int = 0) -> Any:
+    def receive(self, *, port: int = 0) -> Any:
         """Makes the tree of a port."""
         return self._find(port).make()
 

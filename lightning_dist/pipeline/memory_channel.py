@@ -16,15 +16,15 @@ class MemoryChannel:
         self._messages: queue.SimpleQueue[Message | Failed] = queue.SimpleQueue()
         self._inbox = Inbox(self._take)
 
-    def send(self, tree: Any, *, port: int = 0, stamp: int = 0) -> None:
+    def send(self, tree: Any, *, port: int = 0) -> None:
         """Hands a tree over, its tensors cut from their graph."""
         tensors, skeleton = flatten(tree)
         cut = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        self._messages.put(Message(unflatten(cut, skeleton), port, stamp))
+        self._messages.put(Message(unflatten(cut, skeleton), port))
 
-    def receive(self, *, port: int = 0, stamp: int = 0) -> Any:
-        """Waits for the next tree of a port, which must have been sent with an equal stamp."""
-        return self._inbox.next(port).opened(stamp)
+    def receive(self, *, port: int = 0) -> Any:
+        """Waits for the next tree of a port."""
+        return self._inbox.next(port).tree
 
     def _take(self) -> Message:
         message = self._messages.get()

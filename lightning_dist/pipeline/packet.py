@@ -23,7 +23,7 @@ from torch import Tensor
 Memory = npt.NDArray[np.uint8]
 """A run of bytes that can be written to."""
 
-_LEAD = struct.Struct("<5q")
+_LEAD = struct.Struct("<4q")
 # Of a cache line, and a multiple of the size of any number: what a tensor begins at.
 _ALIGNMENT = 64
 
@@ -77,14 +77,12 @@ class Lead:
         number: Messages that the sender has sent before.
         num_bytes: Of the form, where one comes with the packet or next.
         port: Who waits for the tree.
-        stamp: What the tree is about.
     """
 
     notice: Notice
     number: int = 0
     num_bytes: int = 0
     port: int = 0
-    stamp: int = 0
 
 
 class PacketLayout:
@@ -127,7 +125,7 @@ def write_lead(memory: Memory, lead: Lead) -> None:
         memory: Of the packet.
         lead: What it shall begin with.
     """
-    _LEAD.pack_into(memory.data, 0, lead.notice, lead.number, lead.num_bytes, lead.port, lead.stamp)
+    _LEAD.pack_into(memory.data, 0, lead.notice, lead.number, lead.num_bytes, lead.port)
 
 
 def fill(layout: PacketLayout, memory: Memory, tensors: Sequence[Tensor]) -> None:
@@ -148,8 +146,8 @@ def read_lead(memory: Memory) -> Lead:
     Args:
         memory: Of the packet.
     """
-    notice, number, num_bytes, port, stamp = _LEAD.unpack_from(memory.data)
-    return Lead(Notice(notice), number, num_bytes, port, stamp)
+    notice, number, num_bytes, port = _LEAD.unpack_from(memory.data)
+    return Lead(Notice(notice), number, num_bytes, port)
 
 
 def as_bytes(memory: Memory) -> Tensor:

@@ -35,7 +35,6 @@ from torch import Tensor, nn
 
 from lightning_dist.pipeline.actions import ActionKind
 from lightning_dist.pipeline.cut import cut
-from lightning_dist.pipeline.fingerprint import fingerprint
 from lightning_dist.pipeline.gradients import Gradients, Lent
 from lightning_dist.pipeline.half_weights import HalfWeights
 from lightning_dist.pipeline.held_update import HeldUpdate
@@ -93,8 +92,6 @@ class Pipeline:
             :meth:`install_gradients`'s ``reduce`` average gradients; called before these.
         predict: Gives copies of parameters as they will be some updates later, for forwards to run
             on under ``"pipedream"``.
-        mark_batches: Whether activations carry a fingerprint of their batch, which needs its
-            values.
         measure_discrepancy: Whether :attr:`reports` say how far weights have moved from a batch's
             forward to its update.
         half: How layers compute in half precision; None leaves them the parameters' own.
@@ -115,7 +112,6 @@ class Pipeline:
         on_complete: OnComplete = _ignore,
         average_weight: AverageWeight = _same,
         predict: Predict | None = None,
-        mark_batches: bool = True,
         measure_discrepancy: bool = False,
         half: HalfWeights | None = None,
     ) -> None:
@@ -151,7 +147,6 @@ class Pipeline:
             self._complete_early,
             explain_with(self._rounds.drawn()),
         )
-        self._mark_batches = mark_batches
         self._batches_since_drain = 0
         self._num_batches = 0
         self._num_evaluated = 0
@@ -253,15 +248,13 @@ class Pipeline:
             What the step returned for each micro-batch on the last stage; empty on the others.
 
         Raises:
-            ValueError: The stage before read another batch, or the batch cannot be cut.
+            ValueError: The batch cannot be cut.
         """
         microbatches = self._split(batch)
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
         first = self._batches_since_drain * len(microbatches) if self.asynchronous else 0
         numbered = {first + microbatch.index: microbatch for microbatch in microbatches}
         name = (self._num_batches if seed is None else seed,)
-        # The pipeline has to fill then, so that nobody waits because of a look at a device.
-        mark = self._mark(batch, read_devices=self._batches_since_drain == 0)
         actions = self._rounds.training(self._batches_since_drain, len(microbatches))
         if not self.asynchronous:
             for stage in self.stages.values():
@@ -270,7 +263,7 @@ class Pipeline:
             self._batches_since_drain if self.asynchronous else 0, loss_scale
         )
         with python_state_kept():
-            work = Work(numbered, step, gradient_scale, name, mark, loss_scale)
+            work = Work(numbered, step, gradient_scale, name, loss_scale)
             results = self._run(actions, work, on_results)
         self._batches_since_drain += 1
         self._num_batches += 1
@@ -311,9 +304,8 @@ class Pipeline:
         count = max(1, min(num_microbatches, batch_size_of(batch) or 1))
         microbatches = split(batch, count)
         self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
-        mark = self._mark(batch, read_devices=True)
         name = (self._num_batches if seed is None else seed, self._num_evaluated)
-        work = Work({m.index: m for m in microbatches}, step, 1.0, name, mark)
+        work = Work({m.index: m for m in microbatches}, step, 1.0, name)
         self._num_evaluated += 1
         with python_state_kept():
             results = self._runtime.run(self._rounds.evaluation(count), work)
@@ -373,9 +365,6 @@ class Pipeline:
         """
         assert self._batches_since_drain == 0 or not self.asynchronous
         return self.stages.letting_go()
-
-    def _mark(self, batch: Any, *, read_devices: bool) -> int:
-        return fingerprint(batch, read_devices=read_devices) if self._mark_batches else 0
 
     def _complete_early(self, update: int) -> None:
         self._on_complete(update, self._held.complete_early(update))

@@ -85,22 +85,20 @@ class DistributedReceiver:
         self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
         self._thread.start()
 
-    def receive(self, *, port: int = 0, stamp: int = 0) -> Any:
+    def receive(self, *, port: int = 0) -> Any:
         """Waits for the next tree of a port.
 
         Args:
             port: What the tree has been sent to.
-            stamp: What the tree must have been sent with.
 
         Returns:
             The tree, on this receiver's device; its tensors require grad as the sent ones did.
 
         Raises:
             PeerLostError: The sender is gone.
-            StampError: The tree was sent with another stamp.
             TimeoutError: Nothing came in time.
         """
-        return self._inbox.next(port).opened(stamp)
+        return self._inbox.next(port).tree
 
     def _next(self) -> Message:
         if self._failure is not None:
@@ -202,4 +200,4 @@ class DistributedReceiver:
 
 
 def _numbered(lead: Lead, tree: Any) -> _Numbered:
-    return _Numbered(lead.number, Message(tree, lead.port, lead.stamp))
+    return _Numbered(lead.number, Message(tree, lead.port))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lightning_dist.pipeline.actions import Action, ActionKind
-from lightning_dist.pipeline.channel import Receiver, Sender, StampError
+from lightning_dist.pipeline.channel import Receiver, Sender
 from lightning_dist.pipeline.loss import Loss
 from lightning_dist.pipeline.loss_weights import LossWeights, WeighedGradients
 from lightning_dist.pipeline.microbatch import Microbatch
@@ -83,7 +83,6 @@ class Work:
         step: The user's step.
         gradient_scale: Multiplies all gradients of the batch, beside each micro-batch's weight.
         seed: Integers that name the batch for the random numbers.
-        fingerprint: Of the batch; the same on all stages.
         loss_scale: Multiplies the loss, so that small gradients survive in half precision.
     """
 
@@ -91,7 +90,6 @@ class Work:
     step: Step
     gradient_scale: float
     seed: tuple[int, ...]
-    fingerprint: int
     loss_scale: float = 1.0
 
 
@@ -179,22 +177,10 @@ class Runtime:
         for stage in self._stages.values():
             stage.clear()
 
-    def _receive_activation(self, place: Place, work: Work | None) -> None:
-        assert work is not None
+    def _receive_activation(self, place: Place, _: Work | None) -> None:
         stage, index = place
         port = self._port(stage - 1, index)
-        try:
-            self._received[place] = self._links.activations_in[stage].receive(
-                port=port, stamp=work.fingerprint
-            )
-        except StampError:
-            raise ValueError(
-                "This stage and the one before read different batches. All stages of a pipeline"
-                " must draw the same samples and augment them alike: call"
-                " `L.seed_everything(seed, workers=True)` first, and let samplers, augmentations"
-                " and collate functions use no random numbers that depend on the rank. It also"
-                " happens when one rank alone ends an epoch or skips a batch."
-            ) from None
+        self._received[place] = self._links.activations_in[stage].receive(port=port)
 
     def _forward(self, place: Place, work: Work | None) -> None:
         assert work is not None
@@ -210,12 +196,11 @@ class Runtime:
             roots = stage.set_loss(index, loss.value, weight * work.loss_scale)
             self._take_gradients(place, WeighedGradients.of_loss(roots, loss.weight))
 
-    def _send_activation(self, place: Place, work: Work | None) -> None:
-        assert work is not None
+    def _send_activation(self, place: Place, _: Work | None) -> None:
         stage, index = place
         activation = self._results.pop(place)
         port = self._port(stage, index)
-        self._links.activations_out[stage].send(activation, port=port, stamp=work.fingerprint)
+        self._links.activations_out[stage].send(activation, port=port)
 
     def _receive_gradient(self, place: Place, _: Work | None) -> None:
         stage, index = place

@@ -77,33 +77,32 @@ class DistributedSender:
         self._thread = threading.Thread(target=self._reap, name=f"send-to-{peer}", daemon=True)
         self._thread.start()
 
-    def send(self, tree: Any, *, port: int = 0, stamp: int = 0) -> None:
+    def send(self, tree: Any, *, port: int = 0) -> None:
         """Hands a tree over; returns at once.
 
         Args:
             tree: Any tree. Its tensors may be written to afterwards.
             port: Any integer of 63 bits, for the receiver to sort by.
-            stamp: Any integer of 63 bits, for the receiver to compare.
 
         Raises:
             PeerLostError: The receiver is gone.
         """
         try:
-            self._send(tree, port, stamp)
+            self._send(tree, port)
         except (KeyboardInterrupt, SystemExit) as error:
             # Nobody knows how much of the message has left, so nothing can follow it, not even a
             # goodbye: gloo ends a process that gets more bytes than it expects.
             self._failure = error
             raise
 
-    def _send(self, tree: Any, port: int, stamp: int) -> None:
+    def _send(self, tree: Any, port: int) -> None:
         self._refuse_after_failure()
         tensors, skeleton = flatten(tree)
         infos = [TensorInfo.of(tensor) for tensor in tensors]
         content = content_of(skeleton, infos)
         if content != self._content:
             self._content, self._layout = content, PacketLayout(infos)
-        lead = Lead(Notice.TREE, self._number, len(content), port, stamp)
+        lead = Lead(Notice.TREE, self._number, len(content), port)
         ring = self._room.ring_for(shared_bytes(content, self._layout), tensors)
         if ring is not None and (slot := ring.take()) is not None:
             write_shared(slot, lead, content, self._layout, tensors)

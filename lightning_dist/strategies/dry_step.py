@@ -96,7 +96,6 @@ class DryStep:
             channels.links,
             layers=staged.root,
             gradients=staged.gradients,
-            mark_batches=False,
         )
         step = staged.prepared(self._training_step)
 

@@ -116,7 +116,6 @@ class _Rank:
             links,
             weight_versions=config.weight_versions,
             predict=predict,
-            mark_batches=False,
         )
 
     def train_batch(self, batch: Any) -> None:

@@ -109,7 +109,7 @@ def exchange(refused_by: int | None) -> int:
             for number, sent in enumerate(messages):
                 if number in {1, 30}:
                     dist.barrier()
-                sender.send(sent, port=number % 3, stamp=number)
+                sender.send(sent, port=number % 3)
             dist.barrier()
             count = hand_over.call_count
             assert in_memory.count == count
@@ -121,7 +121,7 @@ def exchange(refused_by: int | None) -> int:
             if number == 30:
                 dist.barrier()
                 dist.barrier()  # all are on their way, and the ring is full
-            found = receiver.receive(port=number % 3, stamp=number)
+            found = receiver.receive(port=number % 3)
             assert found["number"] == number
             for x, y in zip(found["x"], sent["x"], strict=True):
                 assert torch.equal(x, y)

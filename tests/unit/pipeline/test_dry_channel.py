@@ -10,7 +10,7 @@ def test_what_is_sent_comes_out_as_shapes() -> None:
     sizes: list[int] = []
     sender = DrySender(sizes.append)
     wanted = torch.ones(2, 3, requires_grad=True)
-    sender.send({"x": wanted, "mask": torch.ones(2, dtype=torch.bool), "name": "a"}, stamp=1)
+    sender.send({"x": wanted, "mask": torch.ones(2, dtype=torch.bool), "name": "a"})
     assert sizes == [2 * 3 * 4 + 2]
     made = sender.sent[0].make()
     assert made["name"] == "a"
@@ -44,7 +44,7 @@ def test_the_last_stage_receives_activations_and_sends_gradients() -> None:
     links = made.links
     assert not links.activations_out
     assert not links.gradients_in
-    assert links.activations_in[1].receive(port=7, stamp=5).shape == (4,)
+    assert links.activations_in[1].receive(port=7).shape == (4,)
     links.gradients_out[1].send([torch.ones(3)])
     assert sizes == [12]
     assert not made.sent

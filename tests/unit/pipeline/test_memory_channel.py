@@ -3,19 +3,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_dist.pipeline.channel import StampError
 from lightning_dist.pipeline.memory_channel import MemoryChannel
 
 
 def test_each_port_gets_its_own_in_order() -> None:
     channel = MemoryChannel()
     for port, value in ((1, "a"), (2, "b"), (1, "c"), (3, "d")):
-        channel.send(value, port=port, stamp=port)
-    assert channel.receive(port=3, stamp=3) == "d"
-    assert channel.receive(port=1, stamp=1) == "a"
-    assert channel.receive(port=1, stamp=1) == "c"
-    with pytest.raises(StampError):
-        channel.receive(port=2, stamp=9)
+        channel.send(value, port=port)
+    assert channel.receive(port=3) == "d"
+    assert channel.receive(port=1) == "a"
+    assert channel.receive(port=1) == "c"
+    assert channel.receive(port=2) == "b"
 
 
 def test_tensors_are_cut_from_their_graph() -> None:
