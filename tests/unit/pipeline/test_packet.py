@@ -27,7 +27,7 @@ SENT = [
 LAYOUT = PacketLayout([TensorInfo.of(t) for t in SENT])
 
 
-LEAD = Lead(Notice.TREE, 7, 300, 2**62, -(2**61))
+LEAD = Lead(Notice.TREE, 7, 300, -(2**62))
 
 
 def packet() -> Memory:
