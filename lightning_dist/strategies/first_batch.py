@@ -72,7 +72,7 @@ class ResumedLoader(LoaderProxy):
     def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
         super().__init__(loader)
         self._batches: Iterator[Any] | None = batches
-        if self.has_state:
+        if hasattr(loader, "load_state_dict"):
             self.load_state_dict = self._load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
