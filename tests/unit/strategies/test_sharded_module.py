@@ -55,7 +55,8 @@ def dropped_by(spread: ShardedModule) -> Tensor:
     return torch.cat([mask.flatten() for mask in seen])
 
 
-def fail(*_: Any) -> None:
+def draw_and_fail(*_: Any) -> None:
+    torch.rand(())
     raise RuntimeError("between the two projections")
 
 
@@ -63,7 +64,7 @@ def test_a_failure_inside_of_a_region_does_not_reach_the_next_run() -> None:
     with fake_rank(1, 2):
         expected = dropped_by(sharded())
         spread = sharded()
-        handle = spread.module.model[1].register_forward_pre_hook(fail)
+        handle = spread.module.model[1].register_forward_pre_hook(draw_and_fail)
         torch.manual_seed(5)
         with pytest.raises(RuntimeError, match="between the two projections"):
             spread.train(spread.module.training_step, nullcontext, torch.ones(2, 8))
