@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 from collections.abc import Sequence
 
@@ -23,7 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     merge.add_argument(
         "--unpickle", action="store_true", help="trust IN, and load any object that it holds"
     )
+    merge.add_argument("--force", action="store_true", help="overwrite OUT.ckpt if it exists")
     options = parser.parse_args(arguments)
+    if os.path.lexists(options.target) and not options.force:
+        parser.error(f"{options.target} exists. Name another file, or add --force to overwrite it.")
     try:
         checkpoint = load_full(options.source, weights_only=not options.unpickle)
     except FileNotFoundError as error:
