@@ -110,7 +110,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
                 on_exception=self.on_exception,
                 on_train_epoch_start=self._begin_epoch,
             ),
-            stop_training_together(trainer, everyone, self._end_batch),
+            stop_training_together(trainer, everyone, self.stop_lag, self._end_batch),
             self._seed_alike,  # the script goes on with numbers that are the ranks' own no more
         )
         if self.mesh.data_size > 1:

@@ -4,11 +4,16 @@
 in already. Asking all ranks after each batch would make each wait for the slowest. So each posts
 its wish and goes on; only a rank that wants something waits for the others' answers, which are on
 their way whatever they want. If all ranks want it, as where a metric that is known everywhere says
-so, all know it at once, and do it here. If only some do, they go on for one more boundary with the
-others, who know by then.
+so, all know it at once, and do it here. If only some do, they go on with the others for ``lag``
+boundaries, by which all know.
+
+``lag`` is at least the number of boundaries by which a rank can be ahead of another, so no rank
+waits for votes that it only reads.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -20,11 +25,13 @@ class JointDecision:
 
     Args:
         group: A gloo group of all ranks.
+        lag: Boundaries from a wish of some ranks to what all do; 1 where a boundary ties the ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, lag: int = 1) -> None:
         self._group = group
-        self._pending: tuple[dist.Work, Tensor] | None = None
+        self._lag = lag
+        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def at_boundary(self, wanted: bool) -> bool:
         """Posts this rank's wish; all ranks call it at the same boundaries.
@@ -33,15 +40,16 @@ class JointDecision:
             wanted: What this rank wants.
 
         Returns:
-            Whether to do it here, the same on all ranks: all want it, or some did at the last
-            boundary.
+            Whether to do it here, the same on all ranks: all want it, or some did ``lag``
+            boundaries ago.
         """
-        if self._take_votes() > 0:  # not all ranks' votes, else this boundary would not be
+        if len(self._pending) == self._lag and _count(self._pending.popleft()) > 0:
+            self.forget()
             return True
         self._post(wanted)
-        if not wanted or self._votes() < dist.get_world_size(self._group):
+        if not wanted or _count(self._pending[-1]) < dist.get_world_size(self._group):
             return False
-        self._pending = None
+        self.forget()
         return True
 
     def settle(self, wanted: bool) -> bool:
@@ -51,30 +59,28 @@ class JointDecision:
             wanted: What this rank wants.
 
         Returns:
-            Whether any rank wants it, or has wanted it at the last boundary.
+            Whether any rank wants it, or has wanted it at a boundary that is not decided yet.
         """
-        before = self._take_votes()
         self._post(wanted)
-        return self._take_votes() + before > 0
+        return self._take_votes() > 0
 
     def forget(self) -> None:
-        """Drops what some ranks may have wanted at the last boundary; all ranks call it."""
+        """Drops what some ranks may have wanted at the last boundaries; all ranks call it."""
         self._take_votes()
 
     def _post(self, wanted: bool) -> None:
         votes = torch.tensor([int(wanted)], dtype=torch.int32)
         work = dist.all_reduce(votes, group=self._group, async_op=True)
         assert work is not None
-        self._pending = work, votes
-
-    def _votes(self) -> int:
-        if self._pending is None:
-            return 0
-        work, votes = self._pending
-        work.wait()
-        return int(votes.item())
+        self._pending.append((work, votes))
 
     def _take_votes(self) -> int:
-        votes = self._votes()
-        self._pending = None
-        return votes
+        taken = sum(_count(pending) for pending in self._pending)
+        self._pending.clear()
+        return taken
+
+
+def _count(pending: tuple[dist.Work, Tensor]) -> int:
+    work, votes = pending
+    work.wait()
+    return int(votes.item())

@@ -40,6 +40,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from lightning_dist.replaced_method import replace_method
+
 CombinedMode: TypeAlias = Literal["max_size_cycle", "sequential"]
 SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int
 
@@ -303,6 +305,46 @@ def batches_read(trainer: pl.Trainer) -> tuple[int, int | None, bool]:
 def set_received_sigterm(trainer: pl.Trainer) -> None:
     """Makes Lightning's loops end at their next boundary; the public property is read-only."""
     trainer._signal_connector.received_sigterm = True
+
+
+def can_stop_early(trainer: pl.Trainer) -> bool:
+    """Tells whether training may end before its last epoch and step.
+
+    A loop obeys ``trainer.should_stop`` where ``_can_stop_early`` says that ``min_epochs`` and
+    ``min_steps`` are met. Nothing public tells as of when the loop counts an epoch.
+
+    Args:
+        trainer: In a fit.
+    """
+    return trainer.fit_loop._can_stop_early
+
+
+def validates_by_the_clock(trainer: pl.Trainer) -> bool:
+    """Tells whether ``val_check_interval`` is a time; ``_val_check_time_interval`` is it parsed.
+
+    Args:
+        trainer: About to fit.
+    """
+    return getattr(trainer, "_val_check_time_interval") is not None  # noqa: B009
+
+
+def change_validation_due(
+    trainer: pl.Trainer, change: Callable[[bool], bool]
+) -> Callable[[], None]:
+    """Changes whether a training batch is followed by a validation.
+
+    Each rank reads its own clock in ``_should_check_val_fx``, and no hook is called before.
+
+    Args:
+        trainer: About to fit; changed until the returned function is called.
+        change: Takes what this rank would do, and gives what it shall do.
+
+    Returns:
+        Undoes the change.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    own = loop._should_check_val_fx
+    return replace_method(loop, own.__name__, lambda fetcher: change(own(fetcher)))
 
 
 @contextmanager

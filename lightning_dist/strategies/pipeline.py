@@ -65,6 +65,7 @@ from lightning_dist.strategies.stage_gradients import StageGradients
 from lightning_dist.strategies.staleness_log import LoggedStaleness
 from lightning_dist.strategies.start_line import StartLine
 from lightning_dist.strategies.traced_split import find_traced_split
+from lightning_dist.strategies.training_stop import stop_training_together
 
 _PROGRESS_KEY = "lightning_dist"
 
@@ -289,6 +290,9 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
                 on_exception=self.on_exception,
             ),
         )
+        if trainer.state.fn == TrainerFn.FITTING:
+            everyone = self.group(*self.mesh.sizes)
+            self._undo += (stop_training_together(trainer, everyone, self.stop_lag),)
         gradients = self._stage_gradients(trainer)
         if self._config.schedules.update_rule is not UpdateRule.EACH:
             find_norm = gradients.find_norm(self.group("pp"))

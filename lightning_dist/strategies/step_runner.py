@@ -73,7 +73,8 @@ class StepRunner:
         scale = 1.0 / trainer.accumulate_grad_batches
         # Counted over epochs and resumed runs alike, so a resumed run draws the same numbers.
         seed = trainer.fit_loop.epoch_loop.total_batch_idx
-        # Only the last stage runs the whole step; what it asks for must reach all at one batch.
+        # Only the last stage runs the whole step; what it asks for reaches all at one batch. What
+        # the others ask for is theirs, as if a callback had.
         stopped_before, trainer.should_stop = trainer.should_stop, False
 
         def publish(results: list[Any]) -> None:
@@ -89,7 +90,8 @@ class StepRunner:
             seed=seed,
             on_results=publish,
         )
-        trainer.should_stop = stopped_before
+        asked_alone = trainer.should_stop and not self._pipeline.stages.has_last
+        trainer.should_stop = stopped_before or asked_alone
         self._deliver(self._num_held_back())
         return self._last_result
 

@@ -3,7 +3,10 @@
 A rank may set ``trainer.should_stop``, or return -1 from its module's ``on_train_batch_start`` to
 skip the rest of an epoch. Lightning obeys on that rank alone, and the others wait for its gradients
 until the process group's timeout. Here the ranks decide together. What all of them ask for happens
-where it does on a single device; what only some ask for, one batch later.
+where it does on a single device. What only some ask for happens some batches later: one, or as many
+as a rank can be ahead of another. A validation that is due by the clock is decided on likewise.
+
+A rank's wish to stop waits until ``min_epochs`` and ``min_steps`` are met, as Lightning's does.
 """
 
 from __future__ import annotations
@@ -17,13 +20,17 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dist.replaced_method import replace_method
+from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.joint_decision import JointDecision
 
 _SKIP = -1  # Lightning's word for it
 
 
 def stop_training_together(
-    trainer: pl.Trainer, group: dist.ProcessGroup, check_batch: Callable[[], None]
+    trainer: pl.Trainer,
+    group: dist.ProcessGroup,
+    lag: int,
+    check_batch: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """Puts joint decisions where Lightning's loops look at a rank's own.
 
@@ -33,19 +40,22 @@ def stop_training_together(
     Args:
         trainer: Set up to fit; changed until the returned function is called.
         group: A gloo group of all ranks.
+        lag: By how many batches one rank can be ahead of another.
         check_batch: Called behind each training batch, ahead of a validation.
 
     Returns:
         Undoes the changes.
     """
-    stop = JointDecision(group)
+    stop = JointDecision(group, lag)
 
     def decide() -> None:
         check_batch()
-        trainer.should_stop = stop.at_boundary(trainer.should_stop)
+        if lightning_private.can_stop_early(trainer):
+            trainer.should_stop = stop.at_boundary(trainer.should_stop)
 
     def settle() -> None:
-        trainer.should_stop = stop.settle(trainer.should_stop)
+        if lightning_private.can_stop_early(trainer):
+            trainer.should_stop = stop.settle(trainer.should_stop)
 
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     changes = [
@@ -56,7 +66,10 @@ def stop_training_together(
         _change(epochs, "on_advance_end", after=settle),
     ]
     if is_overridden("on_train_batch_start", trainer.lightning_module):
-        changes.append(_skip_together(trainer, JointDecision(group)))
+        changes.append(_skip_together(trainer, JointDecision(group, lag)))
+    if lightning_private.validates_by_the_clock(trainer):
+        validate = JointDecision(group, lag)
+        changes.append(lightning_private.change_validation_due(trainer, validate.at_boundary))
 
     def undo() -> None:
         for undo_change in reversed(changes):

@@ -61,9 +61,11 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return [Group(rounds, lock) for _ in range(NUM_RANKS)]
 
 
-def decide_on_all(groups: list[Any], wishes: list[list[bool]], ends: str) -> list[list[bool]]:
+def decide_on_all(
+    groups: list[Any], wishes: list[list[bool]], ends: str, lag: int = 1
+) -> list[list[bool]]:
     def decide(rank: int) -> list[bool]:
-        decision = JointDecision(groups[rank])
+        decision = JointDecision(groups[rank], lag)
         found = [decision.at_boundary(wanted) for wanted in wishes[rank]]
         if ends == "forget":
             decision.forget()
@@ -73,17 +75,21 @@ def decide_on_all(groups: list[Any], wishes: list[list[bool]], ends: str) -> lis
         return list(pool.map(decide, range(NUM_RANKS)))
 
 
+@pytest.mark.parametrize("lag", [1, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_all_decide_alike_at_once_or_a_boundary_later(groups: list[Any], seed: int) -> None:
+def test_all_decide_alike_at_once_or_some_boundaries_later(
+    groups: list[Any], seed: int, lag: int
+) -> None:
     draws = random.Random(seed)
     likely = draws.choice([0.1, 0.5, 0.9])
     wishes = [[draws.random() < likely for _ in range(30)] for _ in range(NUM_RANKS)]
     expected: list[bool] = []
-    pending = False
+    pending: list[bool] = []  # whether some wanted it, by boundary
     for column in zip(*wishes, strict=True):
-        expected.append(pending or all(column))
-        pending = not expected[-1] and any(column)
-    assert decide_on_all(groups, wishes, "settle") == [[*expected, pending]] * NUM_RANKS
+        is_due = len(pending) == lag and pending.pop(0)
+        expected.append(is_due or all(column))
+        pending = [] if expected[-1] else [*pending, any(column)]
+    assert decide_on_all(groups, wishes, "settle", lag) == [[*expected, any(pending)]] * NUM_RANKS
     assert any(expected)
 
 
@@ -92,7 +98,8 @@ def test_what_is_forgotten_is_not_done(groups: list[Any]) -> None:
     assert decide_on_all(groups, wishes, "forget") == [[False, False]] * NUM_RANKS
 
 
-def test_nobody_waits_who_wants_nothing(groups: list[Any]) -> None:
-    decision = JointDecision(groups[0])
-    assert not decision.at_boundary(False)
-    assert len(groups[0].rounds[0].votes) == 1
+@pytest.mark.parametrize("lag", [1, 3])
+def test_a_rank_ahead_that_wants_nothing_does_not_wait(groups: list[Any], lag: int) -> None:
+    decision = JointDecision(groups[0], lag)
+    assert not any(decision.at_boundary(False) for _ in range(lag))
+    assert [len(votes.votes) for votes in groups[0].rounds] == [1] * lag

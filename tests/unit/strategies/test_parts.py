@@ -97,6 +97,32 @@ def test_a_module_can_be_told_its_device() -> None:
     assert not module.layer.weight.is_meta
 
 
+def test_a_fit_may_end_early_from_its_least_steps_on() -> None:
+    trainer = L.Trainer(logger=False, accelerator="cpu", min_steps=2, barebones=True)
+    assert not lightning_private.can_stop_early(trainer)
+    trainer.fit_loop.epoch_loop.min_steps = 0
+    assert lightning_private.can_stop_early(trainer)
+
+
+def test_a_validation_that_is_due_can_be_put_off() -> None:
+    trainer = L.Trainer(
+        logger=False,
+        accelerator="cpu",
+        enable_checkpointing=False,
+        val_check_interval="00:00:00:01",
+        check_val_every_n_epoch=None,
+    )
+    assert lightning_private.validates_by_the_clock(trainer)
+    loop = trainer.fit_loop.epoch_loop
+    before = dict(vars(loop))
+    asked: list[bool] = []
+    undo = lightning_private.change_validation_due(trainer, lambda due: asked.append(due) or True)
+    assert loop._should_check_val_fx(None)
+    assert asked == [False]  # there is nothing to validate
+    undo()
+    assert vars(loop) == before
+
+
 class Logging(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
