@@ -51,15 +51,17 @@ def name_groups(
 
 
 def keep_own_parameters(optimizer: Optimizer, module: nn.Module) -> None:
-    """Takes the parameters of other ranks out of an optimizer; its groups stay.
+    """Takes the parameters of other ranks, and their state, out of an optimizer; its groups stay.
 
     Args:
-        optimizer: Built on the whole model.
+        optimizer: Built on the whole model. Some optimizers make their state when they are built.
         module: What this rank holds of it.
     """
     own = {id(p) for p in module.parameters()}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in own]
+    for foreign in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in own]:
+        del optimizer.state[foreign]
 
 
 def regroup(

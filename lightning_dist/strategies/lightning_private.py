@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
@@ -70,6 +71,16 @@ def set_device(module: pl.LightningModule, device: torch.device) -> None:
         device: Where it computes.
     """
     _update_properties(module, device=device)
+
+
+def move_optimizers(optimizers: list[Optimizer], device: torch.device) -> None:
+    """Moves what optimizers have made when they were built; only ``Strategy.setup`` does.
+
+    Args:
+        optimizers: Their counters of steps stay where they are.
+        device: Of their parameters.
+    """
+    _optimizers_to_device(optimizers, device)
 
 
 def replace_sigterm_protocol(trainer: pl.Trainer, before_batch: Callable[[], None]) -> None:

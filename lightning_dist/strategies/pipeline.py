@@ -238,6 +238,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         for optimizer in self.optimizers:
             keep_own_parameters(optimizer, module)
         self.model_to_device()
+        lightning_private.move_optimizers(self.optimizers, self.root_device)
         broadcast_state([*module.parameters(), *module.buffers()], self.data_group)
         broadcast_state(self._split.tensors_outside(module), self.group("pp"))
         self.setup_precision_plugin()

@@ -48,6 +48,7 @@ from lightning_dist.strategies.whole_model_checks import (
     check_callbacks,
     check_finetuning,
     check_optimizers,
+    check_shardable,
 )
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.summary import TensorSummary
@@ -181,6 +182,7 @@ class ShardedStrategy(DataParallelStrategy):
         with self.sharded.whole_structure(), refused:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
+            check_shardable(self.optimizers, self.group(*self.mesh.sizes))
             self.name_optimizer_groups()
         for optimizer in self.optimizers:
             self.sharded.keep_own_parameters(optimizer)

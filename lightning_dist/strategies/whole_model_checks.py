@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
 
+from lightning_dist.shards import is_spread
 from lightning_dist.strategies.lightning_private import callbacks_of
 
 
@@ -71,3 +74,43 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
             " evaluates a batch as often as it likes. Use an optimizer that takes one gradient per"
             " step, or DDPStrategy."
         )
+
+
+def check_shardable(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
+    """Checks that torch can update shards with each optimizer.
+
+    Args:
+        optimizers: What ``configure_optimizers`` returned.
+        group: A gloo group of all ranks, of which some may hold no shards.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, _find_unshardable(optimizers), group=group)
+    for reason in filter(None, found):
+        raise ValueError(
+            f"{reason}. Ranks hold shards of parameters. Use AdamW or another optimizer that"
+            " updates each element by itself, or DDPStrategy."
+        )
+
+
+def _find_unshardable(optimizers: Sequence[Optimizer]) -> str:
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        kinds = [(group, set(map(is_spread, group["params"]))) for group in groups]
+        sharded = [group for group, kind in kinds if True in kind]
+        # Groups of both kinds are updated without kernels for many parameters.
+        pure = [group for group, kind in kinds if kind == {True}]
+        reason = ""
+        if isinstance(optimizer, Adafactor) and sharded:
+            reason = "estimates by the rows and columns of whole matrices"
+        elif isinstance(optimizer, Rprop) and sharded:
+            reason = "writes where a mask says so, which torch cannot do in shards"
+        elif isinstance(optimizer, SparseAdam) and sharded:
+            reason = "takes sparse gradients, which torch cannot shard"
+        elif isinstance(optimizer, Adagrad) and any(group["fused"] for group in pure):
+            reason = "has groups of shards with `fused=True`, for which torch has no kernel"
+        if reason:
+            return f"{type(optimizer).__name__} {reason}"
+    return ""

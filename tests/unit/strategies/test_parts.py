@@ -123,6 +123,14 @@ def test_a_validation_that_is_due_can_be_put_off() -> None:
     assert vars(loop) == before
 
 
+def test_state_that_was_made_early_moves_but_its_counter() -> None:
+    optimizer = torch.optim.Adagrad(nn.Linear(2, 2).parameters())
+    lightning_private.move_optimizers([optimizer], torch.device("meta"))
+    for state in optimizer.state.values():
+        assert state["sum"].is_meta
+        assert not state["step"].is_meta
+
+
 class Logging(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
