@@ -463,4 +463,5 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
     @override
     def foreign_names(self) -> set[str]:
-        return self._split.foreign_names()
+        split = self._known_split
+        return set() if split is None else split.foreign_names()  # the model is whole before setup
