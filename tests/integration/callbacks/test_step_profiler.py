@@ -125,7 +125,9 @@ def run(workers: WorkerPool, name: str, path: Path, *, checkpoint: bool = False)
     assert report.num_steps == ACTIVE
     for record, account in zip(report.records, report.accounts, strict=True):
         assert sum(account.seconds.values()) == pytest.approx(account.step_seconds, rel=1e-6)
-        assert account.seconds[Use.DATA_LOADING] >= LOAD_SECONDS
+        # The other rank of a replica may find the batch there already.
+        reads = record is report.records[0] or name in ("ddp", "lightning", "fsdp")
+        assert account.seconds[Use.DATA_LOADING] >= (LOAD_SECONDS if reads else 0)
         assert account.seconds[Use.FORWARD] > 0
         assert account.seconds[Use.UPDATE] > 0
         assert record.memory.measured.parameters > 0
