@@ -51,10 +51,9 @@ class Updates:
         self._on_update = on_update
         self._is_in_step = False
         self._history = HyperparameterHistory(
-            pipeline.delay,
             None
             if rate_correction is None
-            else lambda: rate_correction.factor(module.trainer.global_step),
+            else lambda: rate_correction.factor(module.trainer.global_step)
         )
 
     def backward(self, loss: Tensor, *, accumulating: bool) -> Tensor:
@@ -117,15 +116,13 @@ class Updates:
     def _step(
         self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
     ) -> Any:
-        batch_index = self._pipeline.num_batches
-        self._history.remember(batch_index, optimizer)
-        in_flight = min(self._pipeline.delay, self._pipeline.batches_since_drain)
+        self._history.remember(optimizer)
         # While the pipeline fills too: forwards that foresee updates do so at the next one's rate.
-        with self._history.of_batch(batch_index - in_flight, optimizer):
-            if in_flight < self._pipeline.delay:
+        with self._history.of_next_update(optimizer):
+            if self._pipeline.batches_since_drain < self._pipeline.delay:
                 return closure()
             result = apply()
-        self._pipeline.end_update()
+        self._end_update()
         return result
 
     def drain(self, optimizer: Optimizer) -> None:
@@ -136,12 +133,15 @@ class Updates:
         """
         with torch.enable_grad():
             for _ in self._pipeline.drain():
-                batch_index = self._pipeline.gradients_of_batch
-                with self._history.of_batch(batch_index, optimizer):
+                with self._history.of_next_update(optimizer):
                     self._precision_plugin.optimizer_step(
                         optimizer, model=self._module, closure=lambda: self._install(optimizer)
                     )
-                self._pipeline.end_update()
+                self._end_update()
+
+    def _end_update(self) -> None:
+        self._pipeline.end_update()
+        self._history.end_update()
 
     def _complete(self) -> None:
         self._complete_gradients()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_dist.shards import whole
+from tests.helpers.schedule_free import ScheduleFree
 
 
 class ConvLayer(nn.Module):
@@ -46,6 +47,8 @@ def make_data(num_samples: int, seed: int = 3) -> TensorDataset:
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
+    if name == "schedule_free":
+        return ScheduleFree(parameters)
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 

@@ -50,6 +50,15 @@ def fit(
     return state_of(made), float(fitting.callback_metrics["train_loss_epoch"])
 
 
+def fit_counting(num_stages: int, strategy: dict[str, Any]) -> Fitted:
+    """Trains with an optimizer that counts in its groups; gives the count in the loss's place."""
+    module = make_module(optimizer="schedule_free", schedule_lr=True)
+    cut = PipelineStrategy(partition="uniform", **strategy)
+    fitting = trainer_of(num_stages, cut, {})
+    fitting.fit(module, make_loader(), make_loader())
+    return state_of(module), float(fitting.optimizers[0].param_groups[0]["k"])
+
+
 def fit_replicas(strategy: dict[str, Any], trainer: dict[str, Any]) -> Fitted:
     """Trains two replicas of two stages."""
     module = make_module()

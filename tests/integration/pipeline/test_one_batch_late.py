@@ -21,6 +21,7 @@ from tests.integration.pipeline.common import (
     SIZES,
     assert_replicas_agree,
     fit,
+    fit_counting,
     fit_replicas,
     largest_difference,
     mean_of,
@@ -81,6 +82,16 @@ def test_equals_the_oracle_over_drains(
     assert largest_difference(actual, expected) < 1e-12
     mean = mean_of(losses)
     assert [logged for _, logged in actual] == pytest.approx([mean] * num_stages, abs=1e-12)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_what_an_optimizer_counts_in_its_groups_is_not_rolled_back(
+    workers: WorkerPool, num_stages: int
+) -> None:
+    actual = workers.run(num_stages, fit_counting, num_stages, LATE)
+    expected, _ = oracle("schedule_free", scheduled=True)
+    assert largest_difference(actual, expected) < 1e-12
+    assert [count for _, count in actual] == [EPOCHS * len(SIZES)] * num_stages
 
 
 def test_is_not_flushed_between_epochs(workers: WorkerPool) -> None:

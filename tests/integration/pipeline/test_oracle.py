@@ -21,6 +21,7 @@ from tests.integration.pipeline.common import (
     Fitted,
     assert_replicas_agree,
     fit,
+    fit_counting,
     fit_replicas,
     largest_difference,
     mean_of,
@@ -161,3 +162,15 @@ def test_two_replicas_of_two_stages_equal_the_oracle(workers: WorkerPool) -> Non
     actual = workers.run(4, fit_replicas, PIPEDREAM, {})
     assert largest_difference(actual, oracle(2, num_samples=48)[0]) < 1e-12
     assert_replicas_agree(actual)
+
+
+@pytest.mark.parametrize("versions", ["stash", "vertical_sync"])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_what_an_optimizer_counts_in_its_groups_is_not_rolled_back(
+    workers: WorkerPool, num_stages: int, versions: str
+) -> None:
+    strategy = {**PIPEDREAM, "weight_versions": versions}
+    actual = workers.run(num_stages, fit_counting, num_stages, strategy)
+    expected, _ = oracle(num_stages, versions, "schedule_free", scheduled=True)
+    assert largest_difference(actual, expected) < 1e-12
+    assert [count for _, count in actual] == [EPOCHS * len(SIZES)] * num_stages

@@ -22,7 +22,6 @@ import lightning_dist
 from lightning_dist.rng import seeded
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.failure_ring import Failure, RankFailedError
-from lightning_dist.strategies.hyperparameters import HyperparameterHistory
 from lightning_dist.strategies.sigterm_handler import SigtermHandler
 from lightning_dist.strategies.step_log import StepLog
 from lightning_dist.strategies.tensor_checks import check_precision
@@ -36,43 +35,6 @@ def test_the_strategies_have_names() -> None:
     assert StrategyRegistry.get("pipeline_pipedream").asynchronous
     kinds = ("DDP", "FSDP", "Mesh", "Pipeline", "TensorParallel")
     assert lightning_dist.__all__ == [f"{kind}Strategy" for kind in kinds]
-
-
-def test_an_optimizer_without_a_rate_has_a_history_too() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    optimizer.param_groups[0]["lr"] = None  # as one that finds its own has it
-    history = HyperparameterHistory(delay=0)
-    history.remember(0, optimizer)
-    with history.of_batch(0, optimizer):
-        assert optimizer.param_groups[0]["lr"] is None
-
-
-def test_an_update_gets_the_learning_rate_of_its_batch() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.5)
-    group = optimizer.param_groups[0]
-    history = HyperparameterHistory(delay=2)
-    for batch in range(3):
-        group["lr"] = 1.0 / (batch + 1)
-        history.remember(batch, optimizer)
-    with history.of_batch(0, optimizer):
-        assert group["lr"] == 1.0
-        group["momentum"] = 0.9  # the optimizer's own change
-    assert (group["lr"], group["momentum"]) == (1 / 3, 0.9)
-
-
-def test_an_update_refuses_groups_that_its_batch_did_not_know() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    history = HyperparameterHistory(delay=1)
-    history.remember(0, optimizer)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with (
-        pytest.raises(ValueError, match="has 2 parameter groups, and had 1"),
-        history.of_batch(0, optimizer),
-    ):
-        pass
-    history.remember(1, optimizer)
-    with history.of_batch(1, optimizer):
-        pass
 
 
 def test_random_numbers_depend_on_their_name_alone() -> None:
