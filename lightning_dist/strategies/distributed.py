@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import IterableDataset
 from typing_extensions import override
@@ -23,7 +22,6 @@ from lightning_dist.pipeline.pipeline import OnComplete
 from lightning_dist.rng import seed_all
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
-from lightning_dist.strategies.last_resort import never_destroy
 from lightning_dist.strategies.launcher_watch import ending_with_launcher
 from lightning_dist.strategies.overflow import Agreed, Overflow
 from lightning_dist.strategies.process_mesh import ProcessMesh
@@ -63,7 +61,6 @@ class DistributedStrategy(ProcessMesh):
         self._read = read
         self._loaders: ReplicaLoaders | None = None
         self._save_full = save_full
-        self._ring_group: dist.ProcessGroup | None = None
         self._guard: RunGuard | None = None
         self._is_stop_due = False  # a run that was told to stop at its very end hands it on
         self._seed = 0
@@ -115,11 +112,10 @@ class DistributedStrategy(ProcessMesh):
 
     def _meet(self) -> None:
         self._init_process_group()
-        if self._ring_group is None:
-            self._ring_group = dist.new_group(backend="gloo", timeout=_NEVER)
+        self.begin_run()
         self._guard = RunGuard(
             self.module.trainer,
-            self._ring_group,
+            self.group(*self.mesh.sizes, purpose="failures", timeout=_NEVER),
             self.group(*self.mesh.sizes),
             self.stop_lag,
             self._wake,
@@ -244,8 +240,7 @@ class DistributedStrategy(ProcessMesh):
                 loaders, self._loaders = self._loaders, None
                 if loaders is not None:
                     loaders.channel.close()
-            if not self._guard.is_sound:
-                never_destroy(self.process_groups)
+            self.end_run(failed=not self._guard.is_sound)
             self._is_stop_due = self._guard.is_stop_due
             self._guard = None
         super().teardown()

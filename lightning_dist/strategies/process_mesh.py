@@ -25,6 +25,8 @@ from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.group_pool import GroupKind, pool_of_world
+from lightning_dist.strategies.last_resort import never_destroy
 from lightning_dist.strategies.reduction import reduce_tensor
 from lightning_dist.strategies.script_launcher import ScriptLauncher
 
@@ -76,6 +78,8 @@ class ProcessMesh(ParallelStrategy):
         self._timeout_seconds = timeout_s
         self._mesh: MeshShape | None = None
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._taken: list[tuple[GroupKind, dist.ProcessGroup]] = []
+        self._has_begun = False
 
     # --- the mesh ----------------------------------------------------------------------------
 
@@ -192,14 +196,38 @@ class ProcessMesh(ParallelStrategy):
                 rank to rank.
             timeout: Of its operations, for a group of one's own; None takes the run's.
         """
-        timeout = timeout or timedelta(seconds=self._timeout_seconds)
         key = (*axes, purpose)
         if key not in self._groups:
-            for ranks in self.mesh.groups(*axes):
-                group = dist.new_group(ranks, backend="gloo", timeout=timeout)
-                if self.global_rank in ranks:
-                    self._groups[key] = group
+            ranks = tuple(tuple(group) for group in self.mesh.groups(*axes))
+            timeout = timeout or timedelta(seconds=self._timeout_seconds)
+            kind, pool = GroupKind(ranks, purpose, timeout), pool_of_world()
+            self._groups[key] = group = pool.take(kind)
+            if self._has_begun:
+                self._taken.append((kind, group))
+            else:  # behind a run no other one is under way
+                pool.give_back(kind, group)
         return self._groups[key]
+
+    def begin_run(self) -> None:
+        """Takes other groups from now on; each rank must call it alike."""
+        self._groups.clear()
+        self._taken.clear()
+        self._has_begun = True
+
+    def end_run(self, *, failed: bool) -> None:
+        """Lets other Trainers have the groups; each rank must call it alike.
+
+        This strategy can still use them, where all ranks do.
+
+        Args:
+            failed: Whether the groups are in an unknown state.
+        """
+        self._has_begun = False
+        if failed:
+            never_destroy(self.process_groups)
+            return
+        for kind, group in self._taken:
+            pool_of_world().give_back(kind, group)
 
     @property
     def data_group(self) -> dist.ProcessGroup:

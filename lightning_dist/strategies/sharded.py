@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.device_mesh import axis, build_mesh
+from lightning_dist.device_mesh import axis
 from lightning_dist.replaced_method import replace_method
 from lightning_dist.shards import is_spread
 from lightning_dist.strategies import data_parallel_checks
@@ -33,6 +33,7 @@ from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.deferred_model import DeferredModel
 from lightning_dist.strategies.evaluation_lengths import check_evaluation_lengths
+from lightning_dist.strategies.group_pool import pool_of_world
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.mixed_groups import update_mixed_groups_singly
 from lightning_dist.strategies.pipeline_checks import check_trainer, one_optimizer
@@ -99,7 +100,7 @@ class ShardedStrategy(DataParallelStrategy):
     @property
     def _mesh_of_ranks(self) -> DeviceMesh:
         if self._device_mesh is None:
-            self._device_mesh = build_mesh(self.mesh, self.root_device.type)
+            self._device_mesh = pool_of_world().mesh(self.mesh, self.root_device.type)
         return self._device_mesh
 
     def describe(self) -> WrapSummary | TensorSummary:
@@ -306,6 +307,12 @@ class ShardedStrategy(DataParallelStrategy):
             super().teardown()
         finally:
             undo()
+
+    @override
+    def end_run(self, *, failed: bool) -> None:
+        super().end_run(failed=failed)
+        if failed and self._device_mesh is not None:
+            pool_of_world().forget_mesh(self._device_mesh)
 
     @property
     @override

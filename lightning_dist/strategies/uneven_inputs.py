@@ -138,6 +138,9 @@ class UnevenInputs:
         """
         if failed:
             never_destroy(self._groups.values())
+        else:
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
         self._groups = {}
         self._loader = None
 
