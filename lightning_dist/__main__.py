@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Sequence
 
 from lightning_dist.checkpoint import load_full, save_full
+from lightning_dist.checkpoint_metadata import reason_of
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,12 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{options.target} exists. Name another file, or add --force to overwrite it.")
     try:
         checkpoint = load_full(options.source, weights_only=not options.unpickle)
-    except FileNotFoundError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     except pickle.UnpicklingError as error:
         parser.error(
             f"{options.source} holds other objects than weights (in its hyperparameters, say):"
-            f" {str(error).splitlines()[0]} If you trust it, add --unpickle."
+            f" {reason_of(error)} If you trust it, add --unpickle."
         )
     save_full(checkpoint, options.target)
     print(f"Wrote {options.target}: {len(checkpoint['state_dict'])} tensors of weights.")

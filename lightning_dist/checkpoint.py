@@ -11,17 +11,18 @@ model, a directory to which each rank writes what it holds:
                           current.<name> where the model's are averages
 
 Tensors are keyed by the model's own parameter names, which no layout changes, so any number of
-ranks with any partition reads what it needs. Either form is written under a temporary name and
-renamed when it is whole; a process that dies while saving leaves the checkpoint before untouched.
+ranks with any partition reads what it needs. Either form takes its name when it is whole
+(:mod:`lightning_dist.checkpoint_files`); a process that dies while saving leaves the checkpoint
+before untouched.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_dist import checkpoint_files as files
 from lightning_dist import tied_names
+from lightning_dist.checkpoint_metadata import ShardReader, reason_of
+from lightning_dist.joint_save import JointSave
 from lightning_dist.named_optimizer import to_numbers
 from lightning_dist.shards import is_storable, storable
 
 _METADATA_FILE = "lightning.pt"
-_REPLACED_SUFFIX = ".replaced"
 SECTIONS = {"state_dict": "model", "current_model_state": "current"}
 """What holds the model's tensors: the weights, and, where those are averages, the latest ones."""
 
@@ -47,7 +50,7 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
     Args:
         path: Of a checkpoint.
     """
-    return (_resolve(path) / _METADATA_FILE).is_file()
+    return (files.resolve(path) / _METADATA_FILE).is_file()
 
 
 def load_full(path: str | os.PathLike[str], *, weights_only: bool | None = True) -> dict[str, Any]:
@@ -65,7 +68,7 @@ def load_full(path: str | os.PathLike[str], *, weights_only: bool | None = True)
         FileNotFoundError: There is no checkpoint.
     """
     if not is_sharded(path):
-        resolved = _resolve(path)
+        resolved = files.resolve(path)
         if not resolved.is_file():
             raise FileNotFoundError(
                 f"{os.fspath(path)!r} is no checkpoint: neither a file nor a directory with"
@@ -97,7 +100,7 @@ def load_sharded(
     Returns:
         The Lightning checkpoint dictionary; its optimizer states are by parameter name.
     """
-    resolved = _resolve(path)
+    resolved = files.resolve(path)
     checkpoint: dict[str, Any] = torch.load(
         resolved / _METADATA_FILE, map_location="cpu", weights_only=weights_only
     )
@@ -122,28 +125,56 @@ def load_sharded(
 def save_sharded(
     checkpoint: Mapping[str, Any], path: str | os.PathLike[str], group: dist.ProcessGroup | None
 ) -> None:
-    """Writes a checkpoint, each rank what it holds.
+    """Writes a checkpoint, each rank what it holds; all do, or none does.
 
     Args:
         checkpoint: This rank's Lightning checkpoint dictionary, optimizer states by name.
-        path: The checkpoint's directory.
+        path: The checkpoint's directory, the same on all ranks.
         group: All ranks that save; must take CPU tensors. None for a process of its own.
+
+    Raises:
+        NotSavedError: A rank could not write.
+        RuntimeError: A rank failed otherwise.
+        ValueError: A rank does not see the first one's disk.
     """
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.saving")
-    rank = 0 if group is None else dist.get_rank(group)
-    if rank == 0:
-        _remove(temporary)
-        temporary.mkdir(parents=True)
-    if group is not None:
-        dist.barrier(group)
-    tensors, rest = _split(checkpoint)
-    states = _gather_rest(rest, group)
+    temporary = files.temporary_name(target)
+    save = JointSave(target, group)
+    with files.removed_on_failure(temporary) if save.is_first else nullcontext():
+        save.open_folder(temporary)
+        tensors, rest = _split(checkpoint)
+        states = _gather_rest(rest, group)
+        save.step(partial(_write_shards, tensors, temporary, group))
+        save.step(
+            partial(_finish, {**rest, **states}, temporary, target) if save.is_first else _ignore
+        )
+
+
+def _write_shards(
+    tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None
+) -> None:
     with _silent_about_one_process():
-        dcp.save(tensors, checkpoint_id=temporary, process_group=group, no_dist=group is None)
-    if rank == 0:
-        torch.save({**rest, **states}, temporary / _METADATA_FILE)
-        _replace(temporary, target)
+        dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
+
+
+def _finish(rest: dict[str, Any], temporary: Path, target: Path) -> None:
+    _write(rest, temporary / _METADATA_FILE)
+    files.publish(temporary, target)
+
+
+def _write(content: dict[str, Any], path: Path) -> None:
+    """Writes a file through to the disk.
+
+    torch's own writer of files, which a path would bring, has no errors of the file system.
+    """
+    with path.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _ignore() -> None:
+    """Does nothing."""
 
 
 def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -152,12 +183,21 @@ def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> No
     Args:
         checkpoint: The Lightning checkpoint dictionary.
         path: The file.
+
+    Raises:
+        NotSavedError: The file system could not take it.
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.saving")
-    torch.save(dict(checkpoint), temporary)
-    _replace(temporary, target)
+    temporary = files.temporary_name(target)
+    with files.removed_on_failure(temporary):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _write(dict(checkpoint), temporary)
+            files.publish(temporary, target)
+        except Exception as error:
+            if not files.is_storage_error(error):
+                raise
+            raise files.NotSavedError(files.describe_failure(target, error)) from error
 
 
 def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -232,21 +272,35 @@ def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[
 def _read_tensors(
     path: Path, is_wanted: Callable[[str], bool], parameters: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = ShardReader(path)
     wanted: dict[str, Tensor] = {}
     places: dict[str, tuple[str, str]] = {}
-    for key, info in metadata.items():
+    for key, info in reader.metadata.state_dict_metadata.items():
         section, name = _split_key(key)
         parameter = name if section in SECTIONS.values() else name.rpartition(".")[0]
         if isinstance(info, TensorStorageMetadata) and is_wanted(parameter):
             wanted[key] = _room_for(info, parameters.get(parameter))
             places[key] = (section, name)
     with _silent_about_one_process():
-        dcp.load(wanted, checkpoint_id=path, no_dist=True)
+        try:
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
+        except dcp.CheckpointException as error:
+            raise _read_error(path, error) from error
     sections: dict[str, dict[str, Tensor]] = {}
     for key, (section, name) in places.items():
         sections.setdefault(section, {})[name] = wanted[key]
     return sections
+
+
+def _read_error(path: Path, error: dcp.CheckpointException) -> Exception:
+    """Makes an ordinary error of torch's, which nothing catches that waits for one."""
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, OSError):
+        return cause
+    return ValueError(
+        f"A shard in {path} is damaged, or was made to run code where it is read:"
+        f" {type(cause).__name__}: {reason_of(cause)} None of it was run; use another copy."
+    )
 
 
 @contextmanager
@@ -270,31 +324,3 @@ def _split_key(key: str) -> tuple[str, str]:
         return section, name
     index, _, name = name.partition(".")
     return f"{section}.{index}", name
-
-
-def _resolve(path: str | os.PathLike[str]) -> Path:
-    """Finds a checkpoint also in the instant in which a newer one takes its name."""
-    target = Path(path)
-    replaced = target.with_name(target.name + _REPLACED_SUFFIX)
-    return replaced if not target.exists() and replaced.exists() else target
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    if temporary.is_file() and not target.is_dir():
-        os.replace(temporary, target)
-        return
-    # A directory cannot be renamed over another one, so the old one steps aside first; a process
-    # that dies in between leaves it where `_resolve` finds it.
-    replaced = target.with_name(target.name + _REPLACED_SUFFIX)
-    if target.exists():
-        _remove(replaced)
-        target.rename(replaced)
-    temporary.rename(target)
-    _remove(replaced)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist import checkpoint as checkpoints
+from lightning_dist.joint_save import JointSave, path_to_read
 from lightning_dist.named_optimizer import (
     GroupNames,
     add_groups,
@@ -143,24 +144,34 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         filepath: str | os.PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
-        if not self.writes_one_file and (storage_options is not None or not is_local(filepath)):
+        path = os.fspath(filepath)
+        if dist.is_initialized():
+            if not self.is_running:
+                warnings.warn(f"A rank has failed, so {path} was not written.", stacklevel=2)
+                return
+            path = self.broadcast(path)  # a rank may have named it after what only it knows
+        if not self.writes_one_file and (storage_options is not None or not is_local(path)):
             raise ValueError(
-                f"{filepath} (storage_options={storage_options!r}): shards are written to a"
+                f"{path} (storage_options={storage_options!r}): shards are written to a"
                 " directory of the file system that all ranks share, and nowhere else. The one file"
                 " of `save_full=True` can be elsewhere."
             )
         if not dist.is_initialized() and not self.is_global_zero:
             return  # no run has begun: the first rank has the whole module, and writes it alone
-        if dist.is_initialized() and not self.is_running:
-            warnings.warn(f"A rank has failed, so {filepath} was not written.", stacklevel=2)
-            return
+        everyone = self.group(*self.mesh.sizes) if dist.is_initialized() else None
         if not self.writes_one_file:
-            group = self.group(*self.mesh.sizes) if dist.is_initialized() else None
-            checkpoints.save_sharded(self._by_name(checkpoint), filepath, group)
+            checkpoints.save_sharded(self._by_name(checkpoint), path, everyone)
             return
         whole = checkpoint if self._has_plain_state else self._gather(self._by_name(checkpoint))
-        if whole is not None:
-            super().save_checkpoint(whole, os.fspath(filepath), storage_options)
+
+        def write() -> None:
+            if whole is not None:
+                super(LayoutFreeCheckpoints, self).save_checkpoint(whole, path, storage_options)
+
+        if self.world_size == 1:
+            write()
+        else:
+            JointSave(path, everyone).step(write)
 
     def _by_name(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Names optimizer states, and leaves one name to each tied parameter."""
@@ -201,14 +212,17 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if not checkpoints.is_sharded(checkpoint_path):
-            return super().load_checkpoint(os.fspath(checkpoint_path), weights_only)
+        path = os.fspath(checkpoint_path)
+        if is_local(path) and dist.is_initialized() and self.is_running:
+            path = path_to_read(path, self.group(*self.mesh.sizes))
+        if not checkpoints.is_sharded(path):
+            return super().load_checkpoint(path, weights_only)
         parameters = self._parameters()
         own = parameters.keys() | self.module.state_dict().keys()
         foreign = self.foreign_names()
         # What nobody has is loaded too, for `load_state_dict` to complain about.
         return checkpoints.load_sharded(
-            checkpoint_path,
+            path,
             lambda name: name in own or name not in foreign,
             parameters=parameters,
             weights_only=weights_only,

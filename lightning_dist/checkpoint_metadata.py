@@ -1,0 +1,175 @@
+"""The index of a checkpoint's shards, read without trusting the file.
+
+torch pickles the index, and its own reader calls whatever the file names. Here a name stands for a
+record, which has no behaviour and keeps what the file says of an object. Once the values have been
+checked, torch's own objects are made of the records. The shards themselves torch reads as tensors
+only.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import filesystem as torch_files
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from typing_extensions import override
+
+METADATA_FILE = ".metadata"
+
+
+class ShardReader(FileSystemReader):
+    """Reads shards, and an index that may come from anywhere.
+
+    Args:
+        path: The checkpoint's directory.
+
+    Raises:
+        ValueError: The index is none that torch writes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.metadata = _read(path / METADATA_FILE)
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns what a file holds that torch has refused to load, without torch's advice to trust it.
+
+    Args:
+        error: That ``torch.load`` has raised.
+    """
+    lines = [line.strip() for line in str(error).splitlines()] or [""]
+    return next((line for line in lines if "GLOBAL" in line), lines[0])
+
+
+class _Record:
+    """What a file says of an object: the arguments that make it, and its state."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        # In place of `__dict__.update`, which would let a file replace attributes of a class too.
+        self.state = state
+
+
+_WRITTEN = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    # A private name of torch, whose index has one for each piece of a tensor.
+    torch_files._StorageInfo,
+)
+_RECORDS = {(c.__module__, c.__name__): type(c.__name__, (_Record,), {}) for c in _WRITTEN}
+_RECORDS |= {
+    (module, name): type(name, (_Record,), {})
+    for module, name in (
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "WindowsPath"),
+        ("pathlib._local", "PosixPath"),  # Python 3.13
+        ("pathlib._local", "WindowsPath"),
+    )
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes records, sizes and dtypes, and nothing else."""
+
+    @override
+    def find_class(self, module_name: str, name: str) -> Any:
+        if (module_name, name) in _RECORDS:
+            return _RECORDS[module_name, name]
+        found = getattr(torch, name, None) if module_name == "torch" else None
+        if found is torch.Size or isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {module_name}.{name}")
+
+
+def _read(path: Path) -> Metadata:
+    with path.open("rb") as file:
+        try:
+            return _metadata(file)
+        except Exception as error:
+            raise ValueError(
+                f"{path} is no index of shards that torch writes: {error}. None of it was loaded."
+                " The file is damaged, or was made to run code where it is read; use another copy"
+                " of the checkpoint."
+            ) from error
+
+
+def _metadata(file: BinaryIO) -> Metadata:
+    state = _state(_Unpickler(file).load(), "Metadata")
+    return Metadata(
+        {str(name): _storage(record) for name, record in state["state_dict_metadata"].items()},
+        storage_data={_index(key): _place(v) for key, v in state["storage_data"].items()},
+        storage_meta=StorageMeta(),
+        version=state.get("version"),
+    )
+
+
+def _state(record: Any, name: str) -> dict[str, Any]:
+    if type(record) not in _RECORDS.values() or type(record).__name__ != name:
+        raise ValueError(f"it has a {type(record).__name__} for a {name}")
+    return dict(record.state or {})
+
+
+def _storage(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(record).__name__ == BytesStorageMetadata.__name__:
+        return BytesStorageMetadata()
+    state = _state(record, "TensorStorageMetadata")
+    dtype = state["properties"].state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"it has {dtype!r} for a dtype")
+    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
+    return TensorStorageMetadata(
+        TensorProperties(dtype),
+        _size(state["size"]),
+        [ChunkStorageMetadata(_size(c["offsets"]), _size(c["sizes"])) for c in chunks],
+    )
+
+
+def _index(record: Any) -> MetadataIndex:
+    state = _state(record, "MetadataIndex")
+    offset = state.get("offset")
+    where = None if offset is None else _size(offset)
+    return MetadataIndex(str(state["fqn"]), where, state.get("index"))
+
+
+def _place(record: Any) -> Any:
+    state = _state(record, "_StorageInfo")
+    name = state["relative_path"]
+    if not isinstance(name, str) or Path(name).name != name:
+        raise ValueError(f"it has a shard in {name!r}, which is not in the checkpoint's directory")
+    offset, length = _size((state["offset"], state["length"]))
+    return torch_files._StorageInfo(name, offset, length)
+
+
+def _size(values: Iterable[Any]) -> torch.Size:
+    size = torch.Size(values)
+    if min(size, default=0) < 0:
+        raise ValueError(f"it has {tuple(size)} for a size or a place")
+    return size

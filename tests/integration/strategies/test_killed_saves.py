@@ -1,0 +1,157 @@
+"""A process that is killed while it saves leaves a whole checkpoint, the old or the new one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_dist import DDPStrategy, checkpoint_files
+from lightning_dist.checkpoint import load_full, save_full, save_sharded
+from tests.helpers.models import make_loader, make_module, make_trainer
+from tests.helpers.workers import CONTEXT
+
+EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
+NAME = "last.ckpt"
+
+
+def save(form: str, folder: Path, value: float) -> None:
+    checkpoint = {"state_dict": {"a": torch.full((2,), value)}, "value": value}
+    if form == "file":
+        save_full(checkpoint, folder / NAME)
+    else:
+        save_sharded(checkpoint, folder / NAME, None)
+
+
+def without_exchange() -> None:
+    """Makes this process's file systems as those that cannot exchange names."""
+    checkpoint_files.exchange = lambda *_: False  # type: ignore[assignment]
+
+
+def die_at(folder: Path, is_time: Callable[[str, tuple[Any, ...]], bool]) -> None:
+    """Kills this process before it does something with the files of a folder."""
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        about_folder = event in EVENTS and str(arguments[0]).startswith(str(folder))
+        if about_folder and is_time(event, arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def save_and_die(form: str, folder: Path, exchanges: bool, point: int) -> None:
+    numbers = count()
+    if not exchanges:
+        without_exchange()
+    die_at(folder, lambda *_: next(numbers) == point)
+    save(form, folder, 2.0)
+
+
+def exit_code_of(case: Callable[..., None], *arguments: Any) -> int:
+    process = CONTEXT.Process(target=case, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "no exchange"])
+@pytest.mark.parametrize("form", ["directory", "file"])
+def test_a_whole_checkpoint_survives_at_every_point(
+    tmp_path: Path, form: str, exchanges: bool
+) -> None:
+    found = []
+    for point in count():
+        folder = tmp_path / str(point)
+        folder.mkdir()
+        save(form, folder, 1.0)
+        code = exit_code_of(save_and_die, form, folder, exchanges, point)
+        loaded = load_full(folder / NAME)
+        found.append(loaded["value"])
+        assert torch.equal(loaded["state_dict"]["a"], torch.full((2,), loaded["value"]))
+        save(form, folder, 3.0)
+        assert load_full(folder / NAME)["value"] == 3.0
+        assert [p.name for p in folder.iterdir()] == [NAME]
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert found == sorted(found)
+    assert set(found) == {1.0, 2.0}
+    assert len(found) > {"directory": 12, "file": 3}[form]
+
+
+def train(folder: Path, epochs: int, death: str | None = None) -> int:
+    """Trains from the last checkpoint, if there shall be one; gives its first epoch."""
+    if death is not None:
+        without_exchange()
+        die_at(folder, lambda event, names: event == death and names[0].endswith(".saving"))
+    module = make_module(depth=1)
+    begun: list[int] = []
+    module.on_train_epoch_start = lambda: begun.append(trainer.current_epoch)
+    trainer = make_trainer(
+        strategy=DDPStrategy(save_full=False),
+        devices=1,
+        max_epochs=epochs,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(folder, save_last=True, save_top_k=0)],
+    )
+    resume = "last" if epochs > 1 else None
+    trainer.fit(module, make_loader(8), make_loader(8), ckpt_path=resume, weights_only=True)
+    return begun[0]
+
+
+def test_the_last_checkpoint_is_found_between_two_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert train(tmp_path, 1) == 0
+    assert [p.name for p in tmp_path.iterdir()] == [NAME]
+    assert exit_code_of(train, tmp_path, 2, "os.rename") == -signal.SIGKILL
+    assert {p.name for p in tmp_path.iterdir()} == {".last.ckpt.saving", "last.replaced.ckpt"}
+    assert train(tmp_path, 3) == 1
+    assert [p.name for p in tmp_path.iterdir()] == [NAME]
+
+
+def test_file_systems_of_this_machine_exchange_names(tmp_path: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("renameat2 is Linux's")
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.write_text("file")
+    assert checkpoint_files.exchange(one, other)
+    assert one.read_text() == "file"
+    assert other.is_dir()
+    with pytest.raises(FileNotFoundError):
+        checkpoint_files.exchange(one, tmp_path / "missing")
+
+
+def test_a_directory_takes_the_place_of_a_link(tmp_path: Path) -> None:
+    save("directory", tmp_path, 1.0)
+    (tmp_path / NAME).rename(tmp_path / "best.ckpt")
+    (tmp_path / NAME).symlink_to(tmp_path / "best.ckpt")
+    save("directory", tmp_path, 2.0)
+    assert load_full(tmp_path / NAME)["value"] == 2.0
+    assert load_full(tmp_path / "best.ckpt")["value"] == 1.0
+    assert {p.name for p in tmp_path.iterdir()} == {NAME, "best.ckpt"}
+
+
+@pytest.mark.parametrize("exchange", [partial(lambda *_: False), checkpoint_files.exchange])
+def test_a_form_takes_the_place_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: Callable[..., bool]
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "exchange", exchange)
+    for form, value in (("file", 1.0), ("directory", 2.0), ("file", 3.0)):
+        save(form, tmp_path, value)
+        assert load_full(tmp_path / NAME)["value"] == value
+        assert [p.name for p in tmp_path.iterdir()] == [NAME]
+    shutil.rmtree(tmp_path)
