@@ -37,11 +37,15 @@ class Microbatch:
     weight: float
 
 
+class SampleList(list[Any]):
+    """A batch, or a part of it, with a tensor for each sample; pieces of it are plain lists."""
+
+
 def batch_size_of(batch: Any) -> int | None:
     """Counts the samples of a batch: the length of its tensors' first dim.
 
     Args:
-        batch: Any tree.
+        batch: Any tree. Of a :class:`SampleList` it is the length of the list.
 
     Returns:
         The number of samples, or None where no tensor has a first dim.
@@ -49,6 +53,8 @@ def batch_size_of(batch: Any) -> int | None:
     Raises:
         ValueError: The tensors disagree.
     """
+    if isinstance(batch, SampleList):
+        return len(batch)
     shapes = [tuple(t.shape) for t in flatten(batch)[0] if t.ndim > 0]
     sizes = sorted({shape[0] for shape in shapes})
     if len(sizes) > 1:
@@ -112,6 +118,8 @@ def _cut(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
 
 def _is_per_sample(tree: Any, num_samples: int) -> bool:
     """Whether a list or tuple has one entry per sample: names or numbers, or dicts of their own."""
+    if isinstance(tree, SampleList):
+        return True
     if not isinstance(tree, list | tuple) or hasattr(tree, "_fields"):
         return False
     return len(tree) == num_samples and all(_is_of_one_sample(e, num_samples) for e in tree)

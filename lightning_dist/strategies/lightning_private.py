@@ -386,6 +386,48 @@ def as_of_training_step(module: pl.LightningModule) -> Iterator[None]:
         module._current_fx_name, connector._first_loop_iter = hook, iteration
 
 
+def logged_step(trainer: pl.Trainer) -> int:
+    """Gives the step at which loggers get what a training batch logs.
+
+    It counts optimizer steps as loggers do, unlike ``global_step``; ``_batches_that_stepped``.
+
+    Args:
+        trainer: In a training batch.
+    """
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def log_training_step(trainer: pl.Trainer, step: int, *, stops: bool) -> None:
+    """Hands what ``training_step`` has just logged to the loggers, as of an earlier step.
+
+    ``_logger_connector`` would do so at the end of the present batch, at the present step. So the
+    values are handed over here, and taken out of ``_results``, where they wait in the
+    ``_forward_cache`` of each. How often loggers are called the trainer does not declare.
+
+    Args:
+        trainer: In a training batch, or under :func:`as_of_training_step`.
+        step: Of the batch whose values they are; see :func:`logged_step`.
+        stops: Whether the training stops behind that batch, which is then logged in any case.
+    """
+    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+    # Reading these keeps the values, for callbacks and the progress bar.
+    _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics
+    assert trainer._results is not None
+    items = [item for item in trainer._results.values() if item.meta.fx == "training_step"]
+    names = {item.meta.forked_name(on_step=True) for item in items if item.meta.on_step}
+    interval = getattr(trainer, "log_every_n_steps")  # noqa: B009
+    is_due = interval > 0 and (stops or (step + 1) % interval == 0)
+    if is_due or getattr(trainer, "fast_dev_run"):  # noqa: B009
+        now, loop._batches_that_stepped = loop._batches_that_stepped, step
+        try:
+            values = connector.metrics["log"].items()
+            connector.log_metrics({name: value for name, value in values if name in names})
+        finally:
+            loop._batches_that_stepped = now
+    for item in items:
+        item._forward_cache = None
+
+
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     """Gives a trainer's callbacks; the documented attribute is not declared."""
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks")  # noqa: B009

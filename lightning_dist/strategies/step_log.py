@@ -3,18 +3,21 @@
 Only the last stage reaches the ``self.log`` calls of a step, once per micro-batch. The calls are
 recorded there instead of made; at the end of the batch they are combined over the micro-batches,
 sent to the other stages, and made on each rank. So the progress bar, the loggers and callbacks that
-monitor a metric see the same numbers everywhere, and the ones that an undivided batch would give
-(for means, sums, minima and maxima, by the call's own ``reduce_fx``). Data replicas agree too: each
-call is made with ``sync_dist=True``, which costs nothing where there is one replica.
+monitor a metric see the same numbers everywhere. Data replicas agree too: each call is made with
+``sync_dist=True``, which costs nothing where there is one replica.
+
+A call's ``reduce_fx`` is over batches. Over the micro-batches of one batch a value is taken for a
+mean, as a loss is, and averaged by samples. Whole numbers count something: where ``reduce_fx`` is a
+sum, a maximum or a minimum, it is that of the micro-batches too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import numbers
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
-from numbers import Number
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +28,7 @@ from torchmetrics import Metric
 from lightning_dist.pipeline.microbatch import mean_of
 from lightning_dist.replaced_method import replace_method
 from lightning_dist.shards import whole
+from lightning_dist.strategies.given_size import GivenSize
 from lightning_dist.strategies.lightning_private import set_step_value, step_value
 
 
@@ -37,20 +41,14 @@ class LogCall:
         options: The other arguments of the call.
         dtype: Of the logged tensor.
         metric: Name of the logged torchmetrics object in the module, None for plain values.
-        batch_size: The call's own batch size, or None.
+        batch_size: What the batch weighs by the call's own batch sizes, or None.
     """
 
     name: str
     options: dict[str, Any]
     dtype: torch.dtype
     metric: str | None = None
-    batch_size: int | None = None
-
-    @property
-    def reduction(self) -> str:
-        """How Lightning reduces the values of several batches."""
-        reduce_fx = self.options.get("reduce_fx", "mean")
-        return reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
+    batch_size: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,37 +67,72 @@ class BatchLog:
 
 
 @dataclass(slots=True)
-class _Size:
-    """What a micro-batch's values weigh, which may be known only when its step is over."""
+class _Microbatch:
+    """What a step is recorded for.
 
-    value: float
+    Attributes:
+        num_samples: Its rows.
+        weight: What its means weigh, which may be known only when the step is over.
+    """
+
+    num_samples: int
+    weight: float
 
 
 @dataclass(slots=True)
 class _Recorded:
     call: LogCall
+    counts: bool  # whether the value is a whole number
     values: list[float] = field(default_factory=list)
-    sizes: list[_Size] = field(default_factory=list)
+    microbatches: list[_Microbatch] = field(default_factory=list)
+    given: list[float] = field(default_factory=list)
 
-    def combine(self) -> float:
+    def combine(self, given_size: GivenSize) -> tuple[LogCall, float]:
         if not self.values:
-            return float("nan")
-        if self.call.reduction in _EXTREMES:
-            return _EXTREMES[self.call.reduction](self.values)
-        if self.call.reduction == "sum":
-            return sum(self.values)
-        return float(mean_of(self.values, [size.value for size in self.sizes]))
+            return self.call, float("nan")
+        if self.given:
+            rows = [microbatch.num_samples for microbatch in self.microbatches]
+            weights, total = given_size.weights_of(rows, self.given)
+            call = replace(self.call, batch_size=total)
+            if not given_size.counts:
+                weights = [microbatch.weight for microbatch in self.microbatches]
+        else:
+            call, weights = self.call, [microbatch.weight for microbatch in self.microbatches]
+        reduce = _OF_COUNTS.get(call.options["reduce_fx"]) if self.counts else None
+        return call, float(mean_of(self.values, weights) if reduce is None else reduce(self.values))
 
 
 _OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
 """Names of what ``self.log`` takes after a name and a value, in their order."""
 
-_EXTREMES: dict[str, Callable[[Sequence[float]], float]] = {
-    "max": max,
-    "amax": max,
-    "min": min,
-    "amin": min,
+_OF_COUNTS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
+"""How whole numbers of micro-batches are combined; others are averaged."""
+
+_REDUCTIONS: dict[Any, str] = {
+    "mean": "mean",
+    "avg": "mean",
+    "sum": "sum",
+    "max": "max",
+    "min": "min",
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.max: "max",
+    torch.min: "min",
+    sum: "sum",
+    max: "max",
+    min: "min",
 }
+"""What Lightning takes for ``reduce_fx``, by one name each, which travels."""
+
+
+def _reduction_of(name: str, reduce_fx: Any) -> str:
+    key = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+    if key not in _REDUCTIONS:
+        raise ValueError(
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}): only 'mean', 'sum', 'max' and 'min' are"
+            " supported, as on a single device. For another reduction log a `torchmetrics.Metric`."
+        )
+    return _REDUCTIONS[key]
 
 
 class StepLog:
@@ -115,11 +148,15 @@ class StepLog:
             id(m): name for name, m in module.named_modules() if isinstance(m, Metric)
         }
         self._recorded: dict[str, _Recorded] = {}
-        self._size = _Size(0)
+        self._made: list[tuple[LogCall, bool, float | None, float | None]] = []
+        self._microbatch = _Microbatch(0, 0.0)
+        self._given_sizes: dict[tuple[Hashable, str], GivenSize] = {}
 
     @contextmanager
     def recording(self, num_samples: int) -> Iterator[None]:
         """Records the calls made inside, for one micro-batch.
+
+        The calls of a step that is left before its end are dropped: the last stage makes them too.
 
         Args:
             num_samples: Samples of the micro-batch.
@@ -127,33 +164,39 @@ class StepLog:
         Yields:
             Nothing.
         """
-        self._size = _Size(num_samples)
+        self._microbatch = _Microbatch(num_samples, num_samples)
+        self._made = []
         undo = replace_method(self._module, "log", self._record)
         try:
             yield
+            self._keep()
         finally:
             undo()
 
     def weigh(self, weight: float) -> None:
         """Gives the micro-batch at hand a weight in the place of its samples.
 
-        Means that are logged with a ``batch_size`` of their own keep that.
+        Means that are logged with a ``batch_size`` that counts something else keep that.
 
         Args:
             weight: What the step's loss is a mean over.
         """
-        self._size.value = weight
+        self._microbatch.weight = weight
 
-    def take(self, num_samples: int) -> BatchLog:
+    def take(self, num_samples: int, step: Hashable = None) -> BatchLog:
         """Combines what was recorded since the last call.
 
         Args:
             num_samples: Samples of the batch.
+            step: Names the step and its loader, whose batches weigh beside each other.
         """
-        recorded, self._recorded = list(self._recorded.values()), {}
-        values = torch.tensor([r.combine() for r in recorded], dtype=torch.float64)
-        calls = tuple(r.call for r in recorded)
-        return BatchLog(calls, values, num_samples)
+        recorded, self._recorded = self._recorded, {}
+        combined = [
+            each.combine(self._given_sizes.setdefault((step, name), GivenSize()))
+            for name, each in recorded.items()
+        ]
+        values = torch.tensor([value for _, value in combined], dtype=torch.float64)
+        return BatchLog(tuple(call for call, _ in combined), values, num_samples)
 
     def forget(self) -> None:
         """Drops what was recorded, after a failure."""
@@ -171,7 +214,8 @@ class StepLog:
             if call.metric is not None:
                 logged = self._metric(call.metric)
                 set_step_value(logged, tensor)
-            options = {"batch_size": call.batch_size or log.num_samples, **call.options}
+            size = log.num_samples if call.batch_size is None else call.batch_size
+            options = {"batch_size": size, **call.options}
             if not options.get("rank_zero_only"):
                 options["sync_dist"] = True
             self._module.log(call.name, logged, **options)
@@ -188,19 +232,21 @@ class StepLog:
                 f"self.log({name!r}, sync_dist_group=...) cannot be replayed on other ranks. Leave"
                 " it out: `sync_dist=True` reduces over the data replicas."
             )
+        options["reduce_fx"] = _reduction_of(name, options.get("reduce_fx", "mean"))
         batch_size = options.pop("batch_size", None)
         number, dtype, metric = self._number_of(name, value)
-        entry = self._recorded.get(name)
-        total = batch_size
-        if entry is not None and batch_size is not None:
-            total = (entry.call.batch_size or 0) + batch_size
-        call = LogCall(name, options, dtype, metric, total)
-        if entry is None:
-            entry = self._recorded[name] = _Recorded(call)
-        entry.call = call
-        if number is not None:
-            entry.values.append(number)
-            entry.sizes.append(self._size if batch_size is None else _Size(batch_size))
+        counts = metric is None and _is_whole(value)
+        size = batch_size.item() if isinstance(batch_size, Tensor) else batch_size
+        self._made.append((LogCall(name, options, dtype, metric), counts, number, size))
+
+    def _keep(self) -> None:
+        for call, counts, number, size in self._made:
+            entry = self._recorded.setdefault(call.name, _Recorded(call, counts))
+            entry.call = call
+            if number is not None:
+                entry.values.append(number)
+                entry.microbatches.append(self._microbatch)
+                entry.given += [] if size is None else [size]
 
     def _number_of(self, name: str, value: Any) -> tuple[float | None, torch.dtype, str | None]:
         if isinstance(value, Metric):
@@ -222,6 +268,12 @@ class StepLog:
             is_floating = value.is_floating_point()
             dtype = value.dtype if is_floating else torch.get_default_dtype()
             return float(whole(value.detach())), dtype, None
-        if not isinstance(value, Number):
+        if not isinstance(value, numbers.Number):
             pl.LightningModule.log(self._module, name, value)  # says what can be logged
         return float(value), torch.get_default_dtype(), None
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() and value.dtype != torch.bool
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

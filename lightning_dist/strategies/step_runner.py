@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_dist.pipeline.connect import Channels
 from lightning_dist.pipeline.loss import weight_of
-from lightning_dist.pipeline.microbatch import Microbatch, batch_size_of, merge
+from lightning_dist.pipeline.microbatch import Microbatch, merge
 from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.strategies.lightning_private import as_of_training_step
+from lightning_dist.strategies.lightning_private import (
+    as_of_training_step,
+    log_training_step,
+    logged_step,
+)
 from lightning_dist.strategies.outcomes import Outcome, Outcomes
+from lightning_dist.strategies.sample_lists import SampleLists
 from lightning_dist.strategies.stage_metrics import StageMetrics
 from lightning_dist.strategies.step_log import StepLog
 from lightning_dist.tree import flatten, map_tensors
@@ -53,8 +60,10 @@ class StepRunner:
         self._change_step = change_step
         self._loss_scale = loss_scale
         self._log = StepLog(module)
+        self._sample_lists = SampleLists(module.trainer)
         self._outcomes = Outcomes(channels)
-        self._last_result: Any = torch.tensor(float("nan"), device=module.device)
+        self._last_result: Any = None
+        self._steps: deque[int] = deque()  # of the batches whose outcomes have not been delivered
 
     def train(self, arguments: Sequence[Any], context: StepContext) -> Any:
         """Runs a training batch.
@@ -64,10 +73,10 @@ class StepRunner:
             context: Wraps each micro-batch's step.
 
         Returns:
-            The loss (or the dict with it) of the newest batch that all ranks know of; nan before
-            the first.
+            The loss (or the dict with it) of the newest batch that all ranks know of.
         """
         batch, *rest = arguments
+        batch = self._sample_lists.mark(batch, "training_step")
         trainer = self._module.trainer
         step = self._step(self._module.training_step, context, rest)
         scale = 1.0 / trainer.accumulate_grad_batches
@@ -79,7 +88,9 @@ class StepRunner:
 
         def publish(results: list[Any]) -> None:
             scalars = [_without_dims(r) for r in _scalars_of(results)]
-            self._publish(scalars, batch, trainer.should_stop)
+            self._publish(scalars, batch, ("training_step",), trainer.should_stop)
+
+        self._steps.append(logged_step(trainer))
 
         # Told before the weights' parts of the last backwards, or others would wait for these.
         self._pipeline.train_batch(
@@ -104,6 +115,7 @@ class StepRunner:
             context: Wraps each micro-batch's step.
         """
         batch, *rest = arguments
+        batch = self._sample_lists.mark(batch, "training_step")
         seed = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
         step = self._step(self._module.training_step, context, rest)
         pipeline.train_batch(batch, step, seed=seed)
@@ -132,12 +144,13 @@ class StepRunner:
             What the step would have returned for the undivided batch, on each rank.
         """
         batch, *rest = arguments
+        batch = self._sample_lists.mark(batch, method.__name__, *rest[1:])
         step = self._step(method, context, rest)
         seed = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
         results = self._pipeline.evaluate_batch(
             batch, step, self._evaluation_microbatches, seed=seed
         )
-        self._publish(results, batch)
+        self._publish(results, batch, (method.__name__, *rest[1:]))
         (outcome,) = self._outcomes.deliver(num_held_back=0)
         self._log.replay(outcome.log)
         return outcome.result
@@ -158,28 +171,45 @@ class StepRunner:
 
         return step
 
-    def _publish(self, results: list[Any], batch: Any, should_stop: bool = False) -> None:
+    def _publish(
+        self, results: list[Any], batch: Any, step: Hashable, should_stop: bool = False
+    ) -> None:
         if not self._pipeline.stages.has_last:
             self._outcomes.publish(None)
             return
-        log = self._log.take(batch_size_of(batch) or 1)
+        log = self._log.take(_size_of(batch), step)
         result = _merged([_cut_from_graph(r) for r in results], self._pipeline.microbatch_sizes)
         self._outcomes.publish(Outcome(log, result, should_stop))
 
     def _deliver(self, num_held_back: int) -> None:
         trainer = self._module.trainer
-        for outcome in self._outcomes.deliver(num_held_back):
+        outcomes = self._outcomes.deliver(num_held_back)
+        for index, outcome in enumerate(outcomes):
             self._log.replay(outcome.log)
             self._last_result = outcome.result
             trainer.should_stop = trainer.should_stop or outcome.should_stop
+            step = self._steps.popleft()
+            if self._pipeline.asynchronous:
+                is_newest = index == len(outcomes) - 1
+                log_training_step(trainer, step, stops=is_newest and trainer.should_stop)
 
     def _num_held_back(self) -> int:
         """Batches whose outcome the first stage need not wait for."""
         trainer = self._module.trainer
         is_last_step = trainer.global_step + 1 == trainer.max_steps
+        if self._last_result is None:
+            return 0  # loops and callbacks want a loss from the first batch on
         if not self._pipeline.asynchronous or trainer.is_last_batch or is_last_step:
             return 0
         return min(self._pipeline.lag, self._pipeline.batches_since_drain)
+
+
+def _size_of(batch: Any) -> int:
+    """Gives what a batch weighs in the means of an epoch, as Lightning finds it."""
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:  # Lightning asks only where a mean over the epoch is logged
+        return 1
 
 
 def _merged(results: list[Any], sizes: Sequence[int]) -> Any:

@@ -10,7 +10,13 @@ from tests.differential.callbacks import CALLBACKS
 from tests.differential.case import Case
 from tests.differential.data import LOADERS, OF_ONE_READER
 from tests.differential.models import MODELS, PARAMETER_HOOKS
-from tests.differential.module import LOGS, OF_STAGES, OF_WHOLE_BATCHES
+from tests.differential.module import (
+    LOGS,
+    OF_OUTPUTS,
+    OF_PIECES,
+    OF_STAGES,
+    OF_WHOLE_BATCHES,
+)
 from tests.differential.optimizers import OPTIMIZERS, SCHEDULERS
 from tests.differential.strategies import STRATEGIES, Entry
 
@@ -43,12 +49,16 @@ def _callbacks(name: str, entry: Entry) -> list[str]:
     return [callback for callback in CALLBACKS if callback not in left_out]
 
 
-def _logs(entry: Entry) -> list[str]:
+def _logs(name: str, entry: Entry) -> list[str]:
     left_out: set[str] = set()
     if entry.replicas > 1:
         left_out |= set(OF_WHOLE_BATCHES)
     if not entry.is_pipeline or entry.versions is not None or entry.replicas > 1:
         left_out |= set(OF_STAGES)
+    if entry.versions is not None:
+        left_out |= set(OF_OUTPUTS)
+    if name == "1f1b_auto":
+        left_out |= set(OF_PIECES)
     return [log for log in LOGS if log not in left_out]
 
 
@@ -75,7 +85,7 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
     entry = STRATEGIES[name]
     is_late = entry.versions is not None
     callbacks = draw(_some(_callbacks(name, entry), 3))
-    logs = set(draw(_some(_logs(entry), 4)))
+    logs = set(draw(_some(_logs(name, entry), 4)))
     scheduler = draw(st.sampled_from((None, *SCHEDULERS)))
     if set(OF_LOGGED_LOSS) & set(callbacks) or scheduler == "plateau_step":
         logs.add("loss")

@@ -24,6 +24,10 @@ OF_WHOLE_BATCHES = ("sum", "max", "min", "callable")
 Over replicas, Lightning reduces by the same function, so only a run with one replica equals one
 device.
 """
+OF_OUTPUTS = ("epoch_end",)
+"""Logs of what ``on_train_batch_end`` gets, which asynchronous stages know some batches later."""
+OF_PIECES = ("size_one",)
+"""Logs whose size is that of a sample: where each micro-batch has one, it may be their number."""
 OF_STAGES = ("norms",)
 """Logs of what each stage has a part of."""
 LOGS = (
@@ -31,6 +35,7 @@ LOGS = (
     "step_only",
     "batch_size",
     "fixed_batch_size",
+    "size_one",
     "metric",
     "before",
     "dict",
@@ -101,7 +106,9 @@ class Task(L.LightningModule):
         if self._logs("batch_size"):
             self._log("by_size", loss, batch_size=len(y), **per_epoch)
         if self._logs("fixed_batch_size"):
-            self._log("by_batch", loss, batch_size=1, **per_epoch)
+            self._log("by_batch", loss, batch_size=self.case.batch_size, **per_epoch)
+        if self._logs("size_one"):
+            self._log("by_one", loss, batch_size=1, **per_epoch)
         if self._logs("metric"):
             self.accuracy(logits.detach(), y)
             # A replica's metric shows its own samples before the epoch ends.

@@ -20,7 +20,10 @@ from tests.integration.conformance.strategies import ENTRIES, TYPICAL
 
 
 class Logging(Classifier):
-    """Logs each reduction, per step and per epoch, and metrics that sum up over the epoch."""
+    """Logs each reduction, per step and per epoch, and metrics that sum up over the epoch.
+
+    Whole numbers are those that are reduced within a batch too, over micro-batches and replicas.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(depth=DEPTH, **kwargs)
@@ -28,8 +31,9 @@ class Logging(Classifier):
         self.val_accuracy = MulticlassAccuracy(3, average="macro")
 
     def _log_all(self, prefix: str, logits: Tensor, **when: bool) -> None:
-        numbers = {"mean": logits.mean(), "sum": logits.sum()}
-        numbers |= {"max": logits.max(), "min": logits.min()}
+        tenths = (10 * logits).long()
+        numbers = {"mean": logits.mean(), "sum": tenths.sum()}
+        numbers |= {"max": tenths.max(), "min": tenths.min()}
         for reduction, value in numbers.items():
             self.log(f"{prefix}_{reduction}", value, reduce_fx=reduction, sync_dist=True, **when)
 

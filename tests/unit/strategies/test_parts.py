@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
@@ -107,13 +108,37 @@ def test_logged_values_are_combined_over_microbatches() -> None:
             module.log("mean", torch.tensor(value), prog_bar=True)
             module.log("sum", value, reduce_fx="sum")
             module.log("max", value, reduce_fx=torch.max)
-            module.log("own size", value, batch_size=1)
+            module.log("count", torch.tensor(int(value)), reduce_fx=sum)
+            module.log("longest", int(value), reduce_fx="MAX")
+            module.log("constant", value, batch_size=1)
+            module.log("tokens", value, batch_size=torch.tensor(4 - size))
     taken = log.take(4)
-    assert [call.name for call in taken.calls] == ["mean", "sum", "max", "own size"]
-    assert taken.values.tolist() == [2.0, 6.0, 5.0, 3.0]
-    assert taken.calls[3].batch_size == 2
+    names = ["mean", "sum", "max", "count", "longest", "constant", "tokens"]
+    assert [call.name for call in taken.calls] == names
+    assert taken.values.tolist() == [2.0, 2.0, 2.0, 6.0, 5.0, 2.0, 4.0]
+    assert [call.batch_size for call in taken.calls[-2:]] == [2, 4]
+    assert [call.options["reduce_fx"] for call in taken.calls[1:5]] == ["sum", "max", "sum", "max"]
     assert "log" not in vars(module)
     assert log.take(4).calls == ()
+
+
+def test_what_a_step_logs_before_it_is_left_is_dropped() -> None:
+    module = Logging()
+    log = StepLog(module)
+    with suppress(InterruptedError), log.recording(2):
+        module.log("before", 1.0)
+        raise InterruptedError
+    assert log.take(2).calls == ()
+    with log.recording(2):
+        module.log("whole", 1.0)
+    assert [call.name for call in log.take(2).calls] == ["whole"]
+
+
+@pytest.mark.parametrize("reduce_fx", ["median", torch.median, lambda values: values[0]])
+def test_a_reduction_that_lightning_does_not_know_is_refused(reduce_fx: Any) -> None:
+    module = Logging()
+    with StepLog(module).recording(1), pytest.raises(ValueError, match="only 'mean', 'sum'"):
+        module.log("x", 1.0, reduce_fx=reduce_fx)
 
 
 def test_a_tensor_of_several_elements_is_refused() -> None:
