@@ -204,7 +204,6 @@ FIXED: dict[str, Fixed] = {
 NOT_YET: dict[str, str] = {
     "checkpoint names differ by rank, stages": "ranks save under different names",
     "checkpoint names differ by rank, shards": "ranks save under different names",
-    "Adagrad saves, stages": "KeyError for the state of other stages",
     "Adagrad resumes, asynchronous": "KeyError for the state of other stages",
     "one estimate for all parameters": "ranks drift apart",
     "the step scales logits, pipedream": "a parameter that the step uses gets no gradient",
@@ -216,7 +215,6 @@ NOT_YET: dict[str, str] = {
     "rate finder, pipedream": "losses are nan",
     "rate finder, 2bw": "losses are nan",
     "hooks sum over stages": "sync_dist does not reduce over stages",
-    "the first rank alone stops": "other ranks wait for it",
     "stages resume in the middle of an epoch": "hooks of a resumed run come in another order",
 }
 """What is known to be not yet as on one device."""
