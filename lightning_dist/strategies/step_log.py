@@ -8,7 +8,8 @@ monitor a metric see the same numbers everywhere. Data replicas agree too: each 
 
 A call's ``reduce_fx`` is over batches. Over the micro-batches of one batch a value is taken for a
 mean, as a loss is, and averaged by samples. Whole numbers count something: where ``reduce_fx`` is a
-sum, a maximum or a minimum, it is that of the micro-batches too.
+sum, a maximum or a minimum, it is that of the micro-batches too. Counts are often made floating,
+for Lightning warns of others. So what is summed over batches counts, if its first values are whole.
 """
 
 from __future__ import annotations
@@ -82,12 +83,18 @@ class _Microbatch:
 @dataclass(slots=True)
 class _Recorded:
     call: LogCall
-    counts: bool  # whether the value is a whole number
+    is_whole: bool  # of a type for whole numbers
     values: list[float] = field(default_factory=list)
     microbatches: list[_Microbatch] = field(default_factory=list)
     given: list[float] = field(default_factory=list)
 
-    def combine(self, given_size: GivenSize) -> tuple[LogCall, float]:
+    @property
+    def counts(self) -> bool:
+        """Whether the values, the first of their name, count something."""
+        is_sum = self.call.options["reduce_fx"] == "sum"
+        return self.is_whole or (is_sum and all(value.is_integer() for value in self.values))
+
+    def combine(self, given_size: GivenSize, *, counts: bool) -> tuple[LogCall, float]:
         if not self.values:
             return self.call, float("nan")
         if self.given:
@@ -98,7 +105,7 @@ class _Recorded:
                 weights = [microbatch.weight for microbatch in self.microbatches]
         else:
             call, weights = self.call, [microbatch.weight for microbatch in self.microbatches]
-        reduce = _OF_COUNTS.get(call.options["reduce_fx"]) if self.counts else None
+        reduce = _OF_COUNTS.get(call.options["reduce_fx"]) if counts else None
         return call, float(mean_of(self.values, weights) if reduce is None else reduce(self.values))
 
 
@@ -151,6 +158,7 @@ class StepLog:
         self._made: list[tuple[LogCall, bool, float | None, float | None]] = []
         self._microbatch = _Microbatch(0, 0.0)
         self._given_sizes: dict[tuple[Hashable, str], GivenSize] = {}
+        self._counts: dict[tuple[Hashable, str], bool] = {}
 
     @contextmanager
     def recording(self, num_samples: int) -> Iterator[None]:
@@ -191,10 +199,11 @@ class StepLog:
             step: Names the step and its loader, whose batches weigh beside each other.
         """
         recorded, self._recorded = self._recorded, {}
-        combined = [
-            each.combine(self._given_sizes.setdefault((step, name), GivenSize()))
-            for name, each in recorded.items()
-        ]
+        combined = []
+        for name, each in recorded.items():
+            size = self._given_sizes.setdefault((step, name), GivenSize())
+            counts = self._counts.setdefault((step, name), each.counts)
+            combined.append(each.combine(size, counts=counts))
         values = torch.tensor([value for _, value in combined], dtype=torch.float64)
         return BatchLog(tuple(call for call, _ in combined), values, num_samples)
 
@@ -235,13 +244,13 @@ class StepLog:
         options["reduce_fx"] = _reduction_of(name, options.get("reduce_fx", "mean"))
         batch_size = options.pop("batch_size", None)
         number, dtype, metric = self._number_of(name, value)
-        counts = metric is None and _is_whole(value)
+        is_whole = metric is None and _is_whole(value)
         size = batch_size.item() if isinstance(batch_size, Tensor) else batch_size
-        self._made.append((LogCall(name, options, dtype, metric), counts, number, size))
+        self._made.append((LogCall(name, options, dtype, metric), is_whole, number, size))
 
     def _keep(self) -> None:
-        for call, counts, number, size in self._made:
-            entry = self._recorded.setdefault(call.name, _Recorded(call, counts))
+        for call, is_whole, number, size in self._made:
+            entry = self._recorded.setdefault(call.name, _Recorded(call, is_whole))
             entry.call = call
             if number is not None:
                 entry.values.append(number)

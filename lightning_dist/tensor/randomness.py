@@ -67,5 +67,5 @@ def _states(generators: list[torch.Generator]) -> list[torch.Tensor]:
 
 
 def _bytes_of(states: list[torch.Tensor]) -> list[bytes]:
-    """Reads states, which lie in host memory, without torch: a dry run's fake mode has no values."""
+    """Reads states in host memory without torch: a dry run's fake mode has no values."""
     return [string_at(state.data_ptr(), state.nbytes) for state in states]

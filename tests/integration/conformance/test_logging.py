@@ -32,8 +32,8 @@ class Logging(Classifier):
 
     def _log_all(self, prefix: str, logits: Tensor, **when: bool) -> None:
         tenths = (10 * logits).long()
-        numbers = {"mean": logits.mean(), "sum": tenths.sum()}
-        numbers |= {"max": tenths.max(), "min": tenths.min()}
+        numbers: dict[str, Any] = {"mean": logits.mean(), "sum": (logits > 0).to(logits).sum()}
+        numbers |= {"max": int(tenths.max()), "min": int(tenths.min())}
         for reduction, value in numbers.items():
             self.log(f"{prefix}_{reduction}", value, reduce_fx=reduction, sync_dist=True, **when)
 

@@ -106,18 +106,19 @@ def test_logged_values_are_combined_over_microbatches() -> None:
     for value, size in ((1.0, 3), (5.0, 1)):
         with log.recording(size):
             module.log("mean", torch.tensor(value), prog_bar=True)
-            module.log("sum", value, reduce_fx="sum")
+            module.log("sum", value + 0.5, reduce_fx="sum")
+            module.log("floating count", value, reduce_fx="sum")
             module.log("max", value, reduce_fx=torch.max)
             module.log("count", torch.tensor(int(value)), reduce_fx=sum)
             module.log("longest", int(value), reduce_fx="MAX")
             module.log("constant", value, batch_size=1)
             module.log("tokens", value, batch_size=torch.tensor(4 - size))
     taken = log.take(4)
-    names = ["mean", "sum", "max", "count", "longest", "constant", "tokens"]
+    names = ["mean", "sum", "floating count", "max", "count", "longest", "constant", "tokens"]
     assert [call.name for call in taken.calls] == names
-    assert taken.values.tolist() == [2.0, 2.0, 2.0, 6.0, 5.0, 2.0, 4.0]
+    assert taken.values.tolist() == [2.0, 2.5, 6.0, 2.0, 6.0, 5.0, 2.0, 4.0]
     assert [call.batch_size for call in taken.calls[-2:]] == [2, 4]
-    assert [call.options["reduce_fx"] for call in taken.calls[1:5]] == ["sum", "max", "sum", "max"]
+    assert [call.options["reduce_fx"] for call in taken.calls[2:6]] == ["sum", "max", "sum", "max"]
     assert "log" not in vars(module)
     assert log.take(4).calls == ()
 
