@@ -149,7 +149,8 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             if not self.is_running:
                 warnings.warn(f"A rank has failed, so {path} was not written.", stacklevel=2)
                 return
-            path = self.broadcast(path)  # a rank may have named it after what only it knows
+            # A rank may have named it after what only it knows, or be in a directory of its own.
+            path = self.broadcast(os.path.abspath(path) if is_local(path) else path)
         if not self.writes_one_file and (storage_options is not None or not is_local(path)):
             raise ValueError(
                 f"{path} (storage_options={storage_options!r}): shards are written to a"
@@ -214,7 +215,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     ) -> dict[str, Any]:
         path = os.fspath(checkpoint_path)
         if is_local(path) and dist.is_initialized() and self.is_running:
-            path = path_to_read(path, self.group(*self.mesh.sizes))
+            path = path_to_read(os.path.abspath(path), self.group(*self.mesh.sizes))
         if not checkpoints.is_sharded(path):
             return super().load_checkpoint(path, weights_only)
         parameters = self._parameters()

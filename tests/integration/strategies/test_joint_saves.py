@@ -76,6 +76,27 @@ def test_the_first_ranks_path_is_all_ranks(workers: WorkerPool, tmp_path: Path, 
             assert torch.equal(saved[parameter], value)
 
 
+def save_from_own_directory(folder: str) -> list[str]:
+    """Saves to a relative path, and resumes from it, in a working directory that is this rank's."""
+    trainer = trained("pipeline")
+    again = make_trainer(strategy=PipelineStrategy(), devices=2, max_epochs=2)
+    module = make_module(Named, depth=2)
+    own = Path(folder, os.environ["RANK"])
+    own.mkdir(exist_ok=True)
+    before = Path.cwd()
+    os.chdir(own)
+    try:
+        trainer.save_checkpoint("some.ckpt")
+        again.fit(module, make_loader(8), make_loader(8), ckpt_path="some.ckpt", weights_only=True)
+    finally:
+        os.chdir(before)
+    return sorted(os.listdir(own))
+
+
+def test_a_relative_path_is_the_first_ranks(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(2, save_from_own_directory, str(tmp_path)) == [["some.ckpt"], []]
+
+
 def save_on_own_disk(name: str, folder: str) -> tuple[str, list[str]]:
     """Saves to a path that is another directory on each rank, as on hosts with their own disks."""
     trainer = trained(name)
