@@ -113,6 +113,20 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def withdraw(target: Path) -> None:
+    """Removes a checkpoint, which is whole under its name or not there.
+
+    Args:
+        target: The checkpoint's own path.
+    """
+    temporary = temporary_name(target)
+    remove(temporary)
+    if os.path.lexists(target):
+        target.rename(temporary)
+    remove(temporary)
+    remove(aside_name(target))
+
+
 def remove(path: Path) -> None:
     """Removes a file, a link or a directory, if there is one.
 

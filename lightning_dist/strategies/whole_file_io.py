@@ -1,4 +1,4 @@
-"""How the one ordinary file of a checkpoint gets to the disk."""
+"""How the one ordinary file of a checkpoint gets to the disk, and either form from it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_dist import checkpoint as checkpoints
+from lightning_dist import checkpoint_files as files
 
 
 def is_local(path: str | os.PathLike[str]) -> bool:
@@ -35,3 +36,10 @@ class WholeFileIO(TorchCheckpointIO):
             checkpoints.save_full(checkpoint, path)
         else:
             super().save_checkpoint(checkpoint, path, storage_options)
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        if is_local(path):
+            files.withdraw(Path(path))  # a directory of shards too
+        else:
+            super().remove_checkpoint(path)

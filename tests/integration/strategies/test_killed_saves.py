@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_dist import DDPStrategy, checkpoint_files
 from lightning_dist.checkpoint import load_full, save_full, save_sharded
+from lightning_dist.strategies.whole_file_io import WholeFileIO
 from tests.helpers.models import make_loader, make_module, make_trainer
 from tests.helpers.workers import CONTEXT
 
@@ -57,6 +58,12 @@ def save_and_die(form: str, folder: Path, exchanges: bool, point: int) -> None:
     save(form, folder, 2.0)
 
 
+def remove_and_die(folder: Path, point: int) -> None:
+    numbers = count()
+    die_at(folder, lambda *_: next(numbers) == point)
+    WholeFileIO().remove_checkpoint(folder / NAME)
+
+
 def exit_code_of(case: Callable[..., None], *arguments: Any) -> int:
     process = CONTEXT.Process(target=case, args=arguments)
     process.start()
@@ -88,6 +95,25 @@ def test_a_whole_checkpoint_survives_at_every_point(
     assert found == sorted(found)
     assert set(found) == {1.0, 2.0}
     assert len(found) > {"directory": 12, "file": 3}[form]
+
+
+@pytest.mark.parametrize("form", ["directory", "file"])
+def test_no_half_of_a_checkpoint_survives_its_removal(tmp_path: Path, form: str) -> None:
+    found = []
+    for point in count():
+        folder = tmp_path / str(point)
+        folder.mkdir()
+        save(form, folder, 1.0)
+        code = exit_code_of(remove_and_die, folder, point)
+        found.append((folder / NAME).exists())
+        if found[-1]:
+            assert load_full(folder / NAME)["value"] == 1.0
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert found[0]
+    assert not found[-1]
+    assert list(folder.iterdir()) == []
 
 
 def train(folder: Path, epochs: int, death: str | None = None) -> int:
