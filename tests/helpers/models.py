@@ -49,6 +49,8 @@ def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
     if name == "schedule_free":
         return ScheduleFree(parameters)
+    if name == "adagrad":  # has its state from the start
+        return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 

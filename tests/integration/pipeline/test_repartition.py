@@ -78,9 +78,10 @@ def move_and_restart(
     return moved, restarted, moving.gone
 
 
-SGD, ADAMW = {"optimizer": "sgd"}, {"optimizer": "adamw"}
+SGD, ADAMW, ADAGRAD = ({"optimizer": name} for name in ("sgd", "adamw", "adagrad"))
 CASES: dict[str, tuple[int, dict[str, Any], tuple[list[int], list[int]], dict[str, Any]]] = {
     "1f1b": (2, {"schedule": "1f1b", "num_microbatches": 2}, ([4, 2], [1, 5]), ADAMW),
+    "state from the start": (2, {"schedule": "pipedream"}, ([4, 2], [1, 5]), ADAGRAD),
     "stash, past a stage": (3, {"schedule": "pipedream"}, ([4, 1, 1], [1, 1, 4]), SGD),
     "predict": (
         2,
