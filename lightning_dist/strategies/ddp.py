@@ -301,15 +301,9 @@ class DDPStrategy(DataParallelStrategy):
             return self._replica.run(step, *args, **kwargs)
 
     @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        if self._uneven is not None:
-            closure_loss = closure_loss * self._uneven.loss_factor
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._uneven is not None:
+            self._uneven.begin_backward(closure_loss)
         if self._replica is not None:
             self._replica.begin_backward(closure_loss, is_local=self._is_local)
 
@@ -317,6 +311,8 @@ class DDPStrategy(DataParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._replica is not None:
             self._replica.end_backward(is_local=self._is_local)
+        if self._uneven is not None:
+            self._uneven.end_backward()
 
     @override
     def optimizer_step(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.strategies.last_resort import never_destroy
 from lightning_dist.strategies.missing_gradients import zero_loss
@@ -42,6 +43,7 @@ class UnevenInputs:
         self._lengths: list[int] = []
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._step_group: dist.ProcessGroup | None = None
+        self._scaling: RemovableHandle | None = None
 
     @property
     def loader(self) -> ProlongedLoader | None:
@@ -90,10 +92,20 @@ class UnevenInputs:
         assert self._loader is not None
         return self._present_at(self._loader.position)
 
-    @property
-    def loss_factor(self) -> float:
-        """What turns a mean over all ranks into one over those that have data."""
-        return len(self._lengths) / len(self._present)
+    def begin_backward(self, loss: Tensor) -> None:
+        """Scales the gradients of a backward: means over all ranks become means over present ones.
+
+        Args:
+            loss: Of the step; not scaled itself.
+        """
+        factor = len(self._lengths) / len(self._present)
+        self._scaling = loss.register_hook(lambda gradient: gradient * factor)
+
+    def end_backward(self) -> None:
+        """Ends what :meth:`begin_backward` has begun."""
+        assert self._scaling is not None
+        self._scaling.remove()
+        self._scaling = None
 
     def run(
         self,
