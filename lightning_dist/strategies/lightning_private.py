@@ -386,6 +386,33 @@ def as_of_training_step(module: pl.LightningModule) -> Iterator[None]:
         module._current_fx_name, connector._first_loop_iter = hook, iteration
 
 
+def hook_of(module: pl.LightningModule) -> str | None:
+    """Gives the name of the hook that is running, which ``_current_fx_name`` has.
+
+    Args:
+        module: Whose hook, or a callback's beside it.
+    """
+    return module._current_fx_name
+
+
+@contextmanager
+def as_of_hook(module: pl.LightningModule, hook: str) -> Iterator[None]:
+    """Lets ``self.log`` log as in another hook than the one that is running.
+
+    Args:
+        module: Whose ``log`` is called.
+        hook: Name of the other one.
+
+    Yields:
+        Nothing.
+    """
+    present, module._current_fx_name = module._current_fx_name, hook
+    try:
+        yield
+    finally:
+        module._current_fx_name = present
+
+
 def logged_step(trainer: pl.Trainer) -> int:
     """Gives the step at which loggers get what a training batch logs.
 

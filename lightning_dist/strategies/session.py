@@ -23,6 +23,7 @@ from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.tied_sums import TiedSums
 from lightning_dist.pipeline.ties import Tie, find_ties
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
+from lightning_dist.strategies.hook_log import HookLog
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.replica_weights import ReplicaWeights
 from lightning_dist.strategies.stage_metrics import StageMetrics
@@ -72,6 +73,7 @@ class Session:
         runner: Runs the user's steps.
         updates: Applies the gradients.
         tied: Sums those of parameters that several stages use.
+        hook_log: Reduces over stages what hooks log.
         staleness_log: Logs how stale they are, if somebody has asked.
     """
 
@@ -82,6 +84,7 @@ class Session:
     runner: StepRunner
     updates: Updates
     tied: TiedSums
+    hook_log: HookLog
     staleness_log: StalenessLog | None
 
     @property
@@ -98,6 +101,7 @@ class Session:
         """
         if failed:
             self.pipeline.clear()
+        self.hook_log.close()
         self.metrics.detach()
         self.pipeline.detach()
         self.channels.close()
@@ -191,6 +195,7 @@ def open_session(
                 config.rate_correction(shape),
             ),
             tied,
+            HookLog(module, run.stages, asynchronous=pipeline.asynchronous),
             log,
         )
         if_it_fails.pop_all()

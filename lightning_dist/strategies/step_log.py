@@ -132,7 +132,16 @@ _REDUCTIONS: dict[Any, str] = {
 """What Lightning takes for ``reduce_fx``, by one name each, which travels."""
 
 
-def _reduction_of(name: str, reduce_fx: Any) -> str:
+def reduction_of(name: str, reduce_fx: Any) -> str:
+    """Gives the name of a reduction.
+
+    Args:
+        name: Of the logged value.
+        reduce_fx: As for ``self.log``.
+
+    Raises:
+        ValueError: Lightning does not know it.
+    """
     key = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
     if key not in _REDUCTIONS:
         raise ValueError(
@@ -241,7 +250,7 @@ class StepLog:
                 f"self.log({name!r}, sync_dist_group=...) cannot be replayed on other ranks. Leave"
                 " it out: `sync_dist=True` reduces over the data replicas."
             )
-        options["reduce_fx"] = _reduction_of(name, options.get("reduce_fx", "mean"))
+        options["reduce_fx"] = reduction_of(name, options.get("reduce_fx", "mean"))
         batch_size = options.pop("batch_size", None)
         number, dtype, metric = self._number_of(name, value)
         is_whole = metric is None and _is_whole(value)

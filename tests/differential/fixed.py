@@ -214,7 +214,6 @@ NOT_YET: dict[str, str] = {
     "hooks of accumulated gradients, 2bw": "hooks of parameters are not called",
     "rate finder, pipedream": "losses are nan",
     "rate finder, 2bw": "losses are nan",
-    "hooks sum over stages": "sync_dist does not reduce over stages",
     "stages resume in the middle of an epoch": "hooks of a resumed run come in another order",
 }
 """What is known to be not yet as on one device."""

@@ -86,3 +86,40 @@ def count_updates(devices: int, schedule: str) -> float:
 def test_hooks_of_updates_log_where_the_pipeline_drains(workers: WorkerPool, schedule: str) -> None:
     expected = count_updates(1, schedule)
     assert workers.run(3, count_updates, 3, schedule) == [expected] * 3
+
+
+class LogsInHooks(Classifier):
+    """Logs what each stage has of its own, under one name and under names of its parameters."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        squares = {
+            n: p.grad.square().sum() for n, p in self.named_parameters() if p.grad is not None
+        }
+        self.log("squares", sum(squares.values()), reduce_fx="sum", sync_dist=True, on_epoch=True)
+        self.log_dict({f"square/{n}": s for n, s in squares.items()}, sync_dist=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert len(self.trainer.callback_metrics) > 2
+        self.log("batch", float(batch_idx), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        largest = max(float(p.detach().abs().max()) for p in self.parameters())
+        self.log("largest", largest, reduce_fx="max", sync_dist=True)
+
+
+def log_in_hooks(devices: int, schedule: str) -> tuple[dict[str, float], list[str]]:
+    strategy: Any = PipelineStrategy(schedule=schedule) if devices > 1 else "auto"
+    module = make_module(LogsInHooks)
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
+    trainer.fit(module, make_loader(), make_loader(8))
+    left = sorted(name for name in vars(module) if name == "log" or name.startswith("on_"))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, left
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_hooks_reduce_over_stages(workers: WorkerPool, schedule: str) -> None:
+    expected, _ = log_in_hooks(1, schedule)
+    assert sum(name.startswith("square/") for name in expected) > 4
+    for found, left in workers.run(2, log_in_hooks, 2, schedule):
+        assert found == pytest.approx(expected, abs=1e-12)
+        assert not left
