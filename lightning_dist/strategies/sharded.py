@@ -183,11 +183,11 @@ class ShardedStrategy(DataParallelStrategy):
         with self.sharded.whole_structure(), refused:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
-            check_shardable(self.optimizers, self.group(*self.mesh.sizes))
             self.name_optimizer_groups()
         for optimizer in self.optimizers:
             self.sharded.keep_own_parameters(optimizer)
             update_mixed_groups_singly(optimizer)
+        check_shardable(self.optimizers, self.group(*self.mesh.sizes))
 
     def _tie(self, trainer: pl.Trainer) -> Callable[[], None]:
         tied = self.mesh.groups("pp", "dp_shard", "tp")
