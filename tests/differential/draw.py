@@ -123,6 +123,9 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         limit_val_batches=draw(st.integers(1 if needs_validation else 0, 2)),
         log_every_n_steps=draw(st.integers(1, 3)),
         resume_at=resume_at,
-        lr_find=resume_at is None and draw(st.sampled_from((False, False, False, True))),
+        # Of replicas, each rank's finder sees its own losses.
+        lr_find=resume_at is None
+        and entry.replicas == 1
+        and draw(st.sampled_from((False, False, False, True))),
         hooks=draw(st.booleans()),
     )

@@ -80,6 +80,8 @@ class Task(L.LightningModule):
         return name in self.case.logs
 
     def _log(self, name: str, value: Any, **options: Any) -> None:
+        if isinstance(value, float):  # Lightning would round it to 32 bits
+            value = torch.tensor(value, dtype=torch.float64)
         self.log(name, value, **{"sync_dist": True, **options})
 
     # --- steps -----------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import lightning_dist
@@ -490,3 +491,69 @@ def test_only_a_resumed_run_tells_a_sampler_its_epoch_early() -> None:
     trainer.fit_loop.epoch_progress.current.processed = 2
     lightning_private.set_sampler_epoch(trainer, loader)
     assert loader.sampler.epochs == [2]
+
+
+class Rows(Logger):
+    """Keeps what is logged."""
+
+    name, version = "rows", "0"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Keeps none."""
+
+
+class LogsEarlierSteps(L.LightningModule):
+    """Logs the number of each batch, and hands it over as of the step before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("batch", float(batch_idx), on_step=True, on_epoch=True, batch_size=1)
+        step = max(0, lightning_private.logged_step(self.trainer) - 1)
+        lightning_private.log_training_step(self.trainer, step, stops=batch_idx == 3)
+        return self.weight.sum()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert lightning_private.hook_of(self) == "on_train_batch_end"
+        with lightning_private.as_of_hook(self, "on_train_batch_start"):
+            self.log("beside", float(batch_idx))
+        self.seen.append(float(self.trainer.callback_metrics["batch_step"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_values_of_a_step_are_logged_as_of_another_and_once() -> None:
+    rows = Rows()
+    module = LogsEarlierSteps()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=rows,
+        max_epochs=1,
+        log_every_n_steps=2,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of workers and validation
+        trainer.fit(module, DataLoader(TensorDataset(torch.ones(4, 1))))
+    found = [(step, {n: v for n, v in row.items() if n != "epoch"}) for step, row in rows.rows]
+    assert found == [
+        (1, {"beside": 1.0}),
+        (1, {"batch_step": 2.0}),  # each second step, counted from the batch's own
+        (2, {"batch_step": 3.0}),  # and the last one
+        (3, {"beside": 3.0}),
+        (3, {"batch_epoch": 1.5}),
+    ]
+    assert module.seen == [0.0, 1.0, 2.0, 3.0]
