@@ -43,11 +43,13 @@ class OracleStrategy(SingleDeviceStrategy):
 
     Args:
         staleness: Updates that a batch does not know, by the parameter's name.
+        lag: Batches that the first stage may be ahead of what the last one knows.
     """
 
-    def __init__(self, staleness: Callable[[str], int]) -> None:
+    def __init__(self, staleness: Callable[[str], int], lag: int) -> None:
         super().__init__(device=torch.device("cpu"))
         self._staleness = staleness
+        self._lag = lag
         self._forget()
 
     def _forget(self) -> None:
@@ -58,6 +60,11 @@ class OracleStrategy(SingleDeviceStrategy):
     def drain(self) -> None:
         """Lets the next batch meet the newest weights."""
         self._drained = len(self._versions)
+
+    @property
+    def num_held_back(self) -> int:
+        """Batches whose losses a stage does not know yet."""
+        return min(self._lag, len(self._versions) - self._drained)
 
     def setup(self, trainer: L.Trainer) -> None:
         self._forget()
@@ -97,12 +104,31 @@ class OracleStrategy(SingleDeviceStrategy):
 class CatchUp(L.Callback):
     """Drains where an asynchronous pipeline does, beside checkpoints.
 
+    A scheduler that monitors a step's loss gets that of the newest batch that all stages know of.
+
     Args:
         strategy: What to drain.
     """
 
     def __init__(self, strategy: OracleStrategy) -> None:
         self._strategy = strategy
+        self._losses: list[Any] = []
+        self._known = 0
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        newest = loop._get_monitor_value
+
+        def known(key: str) -> Any:
+            if key != "train_loss":
+                return newest(key)
+            self._losses.append(newest(key))
+            index = len(self._losses) - 1
+            held = 0 if trainer.is_last_batch else self._strategy.num_held_back
+            self._known = max(self._known, index - held)
+            return self._losses[self._known]
+
+        setattr(loop, "_get_monitor_value", known)  # noqa: B010
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._strategy.drain()

@@ -53,10 +53,14 @@ def run_reference(case: Case, folder: str) -> Observation:
         case: The case.
         folder: Where to write checkpoints.
     """
-    versions = STRATEGIES[case.strategy].versions
+    entry = STRATEGIES[case.strategy]
+    versions = entry.versions
 
     def make() -> Any:
-        return "auto" if versions is None else OracleStrategy(staleness_of(case, versions))
+        if versions is None:
+            return "auto"
+        lag = 1 if versions == "2bw" else entry.stages - 1
+        return OracleStrategy(staleness_of(case, versions), lag)
 
     with _without_ranks():
         return _run(case, folder, make, 1)
