@@ -1,12 +1,12 @@
 """The hooks around a module's forward.
 
 No public function lists a module's hooks, or a tensor's, or removes them without their handles.
-Three private names of torch, here and nowhere else; tests of who asks see it when they change.
+Four private names of torch, here and nowhere else; tests of who asks see it when they change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,27 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
         module: Any.
     """
     return module._forward_hooks, module._forward_pre_hooks
+
+
+def gradient_hooks_of(
+    parameter: Tensor,
+) -> tuple[tuple[Callable[[Tensor], Any], ...], tuple[Callable[[Tensor], None], ...]]:
+    """Gives the hooks of ``register_hook``, and of ``register_post_accumulate_grad_hook``.
+
+    Args:
+        parameter: Any leaf.
+    """
+    before, behind = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return tuple((before or {}).values()), tuple((behind or {}).values())
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Tells whether any hook waits for a parameter's gradient.
+
+    Args:
+        parameter: Any leaf.
+    """
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def note_on(parameter: Tensor) -> tuple[dict[str, Any], Any]:

@@ -52,6 +52,8 @@ class Accumulated:
         look: Called with the outputs of each whole backward before it runs.
     """
 
+    runs_hooks = True
+
     def __init__(
         self,
         layers: nn.Module,

@@ -25,7 +25,14 @@ Backward = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 
 class Gradients(Protocol):
-    """Runs the backwards of one stage and holds what they bring, by update."""
+    """Runs the backwards of one stage and holds what they bring, by update.
+
+    Attributes:
+        runs_hooks: Whether autograd runs the parameters' hooks in each backward; else they are to
+            be run once for each batch.
+    """
+
+    runs_hooks: bool
 
     def begin_round(self, num_backwards: int) -> None:
         """Prepares for a number of backwards after which the gradients are wanted.
@@ -104,6 +111,8 @@ class Lent:
     Args:
         dtype: What they become before they are added up; None leaves their own.
     """
+
+    runs_hooks = False
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype

@@ -2,6 +2,9 @@
 
 The backwards leave gradients with their stages. Here they become ``p.grad``, once per update and
 weighed as the losses ask, whichever stages the rank has.
+
+Parameters' hooks run then, once for each batch, on its whole gradient. Autograd would run them for
+each micro-batch, or not at all where a stage computes with other versions of its weights.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from lightning_dist.module_hooks import gradient_hooks_of, has_gradient_hooks
 from lightning_dist.pipeline.actions import Action, ActionKind
 from lightning_dist.pipeline.loss_weights import LossWeights
 from lightning_dist.pipeline.recorder import Recorder
@@ -89,7 +94,8 @@ class HeldUpdate:
         self._unscale(update, held.values())
         self._loss_weights.collect(update)
         self._loss_weights.divide(held.values())
-        return held
+        hooked = [_run_hooks_early(stage, update) for stage in stages]
+        return {name: gradient for found in hooked for name, gradient in found.items()}
 
     def install(self, reduce: Callable[[], None] | None, *, is_complete: bool) -> None:
         """Moves the held gradients to ``p.grad``, adding to what is there.
@@ -103,11 +109,15 @@ class HeldUpdate:
             taken = stage.gradients.take(update)
             if not self._comes_late:
                 self._unscale(update, taken.values())
+            runs_hooks = not (stage.gradients.runs_hooks or self._comes_late)
             for name, parameter in stage.named_parameters().items():
-                gradient = taken.get(name)
-                if gradient is not None and parameter.grad is not None:
+                if (gradient := taken.get(name)) is None:
+                    continue
+                if runs_hooks and has_gradient_hooks(parameter):
+                    _add_with_hooks(parameter, gradient)
+                elif parameter.grad is not None:
                     parameter.grad.add_(gradient)
-                elif gradient is not None:
+                else:
                     parameter.grad = gradient
         self._loss_weights.collect(update)
         if is_complete and not self._comes_late:
@@ -142,3 +152,29 @@ class HeldUpdate:
         self._loss_weights.clear()
         self._loss_scales.clear()
         self._action = None
+
+
+@torch.no_grad()
+def _add_with_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+    """Adds a gradient to ``parameter.grad`` as autograd does, and gives what hooks leave there."""
+    before, behind = gradient_hooks_of(parameter)
+    for hook in before:
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed.clone()
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    for hook in behind:
+        hook(parameter)
+    return parameter.grad
+
+
+def _run_hooks_early(stage: Stage, update: int) -> dict[str, Tensor]:
+    """Runs hooks on held gradients, and gives what they have made of them."""
+    held = stage.gradients.held(update)
+    for name, parameter in () if stage.gradients.runs_hooks else stage.named_parameters().items():
+        if name in held and has_gradient_hooks(parameter):
+            installed, parameter.grad = parameter.grad, None
+            gradient = _add_with_hooks(parameter, held.pop(name))
+            if gradient is not None:
+                held[name] = gradient
+            parameter.grad = installed
+    return held

@@ -74,6 +74,7 @@ class Stage:
             :meth:`lightning_dist.pipeline.layers.Layers.layer_input`.
         seed: Base of all random numbers; data replicas differ in the second integer only.
         device: Where the stage computes.
+        root: The pipelined module, by which the user's step reaches parameters.
     """
 
     def __init__(
@@ -89,9 +90,10 @@ class Stage:
         layer_input: LayerInput,
         seed: tuple[int, int],
         device: torch.device,
+        root: nn.Module | None = None,
     ) -> None:
         self.layers = layers
-        self._reweighted = Reweighted(layers)
+        self._reweighted = Reweighted(layers, root)
         self.is_first = stage_index == 0
         self.is_last = stage_index == num_stages - 1
         self.policy = policy
@@ -151,7 +153,9 @@ class Stage:
             ValueError: The step did not call the pipelined module exactly once.
         """
         # Asked here: the user's step may switch gradients off or on around the pipelined module.
-        call = _LayerCall(received, (*self._seed, *seed), has_backward=torch.is_grad_enabled())
+        has_backward = torch.is_grad_enabled()
+        weights = self.policy.acquire() if has_backward else self.policy.look()
+        call = _LayerCall(received, (*self._seed, *seed), weights, has_backward)
 
         def in_step() -> Any:
             return step(microbatch)
@@ -159,9 +163,12 @@ class Stage:
         def layers(*arguments: Any, **keywords: Any) -> Any:
             return self._run_call(call, arguments, keywords)
 
+        def in_seam() -> Any:
+            return self._seam.run(in_step, layers, leaves=not self.is_last)
+
         seed_python(*call.seed)
         with seeded(*call.seed, device=self._device):
-            result = self._seam.run(in_step, layers, leaves=not self.is_last)
+            result = self._reweighted.run(weights, in_seam)
         if call.has_backward:
             self._keep(index, call)
         return result
@@ -263,11 +270,10 @@ class Stage:
         self, call: _LayerCall, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
         call.layer_input = self._layer_input(self.is_first, call.received, arguments, keywords)
-        call.weights = self.policy.acquire() if call.has_backward else self.policy.look()
         given = call.layer_input
         if self._recomputes:  # the layers may write into what they get
             given = map_tensors(_copy_of, given)
-        output = self._run_layers(given, call.weights, call.seed)
+        output = self._run_layers(given, call.seed)
         if call.has_backward and not (self.is_last or self._has_looked):
             refuse_left_behind(self.layers, self._stage_index, output)
             self._has_looked = True
@@ -279,13 +285,11 @@ class Stage:
         # The last stage's backward follows its forward at once: no step came between.
         return self.policy.recomputes and not self.is_last
 
-    def _run_layers(self, value: Any, weights: WeightVersion | None, seed: tuple[int, ...]) -> Any:
+    def _run_layers(self, value: Any, seed: tuple[int, ...]) -> Any:
         with seeded(*seed, self._stage_index, device=self._device):
-            given = map_tensors(behind_leaf, value)
-            return self._reweighted.run(weights, lambda: self.layers(given))
+            return self.layers(map_tensors(behind_leaf, value))
 
     def _keep(self, index: int, call: _LayerCall) -> None:
-        assert call.weights is not None
         weights = call.weights
         if self._recomputes:  # the backward has others, and these need not stay
             weights = WeightVersion(weights.index, copies=weights.copies)
@@ -306,14 +310,16 @@ class Stage:
         buffers = {name: b.detach().clone() for name, b in self.layers.named_buffers()}
         with torch.enable_grad():
             lent = WeightVersion(weights.index, {**weights.aliases, **buffers})
-            return _differentiable(self._run_layers(flight.layer_input, lent, flight.seed))
+            output = self._reweighted.run(
+                lent, lambda: self._run_layers(flight.layer_input, flight.seed)
+            )
+            return _differentiable(output)
 
     def _trainable(self, weights: WeightVersion) -> Mapping[str, Tensor]:
-        if not weights.aliases:
-            # Once for all backwards of a round: there may be many of a large tree of modules.
-            self._trained = self.named_parameters() if self._trained is None else self._trained
-            return self._trained
-        return {name: alias for name, alias in weights.aliases.items() if alias.requires_grad}
+        # Once for all backwards of a round: there may be many of a large tree of modules.
+        self._trained = self.named_parameters() if self._trained is None else self._trained
+        aliases = {name: alias for name, alias in weights.aliases.items() if alias.requires_grad}
+        return {**self._trained, **aliases}
 
 
 @dataclass(slots=True)
@@ -322,10 +328,10 @@ class _LayerCall:
 
     received: Any
     seed: tuple[int, ...]
+    weights: WeightVersion
     has_backward: bool
     layer_input: Any = None
     output: Any = None
-    weights: WeightVersion | None = None
 
 
 def _cut_from_graph(tensor: Tensor) -> Tensor:

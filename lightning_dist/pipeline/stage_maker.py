@@ -68,6 +68,7 @@ class StageMaker:
             history: The staleness of the updates that it has made so far.
         """
         own = layers_of(self.found, shape.layers_per_stage, number)
+        gradients = self.gradients(number)
         policy = choose_policy(
             own,
             number,
@@ -77,6 +78,7 @@ class StageMaker:
             self.measure_discrepancy,
             self.half,
             shape.num_microbatches,
+            hides_hooks=not gradients.runs_hooks,
         )
         return Stage(
             seam,
@@ -84,9 +86,10 @@ class StageMaker:
             shape.num_stages,
             own if self.layers is None else self.layers(number),
             policy,
-            self.gradients(number),
+            gradients,
             StalenessMeter(policy.release, history, measures_discrepancy=self.measure_discrepancy),
             layer_input=self.found.layer_input,
             seed=(self.seed, shape.replica_index),
             device=self.device,
+            root=self.found.module,
         )

@@ -26,6 +26,7 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_dist.module_hooks import has_gradient_hooks
 from lightning_dist.pipeline.half_weights import HalfWeights, HalfWeightStore
 from lightning_dist.pipeline.predicted_weights import Predicted
 from lightning_dist.pipeline.schedule import UpdateRule
@@ -34,6 +35,7 @@ from lightning_dist.pipeline.weights import WeightStore, WeightVersion
 WeightVersions = Literal["stash", "vertical_sync", "none"]
 Predict = Callable[[Mapping[str, nn.Parameter], int], Mapping[str, Tensor]]
 """Takes parameters by name and a number of updates."""
+Parameters = Callable[[], Mapping[str, nn.Parameter]]
 
 
 class WeightPolicy(Protocol):
@@ -74,19 +76,27 @@ class WeightPolicy(Protocol):
 
 
 class Current:
-    """Synchronous schedules: nothing is written while a micro-batch is in flight."""
+    """Synchronous schedules: nothing is written while a micro-batch is in flight.
+
+    Args:
+        hooked: Gives the parameters whose hooks must not run for each micro-batch.
+    """
 
     recomputes = False
     version_bytes = 0
     stash_bytes = 0
     peak_stash_bytes = 0
 
-    def __init__(self) -> None:
+    def __init__(self, hooked: Parameters = dict) -> None:
         self.num_steps = 0
+        self._hooked = hooked
 
     def acquire(self) -> WeightVersion:
-        """Gives the parameters themselves."""
-        return WeightVersion(self.num_steps)
+        """Gives the parameters themselves, but for hooked ones."""
+        return WeightVersion(self.num_steps, self._aliases())
+
+    def _aliases(self) -> Mapping[str, Tensor]:
+        return {name: p.data.requires_grad_() for name, p in self._hooked().items()}
 
     def look(self) -> WeightVersion:
         """Gives the parameters themselves."""
@@ -111,19 +121,20 @@ class Unstashed(Current):
 
     Args:
         remembered: Gives the parameters to copy at a forward, for comparisons.
+        hooked: As for :class:`Current`.
     """
 
     recomputes = True
 
-    def __init__(self, remembered: Callable[[], Mapping[str, nn.Parameter]]) -> None:
-        super().__init__()
+    def __init__(self, remembered: Parameters, hooked: Parameters = dict) -> None:
+        super().__init__(hooked)
         self._remembered = remembered
 
     @override
     def acquire(self) -> WeightVersion:
-        """Gives the parameters themselves."""
+        """Gives the parameters themselves, but for hooked ones."""
         copies = {name: p.detach().clone() for name, p in self._remembered().items()}
-        return WeightVersion(self.num_steps, copies=copies)
+        return WeightVersion(self.num_steps, self._aliases(), copies=copies)
 
 
 class Stashed:
@@ -214,6 +225,8 @@ def choose_policy(
     remembers: bool,
     half: HalfWeights | None = None,
     microbatches_per_update: int = 1,
+    *,
+    hides_hooks: bool = False,
 ) -> WeightPolicy:
     """Gives the policy that a schedule and a user ask for.
 
@@ -226,6 +239,7 @@ def choose_policy(
         remembers: Whether what forwards have seen can be compared later.
         half: How layers compute in half precision; None where they do not.
         microbatches_per_update: Of those that see the same weights.
+        hides_hooks: Whether autograd shall not run hooks of parameters.
     """
     # What stage s has is s updates newer than what the first one has for the same minibatch,
     # unless updates come in the same round everywhere.
@@ -237,6 +251,10 @@ def choose_policy(
     def trainable() -> dict[str, nn.Parameter]:  # now: they may be frozen and thawed
         return {name: p for name, p in layers.named_parameters() if p.requires_grad}
 
+    def hooked() -> dict[str, nn.Parameter]:
+        return {name: p for name, p in trainable().items() if has_gradient_hooks(p)}
+
+    hidden: Parameters = hooked if hides_hooks else dict
     if predict is not None:
         return Predicted(
             layers.named_parameters(),
@@ -248,7 +266,7 @@ def choose_policy(
         store = HalfWeightStore(layers.named_parameters(), half, age)
         return UnstashedHalf(store, remembers=remembers) if versions == "none" else Stashed(store)
     if update_rule is UpdateRule.FLUSHED:
-        return Current()
+        return Current(hidden)
     if versions == "none":
-        return Unstashed(trainable if remembers else dict)
+        return Unstashed(trainable if remembers else dict, hidden)
     return Stashed(WeightStore(layers.named_parameters(), age))

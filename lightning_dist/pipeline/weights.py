@@ -51,8 +51,8 @@ class WeightVersion:
 
     Attributes:
         index: Optimizer steps that this version has seen.
-        aliases: Leaf tensors by parameter name, on the memory of this version; none where the
-            layers run on the parameters themselves.
+        aliases: Leaf tensors by parameter name, on the memory of this version; none for what the
+            layers have of the parameters themselves.
         num_users: Micro-batches in flight on it.
         copies: What the parameters were, for comparisons, where there are no aliases that stay.
     """
@@ -65,7 +65,7 @@ class WeightVersion:
     @property
     def seen(self) -> Mapping[str, Tensor]:
         """The values that a forward has met, by parameter name."""
-        return self.aliases or self.copies
+        return self.copies or self.aliases
 
 
 class WeightStore:
