@@ -18,7 +18,7 @@ validation, when a checkpoint is taken, and at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -438,6 +438,15 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             self.drain()
         self._catch_up()
 
+    def _forget_batches_in_flight(self) -> None:
+        """Takes what batches before a load have left off the way of those behind it."""
+        session = self._session
+        if session is None or not (self.asynchronous and session.pipeline.batches_since_drain):
+            return
+        with lightning_private.as_of_training_step(self.module):  # hooks of updates may log
+            self.drain()
+        session.runner.forget()
+
     def _end_training(self) -> None:
         self.drain()
         if self.session.staleness_log is not None:
@@ -447,6 +456,11 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         )
 
     # --- checkpoints -------------------------------------------------------------------------
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._forget_batches_in_flight()
+        super().load_model_state_dict(checkpoint, strict)
 
     @property
     @override

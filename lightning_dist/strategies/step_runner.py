@@ -130,6 +130,10 @@ class StepRunner:
         with as_of_training_step(self._module):
             self._deliver(num_held_back=0)
 
+    def forget(self) -> None:
+        """Forgets the training batches that :meth:`train` has held back."""
+        self._outcomes.deliver(num_held_back=0)
+
     def evaluate(
         self, method: Callable[..., Any], arguments: Sequence[Any], context: StepContext
     ) -> Any:
