@@ -133,6 +133,7 @@ class StepRunner:
     def forget(self) -> None:
         """Forgets the training batches that :meth:`train` has held back."""
         self._outcomes.deliver(num_held_back=0)
+        self._steps.clear()
 
     def evaluate(
         self, method: Callable[..., Any], arguments: Sequence[Any], context: StepContext
