@@ -3,7 +3,7 @@
     python tests/lightning_suite.py CHECKOUT STRATEGY FILE...
 
 ``CHECKOUT`` is a checkout of Lightning at the tag of the installed version, ``STRATEGY`` a key of
-``STRATEGIES``, each ``FILE`` a path below ``tests/tests_pytorch``. What follows ``--`` is pytest's.
+``STRATEGIES``, each ``FILE`` a path below ``tests/tests_pytorch``. Options of pytest's may follow.
 What the counts mean, and which tests cannot pass, is in ``docs/lightning_tests.md``.
 """
 
