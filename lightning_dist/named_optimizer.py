@@ -96,7 +96,8 @@ def state_by_name(
         this rank's parameters only.
     """
     own = name_groups(optimizer, module, firsts)
-    state_dict = optimizer.state_dict()
+    # Lightning's stand-in, where `configure_optimizers` returns None, has neither.
+    state_dict = {"state": {}, "param_groups": [], **optimizer.state_dict()}
     order = [name for group in own for name in group]
     state = {order[index]: values for index, values in state_dict["state"].items()}
     groups = [

@@ -243,7 +243,8 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
+        # An ordinary checkpoint without an optimizer has an empty state.
+        states = [{"state": {}, "param_groups": [], **s} for s in checkpoint["optimizer_states"]]
         if self._has_plain_state:
             numbered = [to_numbers(state) if is_named(state) else state for state in states]
             super().load_optimizer_state_dict({"optimizer_states": numbered})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -229,3 +230,31 @@ def test_trains_and_resumes_as_on_one_device(
 def test_the_table_has_each_optimizer_of_torch() -> None:
     classes = {name for name, kind in vars(optim).items() if isinstance(kind, type)}
     assert {name.partition(",")[0] for name in OPTIMIZERS} == classes - {"Optimizer"}
+
+
+class Untrained(Trained):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def fit_untrained(layout: Layout, save: str, resume: str | None) -> Any:
+    module = make_module(Untrained, optimizer="SGD")
+    trainer = make_trainer(devices=layout.devices, strategy=layout.make(), max_epochs=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*this fit will run with no optimizer")
+        trainer.fit(module, DataLoader(make_data(16), batch_size=8), ckpt_path=resume)
+    trainer.save_checkpoint(save)
+    return state_of(module)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "1f1b"])
+def test_a_run_without_an_optimizer_is_saved_and_resumed(
+    workers: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    path, layout = tmp_path / "none.ckpt", LAYOUTS[name]
+    before = joined(workers.run(2, fit_untrained, layout, str(path), None))
+    after = joined(workers.run(2, fit_untrained, layout, str(path), str(path)))
+    expected = state_of(make_module(Untrained, optimizer="SGD"))
+    for name, value in expected.items():
+        assert torch.equal(before[name], value)
+        assert torch.equal(after[name], value)
