@@ -55,6 +55,14 @@ class StopFirstRank(L.Callback):
             trainer.should_stop = True
 
 
+class RaiseAtStep(L.Callback):
+    """Ends the run with an error on all ranks."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step >= STOPPING_STEP:
+            raise ValueError("This callback raises on all ranks.")
+
+
 class NameByRank(L.Callback):
     """Gives each rank a value of its own, for a checkpoint's file name."""
 
@@ -145,6 +153,10 @@ CALLBACKS: dict[str, Make] = {
     "linked_last": lambda folder: ModelCheckpoint(
         folder, "linked-{step}", every_n_train_steps=3, save_last="link"
     ),
+    "on_exception": lambda folder: ModelCheckpoint(
+        folder, "exception-{step}", every_n_train_steps=100, save_on_exception=True
+    ),
+    "raises": lambda _: RaiseAtStep(),
     "early": lambda _: EarlyStopping("val_loss", patience=0, min_delta=1.0),
     "early_train": lambda _: EarlyStopping(
         "train_loss_epoch", patience=0, min_delta=1.0, check_on_train_epoch_end=True
@@ -164,7 +176,15 @@ CALLBACKS: dict[str, Make] = {
     "accumulate_later": lambda _: GradientAccumulationScheduler({1: 2}),
     "count": lambda _: CountUpdates(),
 }
-WRITING = ("best", "every_steps", "weights", "train_best", "own_names", "linked_last")
+WRITING = (
+    "best",
+    "every_steps",
+    "weights",
+    "train_best",
+    "own_names",
+    "linked_last",
+    "on_exception",
+)
 
 
 def make_callbacks(names: tuple[str, ...], folder: str) -> list[L.Callback]:

@@ -52,9 +52,10 @@ def differences(
     """
     entry = STRATEGIES[case.strategy]
     found = list(_refusals(ranks, reference))
-    if found or reference.refusal is not None:
-        return found
     tolerance = tolerance_of(case)
+    if found or reference.refusal is not None:
+        found += _compare("files", _plain(files), _plain(reference_files), tolerance)
+        return found
     for rank, seen in enumerate(ranks):
         where = f"rank {rank}: "
         if rank > 0 and OWN in reference.metrics:  # this rank's names of files are its own

@@ -30,6 +30,8 @@ FIXED: dict[str, Fixed] = {
     "Adagrad resumes, asynchronous": Fixed(
         Case("pipedream", optimizer="adagrad", epochs=2, resume_at=4)
     ),
+    "an error on all ranks, stages": Fixed(Case("1f1b", callbacks=("on_exception", "raises"))),
+    "an error on all ranks, replicas": Fixed(Case("ddp", callbacks=("on_exception", "raises"))),
     # --- what optimizers keep in their groups ----------------------------------------------------
     "counters in groups, pipedream": Fixed(
         Case("pipedream", optimizer="schedule_free", scheduler="exponential_step", epochs=2)
@@ -78,6 +80,9 @@ FIXED: dict[str, Fixed] = {
         Case("pipedream", scheduler="plateau_step", logs=("loss",), epochs=2)
     ),
     "hooks sum over stages": Fixed(Case("1f1b", logs=("norms", "batch_end"), accumulate=2)),
+    "hooks log under names of parameters": Fixed(
+        Case("gpipe", logs=("by_parameter", "norms"), model="norms")
+    ),
     "logged before the model runs": Fixed(Case("zb_h1", logs=("before", "loss", "dict"))),
     "a list with a tensor for each sample": Fixed(Case("gpipe", data="list", logs=("loss",))),
     # --- stopping, reading -----------------------------------------------------------------------
@@ -202,6 +207,8 @@ FIXED: dict[str, Fixed] = {
 }
 
 NOT_YET: dict[str, str] = {
+    "an error on all ranks, stages": "nothing is saved",
+    "an error on all ranks, replicas": "nothing is saved",
     "Adagrad resumes, asynchronous": "hooks of a resumed run come in another order",
     "one estimate for all parameters": "ranks drift apart",
     "hooks of gradients, shards": "hooks of parameters are not called",

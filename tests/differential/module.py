@@ -28,8 +28,9 @@ OF_OUTPUTS = ("epoch_end",)
 """Logs of what ``on_train_batch_end`` gets, which asynchronous stages know some batches later."""
 OF_PIECES = ("size_one",)
 """Logs whose size is that of a sample: where each micro-batch has one, it may be their number."""
-OF_STAGES = ("norms",)
+OF_STAGES = ("norms", "by_parameter")
 """Logs of what each stage has a part of."""
+OF_SHARED_PARAMETERS = ("tied",)
 LOGS = (
     "loss",
     "step_only",
@@ -150,10 +151,16 @@ class Task(L.LightningModule):
             self._log("mean_output", sum(self.outputs) / len(self.outputs))
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        named = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+        squares = {name: float(gradient.square().sum()) for name, gradient in named.items()}
+        if self.case.model in OF_SHARED_PARAMETERS:  # each stage that has one would count it
+            return
         if self._logs("norms"):
-            gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            squares = sum(float(gradient.square().sum()) for gradient in gradients)
-            self._log("square", squares, reduce_fx="sum", on_step=False, on_epoch=True)
+            total = sum(squares.values())
+            self._log("square", total, reduce_fx="sum", on_step=False, on_epoch=True)
+        if self._logs("by_parameter"):
+            for name, square in squares.items():
+                self._log(f"square/{name}", square)
 
     def configure_optimizers(self) -> Any:
         return configure(self.model, self.case, self.lr)
