@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_dist.module_hooks import gradient_hooks_of
 from lightning_dist.shards import is_spread
 
 
@@ -44,6 +45,26 @@ def check_reshard(reshard_after_forward: bool | int | str, shard_size: int) -> N
             f" {shard_size}, and be neither 1 nor all of it; use True, False"
             + (f" or one of {divisors}." if divisors else ".")
         )
+
+
+def check_hooks(module: pl.LightningModule) -> None:
+    """Checks that no hook waits for the gradient of a parameter that is to be sharded.
+
+    Args:
+        module: The user's module.
+
+    Raises:
+        ValueError: One does, and would not be called, for shards are other parameters.
+    """
+    for name, parameter in module.named_parameters():
+        before, behind = gradient_hooks_of(parameter)
+        if before or (behind and not is_spread(parameter)):
+            raise ValueError(
+                f"The parameter {name!r} has a hook (`register_hook` or"
+                " `register_post_accumulate_grad_hook`), which shards of it would not call. Change"
+                " gradients in `on_before_optimizer_step` or `configure_gradient_clipping`, where"
+                " `parameter.grad` is a DTensor; or use DDPStrategy."
+            )
 
 
 def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:

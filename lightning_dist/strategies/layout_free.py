@@ -37,6 +37,7 @@ from lightning_dist.named_optimizer import (
 from lightning_dist.shards import gather, is_spread, shard_like
 from lightning_dist.strategies.distributed import DistributedStrategy
 from lightning_dist.strategies.whole_file_io import WholeFileIO, is_local
+from lightning_dist.strategies.whole_model_checks import check_group_values
 from lightning_dist.tied_names import FirstNames, first_names, fold
 
 
@@ -160,6 +161,8 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         if not dist.is_initialized() and not self.is_global_zero:
             return  # no run has begun: the first rank has the whole module, and writes it alone
         everyone = self.group(*self.mesh.sizes) if dist.is_initialized() else None
+        if everyone is not None and not self._has_plain_state:
+            check_group_values(self.optimizers, everyone)
         if not self.writes_one_file:
             checkpoints.save_sharded(self._by_name(checkpoint), path, everyone)
             return

@@ -208,6 +208,8 @@ class ShardedStrategy(DataParallelStrategy):
         everyone = self.group(*self.mesh.sizes)
         data_parallel_checks.check_module(self.module, everyone)
         checks.check_shardable(self.module, self._policy.is_manual)
+        if self.mesh.dp_shard > 1:
+            checks.check_hooks(self.module)
         self._deferred.look_at(self.module)
         self.model = self.precision_plugin.convert_module(self.module)
         self.synchronise_layers()

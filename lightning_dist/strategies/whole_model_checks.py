@@ -13,9 +13,11 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from torch import Tensor
 from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
 
 from lightning_dist.shards import is_spread
+from lightning_dist.strategies.hyperparameters import group_values
 from lightning_dist.strategies.lightning_private import callbacks_of
 
 
@@ -114,3 +116,59 @@ def _find_unshardable(optimizers: Sequence[Optimizer]) -> str:
         if reason:
             return f"{type(optimizer).__name__} {reason}"
     return ""
+
+
+def check_group_values(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
+    """Checks that numbers in parameter groups are equal on all ranks with parameters of a group.
+
+    Collective: every rank must call it. An optimizer with one estimate for all parameters computes
+    another one from each rank's part of the gradients.
+
+    Args:
+        optimizers: This rank's.
+        group: A gloo group of all ranks.
+
+    Raises:
+        ValueError: They differ.
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    own = [(type(o).__name__, _numbers(o)) for o in optimizers]
+    dist.all_gather_object(found, own, group=group)
+    seen: dict[tuple[int, int, str], dict[float, int]] = {}
+    for rank, of_rank in enumerate(found):
+        for position, (_, groups) in enumerate(of_rank):
+            for index, numbers in enumerate(groups):
+                for key, value in numbers.items():
+                    ranks = seen.setdefault((position, index, key), {})
+                    if value == value:  # nan equals nothing
+                        ranks.setdefault(value, rank)
+    differing = {place: ranks for place, ranks in seen.items() if len(ranks) > 1}
+    for position, index, _ in differing:
+        values = [
+            f"{key!r} ({', '.join(f'{value} on rank {rank}' for value, rank in ranks.items())})"
+            for (_, group_index, key), ranks in differing.items()
+            if group_index == index
+        ]
+        raise ValueError(
+            f"{found[0][position][0]} has other values in parameter group {index} on other ranks:"
+            f" {', '.join(values)}. It makes one estimate for all parameters, and each rank has a"
+            " part of them. Use DDPStrategy, where all ranks have all gradients, or an optimizer"
+            " without such an estimate, AdamW say."
+        )
+
+
+def _numbers(optimizer: Optimizer) -> list[dict[str, float]]:
+    """Gives the numbers of each parameter group; none of a group that has no parameters here."""
+    values = zip(optimizer.param_groups, group_values(optimizer), strict=True)
+    return [
+        {key: float(value) for key, value in found.items() if _is_number(value)}
+        if group["params"]
+        else {}
+        for group, found in values
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float)

@@ -49,7 +49,9 @@ FIXED: dict[str, Fixed] = {
     "the step scales logits, pipedream": Fixed(Case("pipedream", model="scale")),
     "the step scales logits, 2bw": Fixed(Case("2bw", model="scale", optimizer="adamw")),
     "the step penalizes the head, vertical sync": Fixed(Case("vertical_sync", model="penalty")),
-    "hooks of gradients, shards": Fixed(Case("fsdp", parameter_hooks=("halve",))),
+    "hooks of gradients, shards": Fixed(
+        Case("fsdp", parameter_hooks=("halve",)), refusal="on_before_optimizer_step"
+    ),
     "hooks of gradients, spread layers": Fixed(Case("tp", parameter_hooks=("halve",))),
     "hooks of accumulated gradients, replicas": Fixed(Case("ddp", parameter_hooks=("mask",))),
     "hooks of gradients, pipedream": Fixed(Case("pipedream", parameter_hooks=("halve",))),
@@ -210,8 +212,6 @@ NOT_YET: dict[str, str] = {
     "an error on all ranks, stages": "nothing is saved",
     "an error on all ranks, replicas": "nothing is saved",
     "Adagrad resumes, asynchronous": "hooks of a resumed run come in another order",
-    "one estimate for all parameters": "ranks drift apart",
-    "hooks of gradients, shards": "hooks of parameters are not called",
     "stages resume in the middle of an epoch": "hooks of a resumed run come in another order",
 }
 """What is known to be not yet as on one device."""

@@ -36,7 +36,7 @@ class OneEstimate(torch.optim.SGD):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, lr=0.05)
         for group in self.param_groups:
-            group["d"] = 0.01
+            group["d"] = 1e-4
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None
