@@ -436,6 +436,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     def _before_validation(self) -> None:
         with lightning_private.as_of_training_step(self.module):  # hooks of updates may log
             self.drain()
+        self._check_group_values()
         self._catch_up()
 
     def _forget_batches_in_flight(self) -> None:
@@ -447,8 +448,13 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             self.drain()
         session.runner.forget()
 
+    def _check_group_values(self) -> None:
+        if self.mesh.pp > 1:
+            whole_model_checks.check_group_values(self.optimizers, self.group(*self.mesh.sizes))
+
     def _end_training(self) -> None:
         self.drain()
+        self._check_group_values()
         if self.session.staleness_log is not None:
             self.session.staleness_log.finish()
         self._measurements = gather_measurements(

@@ -45,6 +45,9 @@ FIXED: dict[str, Fixed] = {
     "one estimate for all parameters": Fixed(
         Case("1f1b", optimizer="one_estimate", callbacks=("every_steps",)), refusal="'d'"
     ),
+    "one estimate for all parameters, pipedream": Fixed(
+        Case("pipedream", optimizer="one_estimate"), refusal="'d'"
+    ),
     # --- parameters that the step uses, and hooks of parameters ----------------------------------
     "the step scales logits, pipedream": Fixed(Case("pipedream", model="scale")),
     "the step scales logits, 2bw": Fixed(Case("2bw", model="scale", optimizer="adamw")),
