@@ -16,7 +16,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 class RefusedError(Exception):
-    """The strategy does not take the case, and says so on each rank."""
+    """The strategy does not take the case, and says so on each rank; or one device does not."""
 
 
 def find_differences(case: Case, pool: WorkerPool) -> list[str]:
@@ -27,14 +27,17 @@ def find_differences(case: Case, pool: WorkerPool) -> list[str]:
         pool: Processes for the ranks.
 
     Raises:
-        RefusedError: All ranks alike refused the case, which runs on one device.
+        RefusedError: All ranks alike refused the case, which runs on one device; or that fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         # Of the same name, which is in checkpoints.
         many, one = Path(folder, "many", "run"), Path(folder, "one", "run")
         for path in (many, one):
             path.mkdir(parents=True)
-        reference = run_reference(case, str(one))
+        try:
+            reference = run_reference(case, str(one))
+        except Exception as error:
+            raise RefusedError(f"one device: {type(error).__name__}: {error}") from error
         try:
             ranks = pool.run(
                 STRATEGIES[case.strategy].devices,
