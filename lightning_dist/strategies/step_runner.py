@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -28,6 +29,13 @@ from lightning_dist.strategies.step_log import StepLog
 from lightning_dist.tree import flatten, map_tensors
 
 StepContext = Callable[[], AbstractContextManager[None]]
+
+_EVALUATION_STEPS = {
+    RunningStage.SANITY_CHECKING: "validation_step",
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
 
 
 class StepRunner:
@@ -149,13 +157,17 @@ class StepRunner:
             What the step would have returned for the undivided batch, on each rank.
         """
         batch, *rest = arguments
-        batch = self._sample_lists.mark(batch, method.__name__, *rest[1:])
+        # A user may have put anything callable in the place of the method.
+        stage = self._module.trainer.state.stage
+        assert stage is not None
+        name = _EVALUATION_STEPS[stage]
+        batch = self._sample_lists.mark(batch, name, *rest[1:])
         step = self._step(method, context, rest)
         seed = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
         results = self._pipeline.evaluate_batch(
             batch, step, self._evaluation_microbatches, seed=seed
         )
-        self._publish(results, batch, (method.__name__, *rest[1:]))
+        self._publish(results, batch, (name, *rest[1:]))
         (outcome,) = self._outcomes.deliver(num_held_back=0)
         self._log.replay(outcome.log)
         return outcome.result
