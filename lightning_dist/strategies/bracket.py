@@ -12,9 +12,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_dist.replaced_method import replace_method
 from lightning_dist.strategies.lightning_private import callbacks_of, set_callbacks
 
 
@@ -25,7 +28,6 @@ class FirstCallback(pl.Callback):
         show_whole_model: Makes the module look whole while entered.
         on_train_epoch_end: Called when an epoch has ended, early or not.
         on_train_end: Called when training has ended.
-        on_exception: Called with what ended the run.
         on_train_epoch_start: Called when an epoch begins.
     """
 
@@ -34,13 +36,11 @@ class FirstCallback(pl.Callback):
         show_whole_model: Callable[[], AbstractContextManager[None]],
         on_train_epoch_end: Callable[[], None],
         on_train_end: Callable[[], None],
-        on_exception: Callable[[BaseException], None],
         on_train_epoch_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._show_whole_model = show_whole_model
         self._on_train_epoch_end = on_train_epoch_end
         self._on_train_end = on_train_end
-        self._on_exception = on_exception
         self._on_train_epoch_start = on_train_epoch_start
         self._shown = ExitStack()
 
@@ -69,6 +69,22 @@ class FirstCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self.hide()
+
+
+class ExceptionListener(pl.Callback):
+    """Hears of an exception before the user's callbacks, from the start of the processes on.
+
+    Args:
+        on_exception: Called with what ended the run.
+    """
+
+    def __init__(self, on_exception: Callable[[BaseException], None]) -> None:
+        self._on_exception = on_exception
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self._on_exception(exception)
 
 
@@ -93,7 +109,6 @@ def bracket_callbacks(
     show_whole_model: Callable[[], AbstractContextManager[None]],
     on_train_epoch_end: Callable[[], None],
     on_train_end: Callable[[], None],
-    on_exception: Callable[[BaseException], None],
     on_train_epoch_start: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """Puts the two callbacks around those of a trainer.
@@ -103,15 +118,12 @@ def bracket_callbacks(
         show_whole_model: As for :class:`FirstCallback`.
         on_train_epoch_end: As for :class:`FirstCallback`.
         on_train_end: As for :class:`FirstCallback`.
-        on_exception: As for :class:`FirstCallback`.
         on_train_epoch_start: As for :class:`FirstCallback`.
 
     Returns:
         Undoes the change.
     """
-    first = FirstCallback(
-        show_whole_model, on_train_epoch_end, on_train_end, on_exception, on_train_epoch_start
-    )
+    first = FirstCallback(show_whole_model, on_train_epoch_end, on_train_end, on_train_epoch_start)
     added: list[pl.Callback] = [first]
     callbacks: list[pl.Callback] = [first]
     for callback in callbacks_of(trainer):
@@ -140,3 +152,30 @@ def add_first_callback(trainer: pl.Trainer, callback: pl.Callback) -> Callable[[
     """
     set_callbacks(trainer, [callback, *callbacks_of(trainer)])
     return lambda: set_callbacks(trainer, [c for c in callbacks_of(trainer) if c is not callback])
+
+
+def mute_checkpoints(trainer: pl.Trainer) -> Callable[[], None]:
+    """Keeps callbacks from saving, or saying that they have, where ranks did not fail together.
+
+    Args:
+        trainer: Changed until the returned function is called.
+
+    Returns:
+        Undoes the change.
+    """
+    undos = ExitStack()
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelCheckpoint):
+            saves = callback.save_on_exception
+        else:
+            saves = isinstance(callback, Checkpoint)
+        if saves and is_overridden("on_exception", callback, parent=pl.Callback):
+            undos.callback(replace_method(callback, "on_exception", _say_that_nothing_is_saved))
+    return undos.close
+
+
+def _say_that_nothing_is_saved(*_: object) -> None:
+    rank_zero_info(
+        "No checkpoint was saved because of the exception: not all ranks have failed at the same"
+        " place between two steps, so that they have no state in common."
+    )

@@ -13,10 +13,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -31,7 +29,6 @@ from lightning_dist.strategies.epoch_ends import EpochEnds
 from lightning_dist.strategies.evaluation_stop import stop_evaluations_together
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
 from lightning_dist.strategies.random_state import RandomStream
-from lightning_dist.strategies.rank_notes import RankNotes
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.shared_order import share_order, with_shared_draws
 from lightning_dist.strategies.synced_batch_norm import SyncedBatchNorm
@@ -67,16 +64,6 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         """Makes running statistics those of the first replica; all ranks must call it."""
         broadcast_state(self.module.buffers(), self.stage_group)
 
-    def make_notes(self, group: dist.ProcessGroup) -> RankNotes:
-        """Makes what ranks leave notes in; all ranks must call it.
-
-        Args:
-            group: The ranks that do.
-        """
-        name = f"lightning_dist/{self.broadcast(uuid4().hex)}"
-        ranks = dist.get_process_group_ranks(group)
-        return RankNotes(lightning_private.default_store(), name, self.global_rank, ranks)
-
     def synchronise_layers(self) -> None:
         """Makes BatchNorm see all ranks where the Trainer was asked for ``sync_batchnorm``."""
         if self.root_device.type == "cpu":
@@ -107,7 +94,6 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
                 show_whole_model=self.summarised_module,
                 on_train_epoch_end=self._check_early_end(trainer),
                 on_train_end=self.end_training,
-                on_exception=self.on_exception,
                 on_train_epoch_start=self._begin_epoch,
             ),
             stop_training_together(trainer, everyone, self.stop_lag, self._end_batch),

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, get_args
+from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import IterableDataset
 from typing_extensions import override
@@ -21,15 +23,22 @@ from typing_extensions import override
 from lightning_dist.pipeline.pipeline import OnComplete
 from lightning_dist.rng import seed_all
 from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.bracket import (
+    ExceptionListener,
+    add_first_callback,
+    mute_checkpoints,
+)
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.launcher_watch import ending_with_launcher
 from lightning_dist.strategies.overflow import Agreed, Overflow
 from lightning_dist.strategies.process_mesh import ProcessMesh
 from lightning_dist.strategies.random_state import share_random_state
+from lightning_dist.strategies.rank_notes import RankNotes
 from lightning_dist.strategies.replica_channel import open_channel
 from lightning_dist.strategies.replica_loaders import ReplicaLoaders
 from lightning_dist.strategies.run_guard import RunGuard
 from lightning_dist.strategies.session import RunContext
+from lightning_dist.strategies.shared_failure import SharedFailure
 
 Read = Literal["first", "each"]
 """Which ranks of a data replica read its batches."""
@@ -64,6 +73,8 @@ class DistributedStrategy(ProcessMesh):
         self._guard: RunGuard | None = None
         self._is_stop_due = False  # a run that was told to stop at its very end hands it on
         self._seed = 0
+        self._undo_listening: Callable[[], None] = _ignore
+        self._undo_muting: Callable[[], None] = _ignore
 
     # --- data --------------------------------------------------------------------------------
 
@@ -120,11 +131,32 @@ class DistributedStrategy(ProcessMesh):
             self.stop_lag,
             self._wake,
             self._is_stop_due,
+            self._shared_failure(),
         )
+        listener = ExceptionListener(self._report)
+        self._undo_listening = add_first_callback(self.module.trainer, listener)
         if self._read == "first" and self.mesh.data_size < self.mesh.world_size:
             group = self.group("pp", "tp", purpose="batches", timeout=_NEVER)
             channel = open_channel(group, self.root_device, self._timeout_seconds)
             self._loaders = ReplicaLoaders(channel)
+
+    def _shared_failure(self) -> SharedFailure:
+        mesh = self.mesh
+        return SharedFailure(
+            self.module.trainer,
+            self.make_notes(self.group(*mesh.sizes)),
+            steps_are_local=mesh.pp == mesh.dp_shard == mesh.tp == 1,
+        )
+
+    def make_notes(self, group: dist.ProcessGroup) -> RankNotes:
+        """Makes what ranks leave notes in; all ranks must call it.
+
+        Args:
+            group: The ranks that do.
+        """
+        name = f"lightning_dist/{self.broadcast(uuid4().hex)}"
+        ranks = dist.get_process_group_ranks(group)
+        return RankNotes(lightning_private.default_store(), name, self.global_rank, ranks)
 
     def _wake(self, error: BaseException) -> None:
         if self._loaders is not None:
@@ -223,10 +255,20 @@ class DistributedStrategy(ProcessMesh):
             error: What to raise there.
         """
 
+    def _report(self, exception: BaseException) -> None:
+        """Tells the other ranks before the callbacks hear of an exception, which may save."""
+        if self._guard is None:
+            return
+        self._guard.report(exception)
+        if not self.is_running:
+            self._undo_muting()
+            self._undo_muting = mute_checkpoints(self.module.trainer)
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._guard is not None:
             self._guard.report(exception)
+            self._guard.leave()
 
     def close_session(self) -> None:
         """Ends what ``setup`` opened; all ranks that are sound call it at the same time."""
@@ -243,4 +285,7 @@ class DistributedStrategy(ProcessMesh):
             self.end_run(failed=not self._guard.is_sound)
             self._is_stop_due = self._guard.is_stop_due
             self._guard = None
+            self._undo_muting()
+            self._undo_listening()
+            self._undo_muting = self._undo_listening = _ignore
         super().teardown()

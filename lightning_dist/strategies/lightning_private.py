@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -26,6 +27,10 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
@@ -101,16 +106,70 @@ def replace_sigterm_protocol(trainer: pl.Trainer, before_batch: Callable[[], Non
     setattr(loop, "_broadcast_sigterm_tensor", before_batch)  # noqa: B010
 
 
-def replace_sigterm_to_restore(trainer: pl.Trainer, handler: SignalHandler) -> None:
-    """Changes what Lightning puts in place of its own handler of SIGTERM when a run is over.
+def replace_handler_to_restore(
+    trainer: pl.Trainer, signum: signal.Signals, handler: SignalHandler
+) -> None:
+    """Changes what Lightning puts in place of its own handler of a signal when a run is over.
 
     Args:
         trainer: May have registered its signal handlers, or not yet.
+        signum: The signal.
         handler: Takes the place of the one that was found then, which ``_original_handlers`` keep.
     """
     found = trainer._signal_connector._original_handlers
-    if signal.SIGTERM in found:
-        found[signal.SIGTERM] = handler
+    if signum in found:
+        found[signum] = handler
+
+
+def replace_requeue(trainer: pl.Trainer, on_signal: Callable[[], None]) -> Callable[[], None]:
+    """Takes the save out of Lightning's handler of the signal by which SLURM announces its end.
+
+    ``_slurm_sigusr_handler_fn`` saves wherever the signal has found the process. Each rank numbers
+    the checkpoint by what it finds in the directory, in ``hpc_save_path``, while others may have
+    begun to write theirs.
+
+    Args:
+        trainer: Must not have registered its signal handlers yet.
+        on_signal: Called in the handler, so it must do nothing that waits.
+
+    Returns:
+        Saves and asks SLURM to run the job again; all ranks must call it.
+    """
+    signals, checkpoints = trainer._signal_connector, trainer._checkpoint_connector
+    own = type(signals)._slurm_sigusr_handler_fn  # an earlier run has replaced the object's
+    own_path = checkpoints.hpc_save_path
+
+    def agreed_path(directory: str) -> str:
+        path: str = trainer.strategy.broadcast(own_path(directory))
+        return path
+
+    def requeue() -> None:
+        undo = replace_method(checkpoints, own_path.__name__, agreed_path)
+        try:
+            own(signals, signal.SIGUSR1, sys._getframe())
+        finally:
+            undo()
+
+    setattr(signals, own.__name__, lambda *_: on_signal())
+    return requeue
+
+
+def is_raised_in_step(error: BaseException) -> bool:
+    """Tells whether an exception comes out of a step, as the traceback shows.
+
+    The methods in which Lightning's loops call a step are private. The strategy's
+    ``optimizer_step`` calls it only in some of the batches.
+
+    Args:
+        error: Has been raised.
+    """
+    steps = {
+        _AutomaticOptimization.run.__code__,
+        _ManualOptimization.run.__code__,
+        _EvaluationLoop._evaluation_step.__code__,
+        _PredictionLoop._predict_step.__code__,
+    }
+    return any(frame.f_code in steps for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def replace_torch_layer_sync(strategy: ParallelStrategy, layer_sync: LayerSync) -> None:

@@ -288,7 +288,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
                 show_whole_model=self._whole_model,
                 on_train_epoch_end=self._catch_up,
                 on_train_end=self._end_training,
-                on_exception=self.on_exception,
             ),
         )
         if trainer.state.fn == TrainerFn.FITTING:

@@ -77,6 +77,16 @@ class RankNotes:
             time.sleep(_POLL_SECONDS)
         return found
 
+    def decide(self, round_index: int, proposal: bool) -> bool:
+        """Returns what the first rank has proposed in a round, the same on all ranks.
+
+        Args:
+            round_index: Of the decision.
+            proposal: This rank's.
+        """
+        key = f"{self._name}/{round_index}/decision"
+        return self._store.compare_set(key, "", str(proposal)) == str(True).encode()
+
     def _key(self, round_index: int, rank: int) -> str:
         return f"{self._name}/{round_index}/{rank}"
 

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -14,8 +15,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.failure_ring import Failure, FailureRing
 from lightning_dist.strategies.last_resort import exit_after_grace
-from lightning_dist.strategies.sigterm_handler import SigtermHandler
-from lightning_dist.strategies.stop_agreement import StopAgreement
+from lightning_dist.strategies.shared_failure import SharedFailure
+from lightning_dist.strategies.signal_handlers import InterruptHandler, SigtermHandler
+from lightning_dist.strategies.stop_agreement import StopAgreement, StopReason
 
 _NEWS_SECONDS = 2.0
 
@@ -30,6 +32,7 @@ class RunGuard:
         stop_lag: By how many batches one rank can be ahead of another.
         interrupt: Wakes this rank's main thread where it waits for another rank, with an error.
         is_stop_due: Whether to ask for a stop at the first batch boundary.
+        shared: Finds out whether all ranks have failed alike.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class RunGuard:
         stop_lag: int,
         interrupt: Callable[[BaseException], None],
         is_stop_due: bool,
+        shared: SharedFailure,
     ) -> None:
         self._trainer = trainer
         self._rank = dist.get_rank()
@@ -50,10 +54,16 @@ class RunGuard:
         self._peers_failure: Failure | None = None
         self._is_leaving = False
         self._has_stopped = False
+        self._shared = shared
+        self._have_all_failed = False
+        self._has_boundaries = False
         self._stop = StopAgreement(stop_group, stop_lag)
+        terminate = partial(self._stop.request, StopReason.TERMINATE)
         if is_stop_due:
-            self._stop.request()
-        self._sigterm = SigtermHandler(trainer, self._stop.request)
+            terminate()
+        self._requeue: Callable[[], None] = _ignore
+        self._sigterm = SigtermHandler(trainer, terminate)
+        self._sigint = InterruptHandler(trainer, self._interrupt_at_boundary)
         self._ring: FailureRing | None = None
         if dist.get_world_size() > 1:
             self._ring = FailureRing(
@@ -68,7 +78,7 @@ class RunGuard:
     @property
     def is_stop_due(self) -> bool:
         """Whether this rank was told to stop when no batch boundary was left to do it at."""
-        return self._stop.is_requested and not self._has_stopped
+        return self._stop.requested is StopReason.TERMINATE and not self._has_stopped
 
     def check_peers(self) -> None:
         """Ends the run of a rank that has not waited for the one that has failed.
@@ -85,17 +95,32 @@ class RunGuard:
 
         Raises:
             SIGTERMException: All ranks stop here.
+            KeyboardInterrupt: All ranks stop here.
             ValueError: As for :meth:`check_peers`.
             RankFailedError: As for :meth:`check_peers`.
         """
         self.check_peers()
-        if self._stop.at_boundary():
-            self._has_stopped = True
+        self._has_boundaries = True
+        reason = self._stop.at_boundary()
+        if reason is StopReason.REQUEUE:
+            self._stop.go_on()
+            self._requeue()  # SLURM ends the job when it sees fit
+            return
+        self._has_stopped = reason is not StopReason.NONE
+        if reason is StopReason.TERMINATE:
             lightning_private.set_received_sigterm(self._trainer)
             raise SIGTERMException
+        if reason is StopReason.INTERRUPT:
+            raise KeyboardInterrupt
+
+    def _interrupt_at_boundary(self) -> bool:
+        if not self._has_boundaries or self._is_leaving:
+            return False
+        self._stop.request(StopReason.INTERRUPT)
+        return True
 
     def connect_signals(self, before_reading: Callable[[], None] = lambda: None) -> None:
-        """Puts the agreement on SIGTERM in place of Lightning's.
+        """Puts the agreement on signals in place of Lightning's handlers.
 
         Args:
             before_reading: Called before each training batch is read, for which there is no hook.
@@ -106,15 +131,20 @@ class RunGuard:
             before_reading()
 
         lightning_private.replace_sigterm_protocol(self._trainer, before_batch)
+        ask = partial(self._stop.request, StopReason.REQUEUE)
+        self._requeue = lightning_private.replace_requeue(self._trainer, ask)
 
     def report(self, exception: BaseException) -> None:
-        """Tells the other ranks, unless all of them agreed to stop or know already.
+        """Tells the other ranks, unless all agreed to stop, have failed alike, or know already.
 
         Args:
             exception: What ends this rank's run.
         """
-        self._is_leaving = True
-        if isinstance(exception, SIGTERMException) or self._failed.is_set():
+        is_first, self._is_leaving = not self._is_leaving, True
+        if self._has_stopped or self._have_all_failed or self._failed.is_set():
+            return
+        if is_first and self._shared.is_shared(exception, self._failed):
+            self._have_all_failed = True
             return
         if isinstance(exception, RuntimeError) and self._ring is not None:
             # A broken collective raises one too; the news of who broke it is on its way.
@@ -123,6 +153,11 @@ class RunGuard:
         if self._ring is not None:
             self._own_failure = Failure.from_exception(self._rank, exception)
             self._ring.announce(self._own_failure)
+
+    def leave(self) -> None:
+        """Ends what ranks that have failed alike can still do together."""
+        if self._have_all_failed:
+            self._failed.set()
 
     @contextmanager
     def closing(self) -> Iterator[None]:
@@ -142,7 +177,10 @@ class RunGuard:
                 self._ring.close()
         finally:
             self._sigterm.remove()
+            self._sigint.remove()
             self._closed.set()
+        if self._stop.requested is StopReason.INTERRUPT and not self._is_leaving:
+            raise KeyboardInterrupt  # no batch was left to do it at
 
     def _on_peer_failure(self, failure: Failure) -> None:
         was_known = self._failed.is_set()
@@ -153,3 +191,7 @@ class RunGuard:
             print(f"[rank {self._rank}] {failure}", file=sys.stderr, flush=True)
             self._interrupt(failure.to_exception())
             exit_after_grace(failure, self._closed.is_set)
+
+
+def _ignore() -> None:
+    """Does nothing."""

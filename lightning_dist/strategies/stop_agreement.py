@@ -1,4 +1,4 @@
-"""All ranks stop at the same batch boundary when any of them is asked to.
+"""All ranks stop at the same batch boundary when any of them is asked to, for the same reason.
 
 Lightning broadcasts rank 0's flag before each batch and waits for it, which ties pipeline stages
 together at each batch and synchronises a GPU each time, and its signal handler broadcasts too,
@@ -14,10 +14,24 @@ where each step ties the ranks together, ``num_stages`` for an asynchronous pipe
 from __future__ import annotations
 
 from collections import deque
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class StopReason(IntEnum):
+    """What a run was asked for; of several reasons, the largest counts."""
+
+    NONE = 0
+    """Nothing."""
+    TERMINATE = 1
+    """SIGTERM."""
+    INTERRUPT = 2
+    """SIGINT, which Ctrl-C sends."""
+    REQUEUE = 3
+    """SLURM will end the job soon, and could begin it again."""
 
 
 class StopAgreement:
@@ -28,33 +42,45 @@ class StopAgreement:
         lag: Boundaries between posting a flag and reading the result.
 
     Attributes:
-        is_requested: Whether this rank has asked.
+        requested: What this rank has been asked for.
     """
 
     def __init__(self, group: dist.ProcessGroup, lag: int) -> None:
         self._group = group
         self._lag = lag
-        self.is_requested = False
-        self._agreed = False
+        self.requested = StopReason.NONE
+        self._agreed = StopReason.NONE
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def request(self) -> None:
-        """Asks all ranks to stop; safe in a signal handler."""
-        self.is_requested = True
+    def request(self, reason: StopReason) -> None:
+        """Asks all ranks to stop; safe in a signal handler.
 
-    def at_boundary(self) -> bool:
+        Args:
+            reason: Why.
+        """
+        self.requested = max(self.requested, reason)
+
+    def at_boundary(self) -> StopReason:
         """Posts this rank's flag and reads an older result; call it once per batch on each rank.
 
         Returns:
-            Whether to stop here, the same on all ranks.
+            Why to stop here, or that there is no reason; the same on all ranks.
         """
-        flag = torch.tensor([int(self.is_requested)], dtype=torch.int32)
+        flag = torch.tensor([self.requested], dtype=torch.int32)
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._pending.append((work, flag))
         if len(self._pending) > self._lag:
             self._read_oldest()
         return self._agreed
+
+    def go_on(self) -> None:
+        """Forgets a reason that all ranks have agreed on and obeyed; all ranks call it."""
+        obeyed = self._agreed
+        self.close()
+        self._agreed = StopReason.NONE
+        if self.requested == obeyed:
+            self.requested = StopReason.NONE
 
     def close(self) -> None:
         """Reads what is still on its way."""
@@ -64,4 +90,4 @@ class StopAgreement:
     def _read_oldest(self) -> None:
         work, flag = self._pending.popleft()
         work.wait()
-        self._agreed = self._agreed or bool(flag.item())
+        self._agreed = max(self._agreed, StopReason(int(flag.item())))

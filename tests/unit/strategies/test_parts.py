@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
@@ -24,7 +25,7 @@ import lightning_dist
 from lightning_dist.rng import seeded
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.failure_ring import Failure, RankFailedError
-from lightning_dist.strategies.sigterm_handler import SigtermHandler
+from lightning_dist.strategies.signal_handlers import InterruptHandler, SigtermHandler
 from lightning_dist.strategies.step_log import StepLog
 from lightning_dist.strategies.tensor_checks import check_precision
 
@@ -93,6 +94,61 @@ def test_state_that_was_made_early_moves_but_its_counter() -> None:
     for state in optimizer.state.values():
         assert state["sum"].is_meta
         assert not state["step"].is_meta
+
+
+def test_slurms_signal_saves_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = quiet_trainer()
+    did: list[Any] = []
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(signal_connector, "call", lambda command: did.append(command) or 0)
+    monkeypatch.setattr(trainer, "save_checkpoint", did.append)
+    monkeypatch.setattr(trainer.strategy, "broadcast", lambda path: f"{path} of rank 0")
+    for _ in range(2):  # as two runs of one Trainer do
+        requeue = lightning_private.replace_requeue(trainer, lambda: did.append("signal"))
+    trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+    assert did == ["signal"]
+    requeue()
+    path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+    assert did[1:] == [f"{path} of rank 0", ["scontrol", "requeue", "7"]]
+
+
+def test_what_comes_out_of_a_step_is_told_from_what_does_not() -> None:
+    class Fails(L.LightningModule):
+        def training_step(self, batch: Any) -> None:
+            raise KeyError("in step")
+
+        def on_train_start(self) -> None:
+            if self.at_start:
+                raise KeyError("in hook")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+
+    for at_start in (True, False):
+        module = Fails()
+        module.at_start = at_start
+        trainer = L.Trainer(accelerator="cpu", barebones=True, max_steps=1)
+        with pytest.raises(KeyError) as caught:
+            trainer.fit(module, [torch.ones(1)])
+        assert lightning_private.is_raised_in_step(caught.value) is not at_start
+
+
+def test_the_second_ctrl_c_does_not_wait() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    has_boundary = False
+    try:
+        handler = InterruptHandler(quiet_trainer(), lambda: has_boundary)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        has_boundary = True
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        handler.remove()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Logging(L.LightningModule):
