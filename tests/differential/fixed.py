@@ -30,6 +30,8 @@ FIXED: dict[str, Fixed] = {
     "Adagrad resumes, asynchronous": Fixed(
         Case("pipedream", optimizer="adagrad", epochs=2, resume_at=4)
     ),
+    "an error on all ranks, stages": Fixed(Case("1f1b", callbacks=("on_exception", "raises"))),
+    "an error on all ranks, replicas": Fixed(Case("ddp", callbacks=("on_exception", "raises"))),
     # --- what optimizers keep in their groups ----------------------------------------------------
     "counters in groups, pipedream": Fixed(
         Case("pipedream", optimizer="schedule_free", scheduler="exponential_step", epochs=2)
