@@ -129,7 +129,9 @@ class ProcessMesh(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        first = self.parallel_devices[0]
+        # `devices="auto"` is one CPU, however many processes a launcher has started.
+        return first if first.type == "cpu" else self.parallel_devices[self.local_rank]
 
     @property
     @override
@@ -141,16 +143,18 @@ class ProcessMesh(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment the ranks, and checks the mesh; called by Lightning."""
-        self._check_launched_world()
+        asked = self.num_nodes * self.num_processes
         environment = self.cluster_environment
         if environment is not None:
+            # One whose launcher has started the processes, such as Ray's, knows its own.
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
+            environment.set_world_size(asked)
+            asked = environment.world_size()
+        self._check_launched_world(asked)
         lightning_private.set_rank_of_rank_zero_functions(self.global_rank)
-        self._mesh = self.mesh_shape(self.num_nodes * self.num_processes)
+        self._mesh = self.mesh_shape(asked)
 
-    def _check_launched_world(self) -> None:
-        asked = self.num_nodes * self.num_processes
+    def _check_launched_world(self, asked: int) -> None:
         if dist.is_initialized() and dist.get_world_size() != asked:
             raise ValueError(
                 f"This Trainer asks for a world size of {asked}, but the script runs in"
