@@ -109,6 +109,8 @@ def interrupted_fit(
     strategy: str, directory: str, cause: L.Callback | None, kind: str
 ) -> list[str]:
     """Gives what is on disk, and what was said about it."""
+    # A shell starts what runs in the background with the signal ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     saves: Any = ModelCheckpoint(directory, save_top_k=0, save_on_exception=True)
     if kind == "on exception":
         saves = Kept(directory)
