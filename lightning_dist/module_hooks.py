@@ -1,7 +1,7 @@
 """The hooks around a module's forward.
 
 No public function lists a module's hooks, or a tensor's, or removes them without their handles.
-Four private names of torch, here and nowhere else; tests of who asks see it when they change.
+Four private names of torch, here and nowhere else; tests of the callers fail when they change.
 """
 
 from __future__ import annotations

@@ -140,19 +140,23 @@ class DistributedStrategy(ProcessMesh):
             channel = open_channel(group, self.root_device, self._timeout_seconds)
             self._loaders = ReplicaLoaders(channel)
 
+    @property
+    def holds_whole_model(self) -> bool:
+        """Whether each rank has the whole model."""
+        return self.mesh.pp == self.mesh.dp_shard == self.mesh.tp == 1
+
     def _shared_failure(self) -> SharedFailure:
-        mesh = self.mesh
         return SharedFailure(
             self.module.trainer,
-            self.make_notes(self.group(*mesh.sizes)),
-            steps_are_local=mesh.pp == mesh.dp_shard == mesh.tp == 1,
+            self.make_notes(self.group(*self.mesh.sizes)),
+            steps_are_local=self.holds_whole_model,
         )
 
     def make_notes(self, group: dist.ProcessGroup) -> RankNotes:
-        """Makes what ranks leave notes in; all ranks must call it.
+        """Creates the notes of some ranks. Collective: every rank must call it.
 
         Args:
-            group: The ranks that do.
+            group: The ranks that leave notes.
         """
         name = f"lightning_dist/{self.broadcast(uuid4().hex)}"
         ranks = dist.get_process_group_ranks(group)

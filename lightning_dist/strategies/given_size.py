@@ -1,4 +1,4 @@
-"""Tells what a batch weighs whose micro-batches were logged with a ``batch_size`` of the user's.
+"""Finds the weight of a batch whose micro-batches were logged with a ``batch_size`` of the user's.
 
 A step that logs ``batch_size=len(y)``, or its number of tokens, counts what is in the micro-batch;
 the batch has the sum. One that logs ``batch_size=1``, or the loader's batch size, gives a constant;

@@ -6,8 +6,8 @@ their parameters, so no stage knows what others log. Calls are kept instead, unt
 each other what they have at a place where all of them come by. A value of several stages is
 reduced by the call's ``reduce_fx``; one of a single stage becomes known to all.
 
-Behind each batch stages do so only where somebody may log there: a hook is overridden. Under an
-asynchronous schedule they do not, for stages are at different batches.
+The stages exchange calls behind each batch only if a hook that may log there is overridden. Under
+an asynchronous schedule they do not, for stages are at different batches.
 """
 
 from __future__ import annotations

@@ -50,16 +50,12 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     @property
     def writes_one_file(self) -> bool:
         """Whether a checkpoint is one ordinary file, not a directory of shards."""
-        return self._holds_whole_model if self._save_full is None else self._save_full
-
-    @property
-    def _holds_whole_model(self) -> bool:
-        return self.mesh.pp == self.mesh.dp_shard == self.mesh.tp == 1
+        return self.holds_whole_model if self._save_full is None else self._save_full
 
     @property
     def _has_plain_state(self) -> bool:
         """Whether this rank's state dicts are those of a single device."""
-        return self._holds_whole_model and not any(map(is_spread, self.module.parameters()))
+        return self.holds_whole_model and not any(map(is_spread, self.module.parameters()))
 
     @property
     @override

@@ -49,7 +49,7 @@ from lightning_dist.strategies.whole_model_checks import (
     check_callbacks,
     check_finetuning,
     check_optimizers,
-    check_shardable,
+    check_sharded_optimizers,
 )
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.summary import TensorSummary
@@ -187,7 +187,7 @@ class ShardedStrategy(DataParallelStrategy):
         for optimizer in self.optimizers:
             self.sharded.keep_own_parameters(optimizer)
             update_mixed_groups_singly(optimizer)
-        check_shardable(self.optimizers, self.group(*self.mesh.sizes))
+        check_sharded_optimizers(self.optimizers, self.group(*self.mesh.sizes))
 
     def _tie(self, trainer: pl.Trainer) -> Callable[[], None]:
         tied = self.mesh.groups("pp", "dp_shard", "tp")

@@ -1,9 +1,9 @@
 """Find out whether all ranks have failed alike: the same exception at the same place.
 
 A hook that all ranks run may raise on all of them, between two steps and with nothing under way.
-Then a checkpoint can still be written. A rank that fails alone must not wait for the others, who do
-not know yet. So a rank that fails leaves a note, and looks for a moment whether all have left one.
-What the first rank makes of that is what all do.
+Then a checkpoint can still be written. A rank that fails alone must not wait for the others, which
+do not know yet. So a rank that fails leaves a note, and looks for a moment whether all have left
+one. The first rank to decide decides for all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from hashlib import blake2b
 
 import lightning.pytorch as pl
@@ -90,8 +91,7 @@ class SharedFailure:
         return int.from_bytes(blake2b(repr(place).encode(), digest_size=7).digest(), "little")
 
 
-def _quietly(look: object) -> None:
-    assert callable(look)
+def _quietly(look: Callable[[], None]) -> None:
     try:
         look()
     except RuntimeError:  # the store's process is gone

@@ -51,7 +51,7 @@ class SigtermHandler:
             signal.raise_signal(signum)
 
     def remove(self) -> None:
-        """Gives the signal back to whom it belonged."""
+        """Installs the handler that was there before."""
         self._install(self._before)
         lightning_private.replace_handler_to_restore(self._trainer, signal.SIGTERM, self._before)
 

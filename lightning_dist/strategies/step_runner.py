@@ -222,7 +222,7 @@ class StepRunner:
 
 
 def _size_of(batch: Any) -> int:
-    """Gives what a batch weighs in the means of an epoch, as Lightning finds it."""
+    """Returns the weight of a batch in the means of an epoch, as Lightning finds it."""
     try:
         return extract_batch_size(batch)
     except MisconfigurationException:  # Lightning asks only where a mean over the epoch is logged

@@ -40,17 +40,19 @@ class StopAgreement:
     Args:
         group: A gloo group of all ranks.
         lag: Boundaries between posting a flag and reading the result.
-
-    Attributes:
-        requested: What this rank has been asked for.
     """
 
     def __init__(self, group: dist.ProcessGroup, lag: int) -> None:
         self._group = group
         self._lag = lag
-        self.requested = StopReason.NONE
+        self._asked: set[StopReason] = set()  # adding is safe in a signal handler
         self._agreed = StopReason.NONE
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+
+    @property
+    def requested(self) -> StopReason:
+        """What this rank has been asked for, and has not obeyed."""
+        return max((StopReason.NONE, *self._asked))
 
     def request(self, reason: StopReason) -> None:
         """Asks all ranks to stop; safe in a signal handler.
@@ -58,7 +60,7 @@ class StopAgreement:
         Args:
             reason: Why.
         """
-        self.requested = max(self.requested, reason)
+        self._asked.add(reason)
 
     def at_boundary(self) -> StopReason:
         """Posts this rank's flag and reads an older result; call it once per batch on each rank.
@@ -79,8 +81,7 @@ class StopAgreement:
         obeyed = self._agreed
         self.close()
         self._agreed = StopReason.NONE
-        if self.requested == obeyed:
-            self.requested = StopReason.NONE
+        self._asked.discard(obeyed)
 
     def close(self) -> None:
         """Reads what is still on its way."""

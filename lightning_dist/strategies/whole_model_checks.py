@@ -78,7 +78,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def check_shardable(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
+def check_sharded_optimizers(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
     """Checks that torch can update shards with each optimizer.
 
     Args:
