@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, get_args
@@ -132,6 +133,7 @@ class DistributedStrategy(ProcessMesh):
             self._wake,
             self._is_stop_due,
             self._shared_failure(),
+            self._timeout_seconds,
         )
         listener = ExceptionListener(self._report)
         self._undo_listening = add_first_callback(self.module.trainer, listener)
@@ -251,6 +253,14 @@ class DistributedStrategy(ProcessMesh):
         """
         if self._guard is not None:
             self._guard.check_peers()
+
+    def file_work(self, activity: str) -> AbstractContextManager[None]:
+        """Returns a context manager that names work on files, should it not end.
+
+        Args:
+            activity: Such as ``"saving x.ckpt"``.
+        """
+        return nullcontext() if self._guard is None else self._guard.file_work(activity)
 
     def interrupt(self, error: BaseException) -> None:
         """Wakes this rank's main thread where it waits for another rank.

@@ -148,6 +148,10 @@ class LayoutFreeCheckpoints(DistributedStrategy):
                 return
             # A rank may have named it after what only it knows, or be in a directory of its own.
             path = self.broadcast(os.path.abspath(path) if is_local(path) else path)
+        with self.file_work(f"saving {path}"):
+            self._save(checkpoint, path, storage_options)
+
+    def _save(self, checkpoint: dict[str, Any], path: str, storage_options: Any | None) -> None:
         if not self.writes_one_file and (storage_options is not None or not is_local(path)):
             raise ValueError(
                 f"{path} (storage_options={storage_options!r}): shards are written to a"
@@ -213,6 +217,10 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         path = os.fspath(checkpoint_path)
+        with self.file_work(f"loading {path}"):
+            return self._load(path, weights_only)
+
+    def _load(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         if is_local(path) and dist.is_initialized() and self.is_running:
             path = path_to_read(os.path.abspath(path), self.group(*self.mesh.sizes))
         if not checkpoints.is_sharded(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -10,10 +11,12 @@ from functools import partial
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.failure_ring import Failure, FailureRing
+from lightning_dist.strategies.heartbeat import Resumption, Rhythm, Standstill
 from lightning_dist.strategies.last_resort import exit_after_grace
 from lightning_dist.strategies.shared_failure import SharedFailure
 from lightning_dist.strategies.signal_handlers import InterruptHandler, SigtermHandler
@@ -33,6 +36,7 @@ class RunGuard:
         interrupt: Wakes this rank's main thread where it waits for another rank, with an error.
         is_stop_due: Whether to ask for a stop at the first batch boundary.
         shared: Finds out whether all ranks have failed alike.
+        timeout_seconds: How long ranks wait for one that does not answer.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class RunGuard:
         interrupt: Callable[[BaseException], None],
         is_stop_due: bool,
         shared: SharedFailure,
+        timeout_seconds: float,
     ) -> None:
         self._trainer = trainer
         self._rank = dist.get_rank()
@@ -53,6 +58,8 @@ class RunGuard:
         self._own_failure: Failure | None = None
         self._peers_failure: Failure | None = None
         self._is_leaving = False
+        self._file_work = ""
+        self._timeout_seconds = timeout_seconds
         self._has_stopped = False
         self._shared = shared
         self._have_all_failed = False
@@ -67,7 +74,13 @@ class RunGuard:
         self._ring: FailureRing | None = None
         if dist.get_world_size() > 1:
             self._ring = FailureRing(
-                ring_group, self._rank, dist.get_world_size(), self._on_peer_failure
+                ring_group,
+                self._rank,
+                dist.get_world_size(),
+                Rhythm.for_timeout(timeout_seconds),
+                self._progress,
+                self._on_peer_failure,
+                self._on_notice,
             )
 
     @property
@@ -151,8 +164,17 @@ class RunGuard:
             self._ring.wait_for_news(_NEWS_SECONDS)
         self._failed.set()
         if self._ring is not None:
-            self._own_failure = Failure.from_exception(self._rank, exception)
+            self._own_failure = self._failure_of(exception, self._ring.standstill)
             self._ring.announce(self._own_failure)
+
+    def _failure_of(self, exception: BaseException, standstill: Standstill | None) -> Failure:
+        failure = Failure.from_exception(self._rank, exception)
+        if standstill is None or not _is_timeout(exception):
+            return failure
+        exception.add_note(str(standstill))
+        failure = Failure.from_standstill(standstill, failure.details)
+        _end_unanswering(failure)
+        return failure
 
     def leave(self) -> None:
         """Ends what ranks that have failed alike can still do together."""
@@ -182,7 +204,30 @@ class RunGuard:
         if self._stop.requested is StopReason.INTERRUPT and not self._is_leaving:
             raise KeyboardInterrupt  # no batch was left to do it at
 
+    @contextmanager
+    def file_work(self, activity: str) -> Iterator[None]:
+        """Names work on files, for other ranks to know where this one is stuck in it.
+
+        Args:
+            activity: Such as ``"saving x.ckpt"``.
+        """
+        before, self._file_work = self._file_work, activity
+        try:
+            yield
+        finally:
+            self._file_work = before
+
+    def _progress(self) -> str:
+        return self._file_work or _progress_of(self._trainer)
+
+    def _on_notice(self, notice: Standstill | Resumption) -> None:
+        text = str(notice)
+        if isinstance(notice, Standstill) and notice.is_silent:
+            text += f" The run ends when that lasts for timeout_s={self._timeout_seconds:g}."
+        print(f"[rank {self._rank}] {text}", file=sys.stderr, flush=True)
+
     def _on_peer_failure(self, failure: Failure) -> None:
+        _end_unanswering(failure)
         was_known = self._failed.is_set()
         self._peers_failure = failure
         self._failed.set()
@@ -195,3 +240,24 @@ class RunGuard:
 
 def _ignore() -> None:
     """Does nothing."""
+
+
+def _progress_of(trainer: pl.Trainer) -> str:
+    stage = trainer.state.stage
+    if stage is RunningStage.TRAINING:
+        return f"training, epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}"
+    return "between two runs" if stage is None else f"in the stage {stage.value!r}"
+
+
+def _is_timeout(exception: BaseException) -> bool:
+    # Collectives that time out raise errors of several kinds, according to their backend.
+    is_torchs = isinstance(exception, RuntimeError) and re.search(
+        "time(d )?out", str(exception), re.I
+    )
+    return isinstance(exception, TimeoutError) or bool(is_torchs)
+
+
+def _end_unanswering(failure: Failure) -> None:
+    """Kills a process that would stay stopped when all others have ended."""
+    if failure.unanswering is not None:
+        failure.unanswering.kill_child()

@@ -207,3 +207,10 @@ class ForkedRun:
         while not all(os.path.exists(path) for path in paths):
             assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
+
+    def wait_for_output(self, text: str) -> None:
+        """Waits until a process prints something."""
+        deadline = time.monotonic() + STARTUP_SECONDS
+        while text not in self.output:
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.02)

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ class Trouble(nn.Module):
             Path(self.mark).touch()
         if self.what == "raise later":
             time.sleep(0.5)
+        if self.what == "read a pipe":
+            read_pipe(f"{self.mark}.pipe")
         if self.what.startswith("raise"):
             raise KeyError("the user's own mistake")
         if self.what == "sigkill":
@@ -50,6 +53,25 @@ class Trouble(nn.Module):
         if self.what == "sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
         return x
+
+
+def read_pipe(path: str) -> None:
+    """Waits as for a file system that does not answer."""
+    with open(path) as pipe:
+        pipe.read()
+
+
+class StuckCheckpointIO(TorchCheckpointIO):
+    """Writes its first checkpoint when a pipe has been written to."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = Path(mark)
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        if not self.mark.exists():
+            self.mark.touch()
+            read_pipe(f"{self.mark}.pipe")
+        super().save_checkpoint(checkpoint, path, storage_options)
 
 
 class Report(L.Callback):
@@ -90,6 +112,7 @@ def run() -> None:
     parser.add_argument("--sigterm-in", default=None, help="a callback's hook")
     parser.add_argument("--mark", default=None, help="a file to make when the trouble begins")
     parser.add_argument("--at", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=120)
     parser.add_argument("--schedule", default="pipedream", help="or ddp, fsdp, mesh")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--root", default=None)
@@ -114,20 +137,22 @@ def run() -> None:
         )
     strategy: Strategy
     if options.schedule == "ddp":
-        strategy = DDPStrategy(timeout_s=120)
+        strategy = DDPStrategy(timeout_s=options.timeout)
     elif options.schedule == "fsdp":
-        strategy = FSDPStrategy(timeout_s=120)
+        strategy = FSDPStrategy(timeout_s=options.timeout)
     elif options.schedule == "mesh":
-        strategy = MeshStrategy(pp=2, timeout_s=120)
+        strategy = MeshStrategy(pp=2, timeout_s=options.timeout)
     else:
         strategy = PipelineStrategy(
             schedule=options.schedule,
             partition=counts,
-            timeout_s=120,
+            timeout_s=options.timeout,
             log_staleness=True,  # its numbers are on their way when trouble comes
             log_discrepancy=True,
         )
+    is_stuck = options.trouble == "save into a pipe"
     trainer = make_trainer(
+        plugins=[StuckCheckpointIO(options.mark)] if is_stuck else None,
         devices=options.devices,
         strategy=strategy,
         callbacks=callbacks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -194,6 +195,59 @@ def ctrl_c_ends_all_ranks_without_a_traceback(python: WarmPython, folder: Path) 
     assert "Traceback" not in run.output, run.output
 
 
+def a_stopped_rank_is_named_while_the_others_wait_for_it(python: WarmPython, folder: Path) -> None:
+    arguments = ("--epochs", "40", "--pause", "0.01", "--timeout", "8")  # missed after 4 s
+    with python.training(folder, *arguments, devices=3) as run:
+        run.send(signal.SIGSTOP, 1)
+        named = f"Rank 1 (process {run.pids[1]} on {socket.gethostname()}) has not answered for"
+        run.wait_for_output(named)
+        assert "It was training, epoch " in run.output, run.output
+        assert "timeout_s=8" in run.output, run.output
+        run.send(signal.SIGCONT, 1)
+        run.wait_for_output(f"Rank 1 (process {run.pids[1]} on {socket.gethostname()}) goes on")
+        assert run.wait(STARTUP_SECONDS) == [0, 0, 0], run.output
+    assert "Error" not in run.output, run.output
+
+
+def a_rank_that_stays_stopped_ends_the_run_at_the_timeout(python: WarmPython, folder: Path) -> None:
+    with python.training_launcher(folder, "--timeout", "20") as run:
+        child = child_of(run.pids[0])
+        os.kill(child, signal.SIGSTOP)
+        # Its predecessor kills what it has started, for a stopped process does not end by itself.
+        assert run.wait(20 + END_AFTER_KILL_SECONDS) == [1], run.output
+    assert f"Rank 1 (process {child} on " in run.output, run.output
+    assert "Rank 1 failed first: Rank 1 (process" in run.output, run.output
+
+
+def a_rank_that_waits_for_a_file_is_named(python: WarmPython, folder: Path) -> None:
+    pipe = folder / "trouble.pipe"
+    os.mkfifo(pipe)
+    arguments = ("--trouble", "read a pipe", "--stage", "1", "--timeout", "8")
+    with python.trouble(folder, *arguments, devices=3) as run:
+        run.wait_for_output(f"Rank 1 (process {run.pids[1]} on {socket.gethostname()}) has been")
+        assert "epoch 0, batch 4, in `read_pipe` (troubled_fit.py:" in run.output, run.output
+        pipe.write_bytes(b"")
+        assert run.wait(STARTUP_SECONDS) == [0, 0, 0], run.output
+    assert "Rank 0" not in run.output, run.output
+    assert "Rank 2" not in run.output, run.output
+
+
+def a_rank_that_cannot_save_is_named(python: WarmPython, folder: Path) -> None:
+    pipe = folder / "trouble.pipe"
+    os.mkfifo(pipe)
+    arguments = ("--schedule", "ddp", "--timeout", "8", "--trouble", "save into a pipe", "--epochs")
+    with python.trouble(folder, *arguments, "1", "--root", str(folder / "checkpoints")) as run:
+        run.wait_for_output(f"Rank 0 (process {run.pids[0]} on {socket.gethostname()}) has been")
+        assert f"It is saving {folder}/checkpoints/" in run.output, run.output
+        pipe.write_text("")
+        assert run.wait(STARTUP_SECONDS) == [0, 0], run.output
+    assert "Rank 1" not in run.output, run.output
+
+
+def child_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
 Run = Callable[[WarmPython, Path], None]
 RUNS: list[Run] = [
     a_failed_rank_does_not_wait_for_one_that_hangs,
@@ -202,6 +256,10 @@ RUNS: list[Run] = [
     a_launcher_that_is_killed_before_its_children_come_ends_them,
     sigterm_of_the_launcher_ends_all_ranks_at_one_batch_boundary,
     ctrl_c_ends_all_ranks_without_a_traceback,
+    a_stopped_rank_is_named_while_the_others_wait_for_it,
+    a_rank_that_stays_stopped_ends_the_run_at_the_timeout,
+    a_rank_that_waits_for_a_file_is_named,
+    a_rank_that_cannot_save_is_named,
 ]
 
 

@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from lightning_dist.strategies.failure_ring import Failure, FailureRing
+from lightning_dist.strategies.heartbeat import Rhythm
 from tests.helpers.workers import WorkerPool
 
 PATIENCE_SECONDS = 20.0
+QUIET = Rhythm(interval_seconds=60, patience_seconds=1800, limit_seconds=1800)
+QUICK = Rhythm(interval_seconds=0.1, patience_seconds=0.6, limit_seconds=1800)
 
 
 def watchers(before: set[threading.Thread]) -> int:
     names = [thread.name for thread in threading.enumerate() if thread not in before]
-    return sum(name.startswith(("failure-ring", "receive-from-", "send-to-")) for name in names)
+    own = ("failure-ring", "heartbeat", "receive-from-", "send-to-")
+    return sum(name.startswith(own) for name in names)
+
+
+def make_ring(
+    group: dist.ProcessGroup,
+    rhythm: Rhythm,
+    on_failure: Callable[[str], None],
+    on_notice: Callable[[str], None],
+) -> FailureRing:
+    return FailureRing(
+        group,
+        dist.get_rank(),
+        dist.get_world_size(),
+        rhythm,
+        lambda: "testing",
+        lambda failure: on_failure(str(failure)),
+        lambda notice: on_notice(str(notice)),
+    )
 
 
 def fail_on(failing: int) -> tuple[list[str], int]:
     """Lets one rank fail; nobody closes the ring before all have told of its threads."""
     dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     learned: list[str] = []
     before = set(threading.enumerate())  # of cases that this process has run
     group = dist.new_group(timeout=timedelta(days=1))
-    ring = FailureRing(group, rank, world_size, lambda failure: learned.append(str(failure)))
-    assert watchers(before) == 3
+    ring = make_ring(group, QUIET, learned.append, lambda _: None)
+    assert watchers(before) == 4
     dist.barrier()
     if rank == failing:
         ring.announce(Failure(rank, "a mistake"))
@@ -53,3 +77,117 @@ def test_a_failure_ends_the_watch_though_no_rank_closes_it(
         [] if rank == failing else told for rank in range(world_size)
     ]
     assert [left for _, left in results] == [0] * world_size
+
+
+def compute_until(is_there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_there() and time.monotonic() < deadline:
+        pass  # a rank that sleeps is a rank that stands still
+
+
+def stop(stopped: int) -> list[str]:
+    """Stops the process of one rank until it is missed; all ranks list their notices."""
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    notices: list[str] = []
+    failures: list[str] = []
+    group = dist.new_group(timeout=timedelta(days=1))
+    pids: list[int] = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    ring = make_ring(group, QUICK, failures.append, notices.append)
+    # The one that is told: rank 0, or the predecessor of a rank 0 that is stopped itself.
+    told = 0 if stopped else world_size - 1
+    if rank == told:
+        time.sleep(0.3)  # for beats to come
+        os.kill(pids[stopped], signal.SIGSTOP)
+        compute_until(lambda: len(notices) == 1)
+        os.kill(pids[stopped], signal.SIGCONT)
+        compute_until(lambda: len(notices) == 2)
+    dist.barrier()
+    time.sleep(5 * QUICK.interval_seconds)  # a process that was stopped accuses no other one
+    dist.barrier()
+    ring.close()
+    dist.destroy_process_group()
+    assert not failures
+    return notices
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_process_is_named_once_and_its_return_too(
+    workers: WorkerPool, world_size: int, stopped: int
+) -> None:
+    results = workers.run(world_size, stop, stopped)
+    told = 0 if stopped else world_size - 1
+    assert [len(notices) for notices in results] == [
+        2 * (rank == told) for rank in range(world_size)
+    ]
+    missed, returned = results[told]
+    assert missed.startswith(f"Rank {stopped} (process ")
+    assert "has not answered for" in missed
+    assert "It was testing, in `" in missed
+    assert returned.startswith(f"Rank {stopped} (process ")
+    assert "goes on after" in returned
+
+
+def wait_alone(waiting: int) -> list[str]:
+    """Lets one rank sleep, for which the others wait in a collective."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    notices: list[str] = []
+    group = dist.new_group(timeout=timedelta(days=1))
+    dist.barrier()
+    ring = make_ring(group, QUICK, notices.append, notices.append)
+    if rank == waiting:
+        time.sleep(3 * QUICK.patience_seconds)
+    dist.barrier()
+    time.sleep(3 * QUICK.interval_seconds)
+    dist.barrier()
+    ring.close()
+    dist.destroy_process_group()
+    return notices
+
+
+@pytest.mark.parametrize("waiting", [0, 1, 2])
+def test_a_rank_that_waits_is_named_and_not_those_that_wait_for_it(
+    workers: WorkerPool, waiting: int
+) -> None:
+    notices = workers.run(3, wait_alone, waiting)[0]
+    assert notices[0].startswith(f"Rank {waiting} (process ")
+    assert "in `wait_alone` (test_failure_ring.py:" in notices[0]
+    assert all(notice.startswith(f"Rank {waiting} (process ") for notice in notices)
+
+
+def fall_silent(silent: int) -> str | None:
+    """Lets one rank's beats end without a goodbye."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    failures: list[str] = []
+    rhythm = Rhythm(0.1, 0.3, 0.9 if rank == (silent - 1) % 3 else 1800)
+    group = dist.new_group(timeout=timedelta(days=1))
+    pids: list[int] = [0] * 3
+    dist.all_gather_object(pids, os.getpid())
+    ring = make_ring(group, rhythm, failures.append, lambda _: None)
+    if rank == (silent - 1) % 3:
+        time.sleep(0.3)
+        os.kill(pids[silent], signal.SIGSTOP)
+    if rank != silent:
+        compute_until(lambda: bool(failures))
+    if rank == (silent - 1) % 3:
+        os.kill(pids[silent], signal.SIGCONT)
+    dist.barrier()
+    ring.close()
+    dist.destroy_process_group()
+    return failures[0] if failures else None
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_rank_that_is_silent_for_the_whole_timeout_has_failed(
+    workers: WorkerPool, silent: int
+) -> None:
+    results = workers.run(3, fall_silent, silent)
+    for rank, failure in enumerate(results):
+        if rank != silent:
+            assert failure is not None
+            assert failure.startswith(f"Rank {silent} failed first: Rank {silent} (process ")
+            assert "has not answered for 1 s" in failure
