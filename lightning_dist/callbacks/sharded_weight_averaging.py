@@ -75,9 +75,9 @@ class ShardedWeightAveraging(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._averages:  # they are there when a checkpoint has been loaded
             self._take(pl_module)
-        # Some strategies load a checkpoint before they move the module to its device.
-        devices = {name: p.device for name, p in pl_module.named_parameters()}
-        self._averages = {n: t.to(devices.get(n, t.device)) for n, t in self._averages.items()}
+        # A checkpoint is loaded before the module is cut and is on its device.
+        named = pl_module.named_parameters()
+        self._averages = {name: self._averages[name].to(p.device) for name, p in named}
         self._last_step = trainer.global_step
 
     def _take(self, module: pl.LightningModule) -> None:

@@ -328,15 +328,20 @@ def foreign_layers(module: nn.Module) -> list[tuple[nn.Module, str, ForeignLayer
     ]
 
 
-def foreign_state_names(module: nn.Module) -> set[str]:
-    """Names what other stages hold, as in the module's state dict.
+def foreign_state_names(
+    module: nn.Sequential | Layers, layers_per_stage: Sequence[int], own_stages: Collection[int]
+) -> set[str]:
+    """Names what other stages hold, as in the whole module's state dict.
 
     Args:
-        module: The pipelined module.
+        module: The pipelined module, cut or not, or its layers.
+        layers_per_stage: The partition.
+        own_stages: The stages of this rank.
     """
+    stages = stage_of_layers(layers_per_stage)
     return {
-        f"{name}.{key}"
-        for name, layer in module.named_modules()
-        if isinstance(layer, ForeignLayer)
-        for key in layer.skeleton.state_dict()
+        f"{part.name}.{key}"
+        for part in layers_in(module).parts()
+        if stages[part.layer_index] not in own_stages
+        for key in structure_of(part.module).state_dict()
     }

@@ -149,11 +149,6 @@ class DDPStrategy(DataParallelStrategy):
         return MeshShape(dp_replicate=world_size)
 
     @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return False  # each rank holds what a single device does
-
-    @property
     def sync_every(self) -> int:
         """Optimizer steps from one average of the weights to the next; 1 averages gradients."""
         return self._sync_every

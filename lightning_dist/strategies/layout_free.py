@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch import nn
@@ -46,6 +47,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     _group_names: tuple[GroupNames, ...] = ()
     _first_names: FirstNames = MappingProxyType({})
+    _is_laid_out = False
 
     @property
     def writes_one_file(self) -> bool:
@@ -57,10 +59,28 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         """Whether this rank's state dicts are those of a single device."""
         return self.holds_whole_model and not any(map(is_spread, self.module.parameters()))
 
-    @property
+    # --- what this rank holds ----------------------------------------------------------------
+
+    def lay_out(self, trainer: pl.Trainer) -> None:
+        """Decides what this rank holds of the model. Collective: every rank must call it.
+
+        A checkpoint is read behind it and before the rest of ``setup``, as on a single device: so
+        ``configure_optimizers`` and ``on_fit_start`` find what was loaded.
+
+        Args:
+            trainer: About to run.
+        """
+
+    def lay_out_once(self) -> None:
+        """Calls :meth:`lay_out` if this run has not done so; ``setup`` does if no load has."""
+        if not self._is_laid_out:
+            self.lay_out(self.module.trainer)
+            self._is_laid_out = True
+
     @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # only then is it known what this rank holds
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._is_laid_out = False
 
     # --- plugins -----------------------------------------------------------------------------
 
@@ -216,6 +236,8 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
+        if self._guard is not None:  # else no run is under way
+            self.lay_out_once()
         path = os.fspath(checkpoint_path)
         with self.file_work(f"loading {path}"):
             return self._load(path, weights_only)
@@ -246,6 +268,9 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             for name, value in checkpoint["state_dict"].items()
             if name not in foreign
         }
+        if foreign:  # a module that has not been cut yet keeps what it has of them
+            present = module.state_dict()
+            own |= {name: present[name] for name in foreign & present.keys()}
         module.load_state_dict(own, strict=strict)
 
     @override

@@ -183,6 +183,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self._ahead: Ahead | None = None
         self._accumulating = False
         self._begun = BegunLoaders()
+        self._statistics: tuple[str, ...] = ()
         self._log_staleness = log_staleness
         self._log_discrepancy = log_discrepancy
 
@@ -210,14 +211,14 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     # --- setup and teardown ------------------------------------------------------------------
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
+    def lay_out(self, trainer: pl.Trainer) -> None:
         module = self.module
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._config = replace(self._config, num_microbatches=self._num_microbatches)
-        statistics = find_batch_statistics(module) if is_fitting else ()
-        if statistics:
+        self._statistics = find_batch_statistics(module) if is_fitting else ()
+        if self._statistics:
             self._config = with_whole_batches(self._config, self.mesh.pp)
         if is_fitting:
             num_stages = len(self._config.rank_of_stage(self.mesh.pp))
@@ -232,7 +233,12 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self._split = self._find_split(trainer, place)
         if is_fitting and self._config.partition == "profile":
             self.check_layers_can_move()
-        if is_fitting:
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.lay_out_once()
+        module = self.module
+        if trainer.state.fn == TrainerFn.FITTING:
             self._setup_optimizers_of_whole_model(trainer)
         self._split.cut()
         for optimizer in self.optimizers:
@@ -243,7 +249,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         broadcast_state(self._split.tensors_outside(module), self.group("pp"))
         self.setup_precision_plugin()
         self._session = self._open_session(trainer)
-        line = StartLine(self._session.pipeline, self.mesh, self._split.path, statistics)
+        line = StartLine(self._session.pipeline, self.mesh, self._split.path, self._statistics)
         self._undo += (add_first_callback(trainer, line),)
         self.guard.connect_signals()
 
@@ -467,11 +473,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self._forget_batches_in_flight()
         super().load_model_state_dict(checkpoint, strict)
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return self.mesh.pp > 1  # else a rank holds what a single device does
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.drain()
@@ -483,4 +484,4 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     @override
     def foreign_names(self) -> set[str]:
         split = self._known_split
-        return set() if split is None else split.foreign_names()  # the model is whole before setup
+        return set() if split is None else split.foreign_names()

@@ -124,7 +124,8 @@ class PipelineSplit:
 
     def foreign_names(self) -> set[str]:
         """Names what other stages hold, as in the whole model's state dict."""
-        return {f"{self.path}.{name}" for name in foreign_state_names(self.sequence)}
+        names = foreign_state_names(self.layers, self.layers_per_stage, self.stages)
+        return {f"{self.path}.{name}" for name in names}
 
     def is_stored_here(self, name: str) -> bool:
         """Whether this rank puts an entry of its state dict into checkpoints.

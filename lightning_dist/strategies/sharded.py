@@ -140,7 +140,7 @@ class ShardedStrategy(DataParallelStrategy):
                 yield
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
+    def lay_out(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -156,6 +156,11 @@ class ShardedStrategy(DataParallelStrategy):
         if self._sharded is None or self._sharded.module is not self.module:
             self._sharded = self._shard()
         self.model_to_device()  # an earlier run has left it on the host
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.lay_out_once()
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.hook_into(trainer)
         if self.num_readers > 1:
             self._undo += (self._tie(trainer),)

@@ -72,8 +72,8 @@ class TracedSplit(PipelineSplit):
 
     @override
     def foreign_names(self) -> set[str]:
-        away = self.sequence.away
-        return set() if away is None else self._in_module(away.names)
+        everywhere = self.sequence.names_in(range(len(self.sequence)))
+        return self._in_module(everywhere - self.sequence.names_in(self._own_layers))
 
     @override
     def is_stored_here(self, name: str) -> bool:

@@ -211,8 +211,5 @@ FIXED: dict[str, Fixed] = {
     "32 bits": Fixed(Case("gpipe", model="norms", precision="32-true", logs=("loss",), epochs=2)),
 }
 
-NOT_YET: dict[str, str] = {
-    "Adagrad resumes, asynchronous": "hooks of a resumed run come in another order",
-    "stages resume in the middle of an epoch": "hooks of a resumed run come in another order",
-}
-"""What is known to be not yet as on one device."""
+NOT_YET: dict[str, str] = {}
+"""What is known to be not yet as on one device, by the name of its case, and why."""

@@ -132,15 +132,17 @@ def test_equals_a_single_device(
                 assert found[task] == calls, task
 
 
-def test_a_replica_resumes_as_a_single_device_does(
-    workers: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", TYPICAL)
+def test_resumes_as_a_single_device_does(
+    workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     record(None, str(tmp_path / "single.ckpt"))
     expected = record_resumed(None, str(tmp_path / "single.ckpt"))
-    hooks = ("module.on_load_checkpoint", "module.configure_optimizers")
+    hooks = ("module.on_load_checkpoint", "module.configure_optimizers", "callback.on_fit_start")
     assert [call for call in expected if call in hooks] == list(hooks)
-    for calls in workers.run(2, record_resumed, "ddp-2", str(tmp_path / "single.ckpt")):
+    single = str(tmp_path / "single.ckpt")
+    for calls in workers.run(ENTRIES[name].devices, record_resumed, name, single):
         assert [call for call in calls if call != "module.prepare_data"] == [
             call for call in expected if call != "module.prepare_data"
         ]

@@ -33,9 +33,10 @@ def sequence() -> nn.Sequential:
 def test_names_stay_and_foreign_layers_hold_nothing() -> None:
     net = sequence()
     names = {name for name, _ in net.named_parameters()}
+    assert foreign_state_names(net, [1, 3], [1]) == {"0.weight", "0.bias"}
     cut(net, [1, 3], [1])
     assert {name for name, _ in net.named_parameters()} == {n for n in names if n[0] != "0"}
-    assert foreign_state_names(net) == {"0.weight", "0.bias"}
+    assert foreign_state_names(net, [1, 3], [1]) == {"0.weight", "0.bias"}
     with pytest.raises(ValueError, match="Layer '0' lives on stage 0"):
         net(torch.ones(1, 2))
 
