@@ -82,9 +82,9 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
     # Where one unit is all of it, an earlier run's unit is around the module, not in it.
     if not is_manual and (is_sharded or any(is_spread(p) for p in module.parameters())):
         raise ValueError(
-            "The module is sharded already, by an earlier Trainer or by its own `configure_model`."
-            " Go on with that Trainer, load its checkpoint into a new module, or pass"
-            " wrap='manual'."
+            "The module is sharded already, as part of another LightningModule that was trained, or"
+            " by its own `configure_model`. Go on with that LightningModule, load its checkpoint"
+            " into a new one, or pass wrap='manual'."
         )
     if is_manual and not is_sharded:
         raise ValueError(

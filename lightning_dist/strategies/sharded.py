@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,6 +36,12 @@ from lightning_dist.strategies.deferred_model import DeferredModel
 from lightning_dist.strategies.evaluation_lengths import check_evaluation_lengths
 from lightning_dist.strategies.group_pool import pool_of_world
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
+from lightning_dist.strategies.kept_sharding import (
+    KeptSharding,
+    Layout,
+    find_sharding,
+    keep_sharding,
+)
 from lightning_dist.strategies.mixed_groups import update_mixed_groups_singly
 from lightning_dist.strategies.pipeline_checks import check_trainer, one_optimizer
 from lightning_dist.strategies.pipeline_config import PipelineConfig
@@ -76,8 +83,7 @@ class ShardedStrategy(DataParallelStrategy):
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
-        self._asked_pipeline = self._pipeline_config = pipeline
-        self._statistics: tuple[str, ...] = ()
+        self._pipeline_config = pipeline
         self._shard_config = shard
         self._tensor_config = tensor
         self._policy = shard.policy
@@ -154,7 +160,7 @@ class ShardedStrategy(DataParallelStrategy):
         if is_fitting and self.mesh.pp > 1:
             check_trainer(trainer, self.module, self._pipeline_config, self.mesh.pp)
         if self._sharded is None or self._sharded.module is not self.module:
-            self._sharded = self._shard()
+            self._sharded = self._taken_over(is_fitting) or self._shard()
         self.model_to_device()  # an earlier run has left it on the host
 
     @override
@@ -179,7 +185,7 @@ class ShardedStrategy(DataParallelStrategy):
         if self.mesh.pp > 1:
             self.sharded.open(self.run_context(self._complete_gradients))
             assert isinstance(self.sharded, StagedModule)
-            line = self.sharded.start_line(self.mesh, self._statistics)
+            line = self.sharded.start_line(self.mesh)
             self._undo += (add_first_callback(trainer, line),)
 
     def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
@@ -209,6 +215,28 @@ class ShardedStrategy(DataParallelStrategy):
         finally:
             self.module.example_input_array = example
 
+    @property
+    def _layout(self) -> Layout:
+        asked = self.parallelism
+        return Layout(
+            self.mesh,
+            asked.pipeline,
+            asked.tensor,
+            asked.shard,
+            str(self.precision_plugin.precision),
+            asked.half,
+            sync_batchnorm=self._layer_sync is not None,
+        )
+
+    def _taken_over(self, is_fitting: bool) -> ShardedModule | None:
+        """Finds the module sharded, by an earlier Trainer."""
+        layout = self._layout if is_fitting else replace(self._layout, sync_batchnorm=None)
+        sharded = find_sharding(self.module, layout, self._mesh_of_ranks)
+        half = half_precision_of(self.precision_plugin)
+        if sharded is not None and half is not None:
+            half.convert_module(self.module)  # which it is already; it learns of the module
+        return sharded
+
     def _shard(self) -> ShardedModule:
         everyone = self.group(*self.mesh.sizes)
         data_parallel_checks.check_module(self.module, everyone)
@@ -223,6 +251,7 @@ class ShardedStrategy(DataParallelStrategy):
         sharded = self._composed()
         self._deferred.fill(self.module, self.root_device)
         sharded.tie_again()
+        keep_sharding(KeptSharding(sharded, self._layout, self._mesh_of_ranks))
         return sharded
 
     @override
@@ -242,11 +271,12 @@ class ShardedStrategy(DataParallelStrategy):
         )
 
     def _composed(self) -> ShardedModule:
-        self._pipeline_config = self._asked_pipeline
-        self._statistics = find_batch_statistics(self.module) if self.mesh.pp > 1 else ()
-        if self._statistics:
-            self._pipeline_config = with_whole_batches(self._asked_pipeline, self.mesh.pp)
-        composed = compose(self.module, self._mesh_of_ranks, self.parallelism)
+        config = self._pipeline_config
+        statistics = find_batch_statistics(self.module) if self.mesh.pp > 1 else ()
+        if statistics:
+            config = with_whole_batches(config, self.mesh.pp)
+        asked = replace(self.parallelism, pipeline=config)
+        composed = compose(self.module, self._mesh_of_ranks, asked)
         used = UsedParts(
             composed,
             (self.stage_group, self.group("dp_shard", "tp")),
@@ -255,7 +285,7 @@ class ShardedStrategy(DataParallelStrategy):
         )
         if composed.split is None:
             return ShardedModule(composed, used)
-        return StagedModule(composed, used, self._pipeline_config)
+        return StagedModule(composed, used, config, statistics)
 
     @property
     def sharded(self) -> ShardedModule:
@@ -318,7 +348,8 @@ class ShardedStrategy(DataParallelStrategy):
     @override
     def end_run(self, *, failed: bool) -> None:
         super().end_run(failed=failed)
-        if failed and self._device_mesh is not None:
+        # Alone, a rank leaves no other one behind in the middle of a collective.
+        if failed and self._device_mesh is not None and self.world_size > 1:
             pool_of_world().forget_mesh(self._device_mesh)
 
     @property

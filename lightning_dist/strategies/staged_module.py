@@ -43,13 +43,21 @@ class StagedModule(ShardedModule):
         composed: The user's module, made parallel.
         used: As for :class:`ShardedModule`.
         config: Of the pipeline.
+        statistics: Modules that compute statistics of the batch.
     """
 
-    def __init__(self, composed: Composed, used: UsedParts | None, config: PipelineConfig) -> None:
+    def __init__(
+        self,
+        composed: Composed,
+        used: UsedParts | None,
+        config: PipelineConfig,
+        statistics: Sequence[str] = (),
+    ) -> None:
         super().__init__(composed, used)
         assert composed.split is not None
         self._split = composed.split
         self._config = config
+        self._statistics = statistics
         self._session: Session | None = None
         self._root_of = dict(zip(composed.split.stages, composed.roots, strict=True))
         self._sends = True
@@ -68,14 +76,13 @@ class StagedModule(ShardedModule):
         ranges = [n[0] if len(n) == 1 else f"{n[0]} to {n[-1]}" for n in own]
         return f"{self._split.path}.{', '.join(ranges)}"
 
-    def start_line(self, mesh: MeshShape, statistics: Sequence[str]) -> StartLine:
+    def start_line(self, mesh: MeshShape) -> StartLine:
         """Returns the callback that describes the pipeline when training begins.
 
         Args:
             mesh: All ranks.
-            statistics: Modules that compute statistics of the batch.
         """
-        return StartLine(self.session.pipeline, mesh, self._split.path, statistics)
+        return StartLine(self.session.pipeline, mesh, self._split.path, self._statistics)
 
     @override
     def open(self, run: RunContext) -> None:

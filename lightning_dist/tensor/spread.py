@@ -246,8 +246,8 @@ def refuse_spread(module: nn.Module) -> None:
     name = next((name for name, p in module.named_parameters() if is_spread(p)), None)
     if name is not None:
         raise ValueError(
-            f"{name!r} is spread over ranks already: another Trainer or strategy has done it. Go on"
-            " with that Trainer, or build the model anew and load a checkpoint."
+            f"{name!r} is spread over ranks already, as part of another LightningModule. Go on with"
+            " that one, or build the model anew and load a checkpoint."
         )
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_dist import FSDPStrategy
+from lightning_dist import FSDPStrategy, MeshStrategy
+from lightning_dist.strategies.failure_ring import RankFailedError
+from lightning_dist.wrap import ByClass
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, state_of
 from tests.helpers.workers import WorkerPool
 from tests.integration.conformance.common import Synced, joined, loaders_of, trainer_of
@@ -32,19 +40,81 @@ def test_trains_on_parameters_that_lie_elsewhere(workers: WorkerPool, name: str)
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-def fit_by_two_trainers(depth: int) -> str:
-    module = make_module(Classifier, depth=depth)
-    make_trainer(devices=1, strategy=FSDPStrategy()).fit(module, make_loader(), make_loader())
-    again = make_trainer(devices=1, strategy=FSDPStrategy())
+def fit_by_two_trainers(
+    first: Callable[[], Strategy], second: Callable[[], Strategy], **options: Any
+) -> str:
+    module = make_module(Synced)
+    for make, given in ((first, {}), (second, options)):
+        trainer = make_trainer(devices=2, strategy=make(), **given)
+        try:
+            trainer.fit(module, *loaders_of(trainer, ENTRIES["fsdp-2"]))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_another_layout_is_refused(workers: WorkerPool) -> None:
+    first = partial(FSDPStrategy, reshard_after_forward=False)
+    second = partial(FSDPStrategy, wrap=ByClass(["Linear"]))
+    found = workers.run(2, fit_by_two_trainers, first, second)
+    expected = (
+        "by an earlier Trainer with wrap='auto', reshard_after_forward=False, and this one has"
+        " wrap=ByClass(names=['Linear']), reshard_after_forward='auto'."
+    )
+    assert all(expected in message for message in found), found
+
+
+def test_another_precision_is_refused(workers: WorkerPool) -> None:
+    run = partial(fit_by_two_trainers, precision="bf16-mixed", sync_batchnorm=True)
+    found = workers.run(2, run, FSDPStrategy, FSDPStrategy)
+    assert all("with precision='32-true', sync_batchnorm=False," in text for text in found), found
+
+
+def test_the_same_layout_of_another_strategy_goes_on(workers: WorkerPool) -> None:
+    assert workers.run(2, fit_by_two_trainers, FSDPStrategy, MeshStrategy) == ["", ""]
+
+
+class Failing(Synced):
+    """Fails on all ranks alike, until told not to."""
+
+    fails = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.fails and batch_idx == 1:
+            raise RuntimeError("a bad batch")
+        return loss
+
+
+def fit_behind_a_failed_run(devices: int) -> str:
+    module = make_module(Failing)
+    trainer = make_trainer(devices=devices, strategy=FSDPStrategy())
+    with pytest.raises((RuntimeError, RankFailedError)):
+        trainer.fit(module, make_loader(), make_loader())
+    module.fails = False
+    again = make_trainer(devices=devices, strategy=FSDPStrategy())
     try:
         again.fit(module, make_loader(), make_loader())
     except ValueError as error:
         return str(error)
-    return ""
+    return f"{again.global_step} steps"
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_another_trainer_is_refused(workers: WorkerPool, depth: int) -> None:
-    """Also where there are no blocks, so that the only unit is around the module."""
-    (message,) = workers.run(1, fit_by_two_trainers, depth)
-    assert "is sharded already, by an earlier Trainer" in message
+def test_shards_of_a_failed_run_are_refused(workers: WorkerPool) -> None:
+    found = workers.run(2, fit_behind_a_failed_run, 2)
+    assert all("by an earlier Trainer whose run has failed" in text for text in found), found
+
+
+def test_a_rank_alone_goes_on_behind_a_failed_run(workers: WorkerPool) -> None:
+    assert workers.run(1, fit_behind_a_failed_run, 1) == ["6 steps"]
+
+
+def copies_of_a_trained_module() -> str:
+    module = make_module(Classifier, depth=0)
+    trainer = make_trainer(devices=1, strategy=FSDPStrategy(), limit_train_batches=1)
+    trainer.fit(module, make_loader(), make_loader())
+    return repr(pickle.loads(pickle.dumps(vars(module)["_lightning_dist_sharding"])))
+
+
+def test_no_copy_takes_itself_for_the_module(workers: WorkerPool) -> None:
+    assert workers.run(1, copies_of_a_trained_module) == ["None"]
