@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
-from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies import attempt_store, lightning_private
 from lightning_dist.strategies.group_pool import GroupKind, pool_of_world
 from lightning_dist.strategies.last_resort import never_destroy
 from lightning_dist.strategies.reduction import reduce_tensor
@@ -177,15 +177,22 @@ class ProcessMesh(ParallelStrategy):
         self.set_world_ranks()
         if dist.is_initialized():
             return
-        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
-        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        address, port = self.cluster_environment.main_address, self.cluster_environment.main_port
+        os.environ["MASTER_ADDR"] = address
+        os.environ["MASTER_PORT"] = str(port)
+        timeout = timedelta(seconds=self._timeout_seconds)
+        store: dist.Store | None = None
+        if attempt_store.is_shared_by_attempts():
+            place = self.global_rank, self.world_size
+            store = attempt_store.connect(address, port, *place, timeout)
         device = self.root_device
         backend = self._backend or dist.get_default_backend_for_device(device)
         dist.init_process_group(
             backend,
             rank=self.global_rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=self._timeout_seconds),
+            store=store,
+            timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
 
