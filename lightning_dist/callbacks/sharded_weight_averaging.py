@@ -8,6 +8,7 @@ are saved beside it, under the name that Lightning gives them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -168,7 +169,15 @@ class ShardedWeightAveraging(pl.Callback):
         if self.averages:
             latest = checkpoint["state_dict"]
             checkpoint["current_model_state"] = latest
-            checkpoint["state_dict"] = {**latest, **self.averages}
+            checkpoint["state_dict"] = {**latest, **self._by_each_name(pl_module, latest)}
+
+    def _by_each_name(
+        self, module: pl.LightningModule, saved: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Gives the averages by all names that are saved; a tied parameter has several."""
+        averages, first_names = self.averages, {p: n for n, p in module.named_parameters()}
+        named = module.named_parameters(remove_duplicate=False)
+        return {name: averages[first_names[p]] for name, p in named if name in saved}
 
     @override
     def on_load_checkpoint(

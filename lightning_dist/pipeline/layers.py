@@ -51,6 +51,11 @@ class Layers(ABC):
         """Counts the layers."""
         return len(self.names)
 
+    @property
+    def users_module(self) -> nn.Module:
+        """The module in the user's model by which a step reads parameters of the layers."""
+        return self.module
+
     def parts(self) -> list[Part]:
         """Lists all submodules of all layers."""
         return [

@@ -91,5 +91,5 @@ class StageMaker:
             layer_input=self.found.layer_input,
             seed=(self.seed, shape.replica_index),
             device=self.device,
-            root=self.found.module,
+            root=self.found.users_module,
         )

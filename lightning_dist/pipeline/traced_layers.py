@@ -91,6 +91,11 @@ class TracedSequence(nn.Sequential):
         self._module = (module,)  # in a tuple, where nn.Module does not look for submodules
         module.forward = _TracedForward(self)
 
+    @property
+    def traced(self) -> nn.Module:
+        """The user's module."""
+        return self._module[0]
+
     def names_in(self, layers: Sequence[int]) -> set[str]:
         """Gives all names that the tensors of some layers have in the traced module.
 
@@ -148,6 +153,11 @@ class TracedLayers(LayerSequence):
     def __init__(self, sequence: TracedSequence) -> None:
         super().__init__(sequence)
         self._sequence = sequence
+
+    @property
+    @override
+    def users_module(self) -> nn.Module:
+        return self._sequence.traced
 
     @override
     def beside(self, layer_index: int) -> dict[str, Tensor]:

@@ -510,8 +510,20 @@ def log_training_step(trainer: pl.Trainer, step: int, *, stops: bool) -> None:
             connector.log_metrics({name: value for name, value in values if name in names})
         finally:
             loop._batches_that_stepped = now
-    for item in items:
-        item._forward_cache = None
+    forget_step_values(trainer)
+
+
+def forget_step_values(trainer: pl.Trainer) -> None:
+    """Forgets what ``training_step`` has logged for a step, lest it be logged for the next as well.
+
+    Args:
+        trainer: In a training batch, or under :func:`as_of_training_step`; see
+            :func:`log_training_step`.
+    """
+    assert trainer._results is not None
+    for item in trainer._results.values():
+        if item.meta.fx == "training_step":
+            item._forward_cache = None
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -44,7 +44,7 @@ class SampleLists:
             return batch
         key = (step, dataloader_idx)
         if key not in self._known:
-            found = has_tensor_per_sample(batch, getattr(loader, "batch_size", None))
+            found = has_tensor_per_sample(batch, _batch_size_of(loader))
             if found is None:
                 return batch
             self._known[key] = found
@@ -60,6 +60,14 @@ class SampleLists:
         loaders = getattr(self._trainer, name)
         is_several = isinstance(loaders, list | tuple) and step != "training_step"
         return loaders[dataloader_idx] if is_several else loaders
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    """Gives the samples of a whole batch; a loader that has a batch sampler leaves that to it."""
+    size: int | None = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size
 
 
 def has_tensor_per_sample(batch: list[Tensor], batch_size: int | None) -> bool | None:

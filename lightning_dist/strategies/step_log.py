@@ -274,18 +274,17 @@ class StepLog:
                     " Assign it in `__init__`, so that each rank has it under the same name."
                 )
             present = step_value(value)
-            number = float(present) if isinstance(present, Tensor) else None
-            return number, torch.get_default_dtype(), self._metric_names[id(value)]
+            name = self._metric_names[id(value)]
+            if not isinstance(present, Tensor):
+                return None, torch.get_default_dtype(), name
+            return float(present), _floating(present.dtype), name
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(
                     f"self.log({name!r}, tensor) takes a tensor of one element, not of shape"
                     f" {tuple(value.shape)}. Log its mean, or a torchmetrics object."
                 )
-            # A mean of whole numbers need not be whole; Lightning makes them floating as well.
-            is_floating = value.is_floating_point()
-            dtype = value.dtype if is_floating else torch.get_default_dtype()
-            return float(whole(value.detach())), dtype, None
+            return float(whole(value.detach())), _floating(value.dtype), None
         if not isinstance(value, numbers.Number):
             pl.LightningModule.log(self._module, name, value)  # says what can be logged
         return float(value), torch.get_default_dtype(), None
@@ -295,3 +294,8 @@ def _is_whole(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not value.is_floating_point() and value.dtype != torch.bool
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _floating(dtype: torch.dtype) -> torch.dtype:
+    """Gives the dtype of a mean, which need not be whole; Lightning's are floating as well."""
+    return dtype if dtype.is_floating_point else torch.get_default_dtype()

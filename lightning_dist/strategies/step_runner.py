@@ -19,6 +19,7 @@ from lightning_dist.pipeline.microbatch import Microbatch, merge
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.strategies.lightning_private import (
     as_of_training_step,
+    forget_step_values,
     log_training_step,
     logged_step,
 )
@@ -86,6 +87,8 @@ class StepRunner:
         batch, *rest = arguments
         batch = self._sample_lists.mark(batch, "training_step")
         trainer = self._module.trainer
+        if self._pipeline.asynchronous:  # no value may be known in this batch
+            forget_step_values(trainer)
         step = self._step(self._module.training_step, context, rest)
         scale = 1.0 / trainer.accumulate_grad_batches
         # Counted over epochs and resumed runs alike, so a resumed run draws the same numbers.
@@ -111,7 +114,7 @@ class StepRunner:
         )
         asked_alone = trainer.should_stop and not self._pipeline.stages.has_last
         trainer.should_stop = stopped_before or asked_alone
-        self._deliver(self._num_held_back())
+        self._deliver(self._num_held_back(), in_batch=True)
         return self._last_result
 
     def rehearse(self, pipeline: Pipeline, arguments: Sequence[Any], context: StepContext) -> None:
@@ -198,7 +201,7 @@ class StepRunner:
         result = _merged([_cut_from_graph(r) for r in results], self._pipeline.microbatch_sizes)
         self._outcomes.publish(Outcome(log, result, should_stop))
 
-    def _deliver(self, num_held_back: int) -> None:
+    def _deliver(self, num_held_back: int, *, in_batch: bool = False) -> None:
         trainer = self._module.trainer
         outcomes = self._outcomes.deliver(num_held_back)
         for index, outcome in enumerate(outcomes):
@@ -206,8 +209,11 @@ class StepRunner:
             self._last_result = outcome.result
             trainer.should_stop = trainer.should_stop or outcome.should_stop
             step = self._steps.popleft()
-            if self._pipeline.asynchronous:
-                is_newest = index == len(outcomes) - 1
+            is_newest = index == len(outcomes) - 1
+            # What is known in its own batch Lightning logs at the end of that, when it knows too
+            # whether a callback stops there.
+            is_at_hand = in_batch and is_newest and num_held_back == 0
+            if self._pipeline.asynchronous and not is_at_hand:
                 log_training_step(trainer, step, stops=is_newest and trainer.should_stop)
 
     def _num_held_back(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dist import DDPStrategy
 from lightning_dist.callbacks import ShardedWeightAveraging
@@ -142,6 +142,24 @@ def test_averages_follow_the_module_to_its_device() -> None:
 def test_bad_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         ShardedWeightAveraging(**arguments)
+
+
+def test_a_tied_parameter_is_averaged_under_each_name() -> None:
+    module = L.LightningModule()
+    module.first, module.last = nn.Linear(2, 2), nn.Linear(2, 2)
+    module.last.weight = module.first.weight
+    trainer: Any = SimpleNamespace(global_step=0)
+    averaging = ShardedWeightAveraging(decay=0.5)
+    averaging.on_train_start(trainer, module)
+    for step, value in enumerate((2.0, 4.0)):
+        nn.init.constant_(module.first.weight, value)
+        trainer.global_step = step + 1
+        averaging.on_train_batch_end(trainer, module, None, None, step)
+    checkpoint = {"state_dict": module.state_dict()}
+    averaging.on_save_checkpoint(trainer, module, checkpoint)
+    for name in ("first.weight", "last.weight"):
+        assert bool((checkpoint["state_dict"][name] == 3.0).all())
+        assert bool((checkpoint["current_model_state"][name] == 4.0).all())
 
 
 @pytest.mark.parametrize("has_averaged", [False, True])

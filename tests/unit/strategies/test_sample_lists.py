@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_dist.pipeline.microbatch import SampleList, batch_size_of, split
 from lightning_dist.strategies.sample_lists import SampleLists, has_tensor_per_sample
@@ -30,6 +30,14 @@ def test_the_batch_size_tells(
 ) -> None:
     batch = [torch.ones(length, 2)] * num_tensors
     assert has_tensor_per_sample(batch, batch_size) is expected
+
+
+def test_a_batch_sampler_knows_the_batch_size() -> None:
+    """Lightning gives a loader that predicts a batch sampler of its own."""
+    sampler = BatchSampler(SequentialSampler(range(16)), batch_size=8, drop_last=False)
+    loader = DataLoader(range(16), batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+    lists = SampleLists(cast(Any, SimpleNamespace(predict_dataloaders=loader)))
+    assert isinstance(lists.mark([torch.ones(5, 2)] * 8, "predict_step"), SampleList)
 
 
 def marked(*batches: Any, collate_fn: Any = list) -> list[bool]:
