@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
 from torch.optim import Optimizer
 
 from lightning_dist.callbacks import ShardedWeightAveraging
+from tests.differential.strategies import STRATEGIES
 
 STOPPING_STEP = 3
 OWN = "own"
@@ -46,13 +47,35 @@ class StopAtStep(L.Callback):
 class StopFirstRank(L.Callback):
     """Ends training on the first rank alone, as a look at the clock may.
 
-    What only some ranks ask for happens one batch later: so one device asks later.
+    What only some ranks ask for happens some batches later, or where all ranks meet before: behind
+    a validation, and at the end of an epoch. So one device waits as long.
     """
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        is_due = trainer.global_step >= STOPPING_STEP + (trainer.world_size == 1)
-        if trainer.global_rank == 0 and is_due:
+    def __init__(self) -> None:
+        self._batches: int | None = None
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        is_due = trainer.global_step >= STOPPING_STEP
+        if trainer.world_size > 1:
+            if trainer.global_rank == 0 and is_due:
+                trainer.should_stop = True
+            return
+        if self._batches is not None:
+            self._batches += 1
+        elif is_due:
+            self._batches = 0
+        if self._batches == STRATEGIES[module.case.strategy].batches_to_stop:  # type: ignore[union-attr]
             trainer.should_stop = True
+
+    def _meet(self, trainer: L.Trainer) -> None:
+        if trainer.world_size == 1 and self._batches is not None:
+            trainer.should_stop = True
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._meet(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._meet(trainer)
 
 
 class RaiseAtStep(L.Callback):

@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+ROUGH_PRECISIONS = ("bf16-mixed", "half")
+"""Precisions in which a share of a batch is rounded otherwise than the batch."""
+
 Clip = tuple[Literal["norm", "value"], float]
 
 
@@ -23,7 +26,8 @@ class Case:
         model: Key of ``models.MODELS``.
         optimizer: Key of ``optimizers.OPTIMIZERS``.
         scheduler: Key of ``optimizers.SCHEDULERS``.
-        precision: ``"double"`` is a float64 module under Lightning's default.
+        precision: ``"double"`` is a float64 module under Lightning's default, ``"half"`` one under
+            ``MixedPrecision``; others are Lightning's.
         accumulate: Batches for each update.
         clip: Algorithm and value of gradient clipping.
         callbacks: Keys of ``callbacks.CALLBACKS``.
@@ -39,7 +43,13 @@ class Case:
         limit_train_batches: Global batches of an epoch that are used; None uses all.
         limit_val_batches: Validation batches; 0 leaves validation out.
         log_every_n_steps: As for ``Trainer``.
+        sanity_steps: Validation batches ahead of training.
+        check_val_every_n_epoch: As for ``Trainer``.
+        reload_every_n_epochs: ``reload_dataloaders_every_n_epochs`` of ``Trainer``.
+        max_steps: As for ``Trainer``; None sets no limit.
         resume_at: Steps after which the run is saved, ended, and resumed by another.
+        begun_by_one_device: Whether the run that is resumed is one device's.
+        evaluates: Whether the module is tested behind the fit, and predicts.
         lr_find: Whether the learning rate finder runs before.
         hooks: Whether the module overrides each of Lightning's hooks.
     """
@@ -48,7 +58,7 @@ class Case:
     model: str = "mlp"
     optimizer: str = "sgd"
     scheduler: str | None = None
-    precision: Literal["double", "64-true", "32-true"] = "double"
+    precision: Literal["double", "64-true", "32-true", "bf16-mixed", "half"] = "double"
     accumulate: int = 1
     clip: Clip | None = None
     callbacks: tuple[str, ...] = ()
@@ -64,7 +74,13 @@ class Case:
     limit_train_batches: int | None = None
     limit_val_batches: int = 1
     log_every_n_steps: int = 1
+    sanity_steps: int = 0
+    check_val_every_n_epoch: int = 1
+    reload_every_n_epochs: int = 0
+    max_steps: int | None = None
     resume_at: int | None = None
+    begun_by_one_device: bool = False
+    evaluates: bool = False
     lr_find: bool = False
     hooks: bool = False
 

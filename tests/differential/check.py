@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from shutil import copytree
 
 from tests.differential.case import Case
 from tests.differential.compare import differences
 from tests.differential.observe import files_in
-from tests.differential.run import run_rank, run_reference
+from tests.differential.run import begin_on_one_device, run_rank, run_reference
 from tests.differential.strategies import STRATEGIES
 from tests.helpers.workers import CaseFailedError, WorkerPool
 
@@ -30,20 +31,24 @@ def find_differences(case: Case, pool: WorkerPool) -> list[str]:
         RefusedError: All ranks alike refused the case, which runs on one device; or that fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # Of the same name, which is in checkpoints.
-        many, one = Path(folder, "many", "run"), Path(folder, "one", "run")
-        for path in (many, one):
-            path.mkdir(parents=True)
+        # Both runs are at one path, which is in checkpoints.
+        run, begun, one = (Path(folder, name) for name in ("run", "begun", "one"))
+        run.mkdir()
         try:
-            reference = run_reference(case, str(one))
+            if case.begun_by_one_device:
+                begin_on_one_device(case, str(run))
+            copytree(run, begun, symlinks=True)
+            reference = run_reference(case, str(run))
         except Exception as error:
             raise RefusedError(f"one device: {type(error).__name__}: {error}") from error
+        run.rename(one)
+        begun.rename(run)
         try:
             ranks = pool.run(
                 STRATEGIES[case.strategy].devices,
                 run_rank,
                 case,
-                str(many),
+                str(run),
                 timeout=TIMEOUT_SECONDS,
             )
         except CaseFailedError as error:
@@ -51,7 +56,7 @@ def find_differences(case: Case, pool: WorkerPool) -> list[str]:
         refusals = {seen.refusal for seen in ranks}
         if reference.refusal is None and len(refusals) == 1 and None not in refusals:
             raise RefusedError(refusals.pop())
-        return differences(case, ranks, files_in(many), reference, files_in(one))
+        return differences(case, ranks, files_in(run), reference, files_in(one))
 
 
 def check(case: Case) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.differential.callbacks import CALLBACKS
-from tests.differential.case import Case
+from tests.differential.case import ROUGH_PRECISIONS, Case
 from tests.differential.data import LOADERS, OF_ONE_READER
 from tests.differential.models import MODELS, PARAMETER_HOOKS
 from tests.differential.module import (
@@ -23,6 +23,9 @@ from tests.differential.strategies import STRATEGIES, Entry
 # What needs the whole model on each rank.
 OF_WHOLE_MODELS = ("finetune", "ema")
 OF_VALIDATION = ("best", "early")
+# What values in half precision, rounded otherwise, may decide otherwise, or put into a name.
+OF_EXACT_VALUES = ("best", "train_best", "early", "early_train")
+OF_EXACT_LOGS = ("metric", "count")
 OF_LOGGED_LOSS = ("train_best", "early_train")
 
 
@@ -41,12 +44,22 @@ def _optimizers(name: str) -> list[str]:
 
 
 def _callbacks(name: str, entry: Entry) -> list[str]:
-    left_out = {"stop_first_rank", "own_names" if entry.replicas > 1 else ""}
+    left_out = {"own_names"} if entry.replicas > 1 else set()
     if name != "ddp":
         left_out |= set(OF_WHOLE_MODELS)
     if entry.versions is not None:
         left_out |= {"average", "accumulate_later"}
     return [callback for callback in CALLBACKS if callback not in left_out]
+
+
+def _parameter_hooks(entry: Entry) -> list[str]:
+    """A hook of a spread layer sees a piece, so its rows are not those of the whole."""
+    return ["halve"] if entry.is_spread else list(PARAMETER_HOOKS)
+
+
+def _precisions(entry: Entry) -> list[str]:
+    rough = ["bf16-mixed"] if entry.versions is not None else list(ROUGH_PRECISIONS)
+    return ["double"] * 4 + ["64-true", "32-true", *rough]
 
 
 def _logs(name: str, entry: Entry) -> list[str]:
@@ -78,21 +91,28 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
 
     Args:
         draw: Hypothesis's.
-        strategies: Names of the strategies to draw from; None takes those on two processes.
+        strategies: Names of the strategies to draw from; None takes all, those on two processes
+            twice as often.
     """
     fast = tuple(name for name, entry in STRATEGIES.items() if not entry.is_slow)
-    name = draw(st.sampled_from(strategies or fast))
+    name = draw(st.sampled_from(strategies or (*fast, *STRATEGIES)))
     entry = STRATEGIES[name]
     is_late = entry.versions is not None
     callbacks = draw(_some(_callbacks(name, entry), 3))
     logs = set(draw(_some(_logs(name, entry), 4)))
     scheduler = draw(st.sampled_from((None, *SCHEDULERS)))
+    model = draw(st.sampled_from(_models(entry)))
+    precision = draw(st.sampled_from(_precisions(entry)))
+    is_rough = precision in ROUGH_PRECISIONS
+    if is_rough:
+        callbacks = tuple(callback for callback in callbacks if callback not in OF_EXACT_VALUES)
+        logs -= set(OF_EXACT_LOGS)
+        scheduler = scheduler if scheduler not in ("plateau_step", "plateau_epoch") else None
     if set(OF_LOGGED_LOSS) & set(callbacks) or scheduler == "plateau_step":
         logs.add("loss")
     needs_validation = bool(set(OF_VALIDATION) & set(callbacks)) or scheduler == "plateau_epoch"
-    model = draw(st.sampled_from(_models(entry)))
-    precision = draw(st.sampled_from(("double", "double", "double", "64-true", "32-true")))
-    optimizer = "sgd" if precision == "32-true" else draw(st.sampled_from(_optimizers(name)))
+    is_exact = precision in ("double", "64-true")
+    optimizer = draw(st.sampled_from(_optimizers(name))) if is_exact else "sgd"
     data = [loader for loader in LOADERS if loader not in OF_ONE_READER or entry.replicas == 1]
     num_batches = draw(st.integers(2, 5))
     epochs = draw(st.integers(1, 3))
@@ -112,20 +132,28 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         clip=draw(st.sampled_from(_clips(entry))),
         callbacks=callbacks,
         logs=tuple(log for log in LOGS if log in logs),
-        parameter_hooks=draw(_some(list(PARAMETER_HOOKS), 1)),
+        parameter_hooks=draw(_some(_parameter_hooks(entry), 1)),
         returns=draw(st.sampled_from(("loss", "dict"))),  # type: ignore[arg-type]
         data=draw(st.sampled_from(data)),
         num_batches=num_batches,
-        last_batch=draw(st.sampled_from((8, 4, 6, *(() if entry.replicas > 1 else (5, 7))))),
+        last_batch=draw(st.sampled_from([n for n in (8, 4, 6, 5, 7) if n % entry.replicas == 0])),
         epochs=epochs,
         val_check_interval=val_check_interval,
         limit_train_batches=draw(st.none() | st.integers(2, num_batches)),
         limit_val_batches=draw(st.integers(1 if needs_validation else 0, 2)),
-        log_every_n_steps=draw(st.integers(1, 3)),
+        # A rank that wants to stop logs the batch at hand, at whatever interval.
+        log_every_n_steps=draw(st.integers(1, 1 if "stop_first_rank" in callbacks else 3)),
+        sanity_steps=draw(st.sampled_from((0, 0, 1, 2))),
+        check_val_every_n_epoch=1 if needs_validation else draw(st.sampled_from((1, 1, 2))),
+        reload_every_n_epochs=draw(st.sampled_from((0, 0, 0, 1))),
+        max_steps=draw(st.none() | st.integers(1, 12)),
         resume_at=resume_at,
+        begun_by_one_device=resume_at is not None and draw(st.booleans()),
+        evaluates=draw(st.booleans()),
         # Of replicas, each rank's finder sees its own losses.
         lr_find=resume_at is None
         and entry.replicas == 1
         and draw(st.sampled_from((False, False, False, True))),
-        hooks=draw(st.booleans()),
+        # A step that is run ahead, to be traced, calls hooks of the first batch ahead.
+        hooks=name != "traced" and draw(st.booleans()),
     )

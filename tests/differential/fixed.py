@@ -61,6 +61,9 @@ FIXED: dict[str, Fixed] = {
     "hooks of accumulated gradients, 2bw": Fixed(
         Case("2bw", model="norms", parameter_hooks=("mask",), clip=("norm", 0.05))
     ),
+    "a traced module's step uses a parameter, with hooks": Fixed(
+        Case("traced", model="penalty", parameter_hooks=("halve",), callbacks=("weights",))
+    ),
     # --- the learning rate finder ----------------------------------------------------------------
     "rate finder, pipedream": Fixed(Case("pipedream", lr_find=True)),
     "rate finder, 2bw": Fixed(Case("2bw", lr_find=True, scheduler="exponential_step")),
@@ -90,6 +93,41 @@ FIXED: dict[str, Fixed] = {
     ),
     "logged before the model runs": Fixed(Case("zb_h1", logs=("before", "loss", "dict"))),
     "a list with a tensor for each sample": Fixed(Case("gpipe", data="list", logs=("loss",))),
+    "a metric under 64 bits, a micro-batch for each sample": Fixed(
+        Case("1f1b_auto", precision="64-true", logs=("metric",), last_batch=7)
+    ),
+    "the last batch of an epoch stops, asynchronous": Fixed(
+        Case(
+            "pipedream",
+            callbacks=("stop",),
+            logs=("loss",),
+            num_batches=3,
+            epochs=2,
+            log_every_n_steps=2,
+        )
+    ),
+    # --- behind a fit, and before it -------------------------------------------------------------
+    "predicts a list with a tensor for each sample": Fixed(
+        Case("gpipe", data="list", evaluates=True)
+    ),
+    "tests the average of a shared parameter": Fixed(
+        Case("fsdp", model="tied", callbacks=("average", "best"), evaluates=True)
+    ),
+    "resumes an average of a shared parameter": Fixed(
+        Case("1f1b", model="tied", callbacks=("average", "best"), epochs=3, resume_at=6)
+    ),
+    "resumes what one device has begun, stages": Fixed(
+        Case(
+            "1f1b",
+            optimizer="adamw",
+            callbacks=("best", "average"),
+            epochs=3,
+            resume_at=6,
+            begun_by_one_device=True,
+            sanity_steps=1,
+            evaluates=True,
+        )
+    ),
     # --- stopping, reading -----------------------------------------------------------------------
     "the first rank alone stops": Fixed(
         Case("1f1b", callbacks=("stop_first_rank",), num_batches=5, epochs=2)

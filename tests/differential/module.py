@@ -135,6 +135,13 @@ class Task(L.LightningModule):
         self.val_accuracy(logits_of(output), y)
         self.log("val_accuracy", self.val_accuracy)
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = inputs_and_targets(batch)
+        self._log("test_loss", self.loss_of(self.model, self.model(x), y), on_step=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return logits_of(self.model(inputs_and_targets(batch)[0]))
+
     # --- hooks -----------------------------------------------------------------------------------
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.core.hooks import DataHooks, ModelHooks
 from lightning.pytorch.loggers import Logger
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_dist.checkpoint import is_sharded, load_full
@@ -28,6 +29,7 @@ class Observation:
         rows: Logged values, each with its step.
         events: Names of hooks in the order of their calls.
         outputs: The loss that ``on_train_batch_end`` got, for each batch.
+        predictions: What ``predict_step`` returned, for each batch.
         metrics: ``callback_metrics`` behind the run.
         growth: Blocks of memory that each batch of a long run leaves behind.
         progress: Where the trainer stands behind the run, and what its callbacks found.
@@ -37,6 +39,7 @@ class Observation:
     rows: list[Row] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     outputs: list[float] = field(default_factory=list)
+    predictions: list[Tensor] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     growth: float = 0.0
     progress: dict[str, Any] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
@@ -16,7 +16,9 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
+from torch import Tensor
 
+from lightning_dist.callbacks import MixedPrecision
 from tests.differential.callbacks import WRITING, make_callbacks
 from tests.differential.case import Case
 from tests.differential.data import Place, make_loader, make_validation_loader
@@ -53,6 +55,11 @@ def run_reference(case: Case, folder: str) -> Observation:
         case: The case.
         folder: Where to write checkpoints.
     """
+    with _without_ranks():
+        return _run(case, folder, _make_reference(case), 1)
+
+
+def _make_reference(case: Case) -> Callable[[], Any]:
     entry = STRATEGIES[case.strategy]
     versions = entry.versions
 
@@ -62,8 +69,15 @@ def run_reference(case: Case, folder: str) -> Observation:
         lag = 1 if versions == "2bw" else entry.stages - 1
         return OracleStrategy(staleness_of(case, versions), lag)
 
-    with _without_ranks():
-        return _run(case, folder, make, 1)
+    return make
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager
@@ -76,17 +90,28 @@ def _without_ranks() -> Iterator[None]:
         os.environ.update(kept)
 
 
+def begin_on_one_device(case: Case, folder: str) -> None:
+    """Runs the part of a case that is resumed by another run.
+
+    Args:
+        case: The case.
+        folder: Where to write checkpoints.
+    """
+    with _without_ranks(), _quiet():
+        _begin(case, folder, _make_reference(case), 1)
+
+
+def _begin(case: Case, folder: str, make: Any, devices: int) -> None:
+    trainer, _ = _fit(case, Observation(), folder, make(), devices, until=case.resume_at)
+    trainer.save_checkpoint(os.path.join(folder, HANDOVER))
+
+
 def _run(case: Case, folder: str, make: Any, devices: int) -> Observation:
     seen = Observation()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _quiet():
         try:
-            if case.resume_at is not None:
-                trainer, _ = _fit(
-                    case, Observation(), folder, make(), devices, until=case.resume_at
-                )
-                trainer.save_checkpoint(os.path.join(folder, HANDOVER))
+            if case.resume_at is not None and not case.begun_by_one_device:
+                _begin(case, folder, make, devices)
             resumed = None if case.resume_at is None else os.path.join(folder, HANDOVER)
             trainer, task = _fit(case, seen, folder, make(), devices, resumed)
         except ValueError as error:
@@ -96,6 +121,9 @@ def _run(case: Case, folder: str, make: Any, devices: int) -> Observation:
     seen.growth = _growth(task.blocks)
     seen.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     seen.progress.update(_progress(trainer, folder))
+    if case.evaluates:
+        with _quiet():
+            _evaluate(case, seen, trainer, task)
     return seen
 
 
@@ -113,21 +141,25 @@ def _fit(
     task = make_task(case, kind, seed=7 if resumed is None else 8)
     watch = recording(L.Callback, CALLBACK_HOOKS, "callback", events)()
     first = [CatchUp(strategy)] if isinstance(strategy, OracleStrategy) else []
+    limits = [limit for limit in (case.max_steps, until) if limit is not None]
+    half = [MixedPrecision()] if case.precision == "half" else []
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
         strategy=strategy,
-        precision="32-true" if case.precision == "double" else case.precision,
+        precision="32-true" if case.precision in ("double", "half") else case.precision,
         logger=MemoryLogger(seen.rows),
-        callbacks=[*first, *make_callbacks(case.callbacks, folder), watch],
+        callbacks=[*first, *half, *make_callbacks(case.callbacks, folder), watch],
         enable_checkpointing=any(name in WRITING for name in case.callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=case.sanity_steps,
         default_root_dir=folder,
         max_epochs=case.epochs,
-        max_steps=-1 if until is None else until,
+        max_steps=min(limits) if limits else -1,
+        check_val_every_n_epoch=case.check_val_every_n_epoch,
+        reload_dataloaders_every_n_epochs=case.reload_every_n_epochs,
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=None if case.clip is None else case.clip[1],
         gradient_clip_algorithm=None if case.clip is None else case.clip[0],
@@ -145,6 +177,17 @@ def _fit(
         events.clear()
     trainer.fit(task, *loaders, ckpt_path=resumed, weights_only=False)
     return trainer, task
+
+
+def _evaluate(case: Case, seen: Observation, trainer: L.Trainer, task: Task) -> None:
+    place = _place(trainer, case) if trainer.world_size > 1 else Place()
+    loader = make_validation_loader(case, place)
+    best = "best" if "best" in case.callbacks else None
+    trainer.test(task, loader, ckpt_path=best, verbose=False, weights_only=False)
+    seen.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+    predicted = trainer.predict(task, loader)
+    assert predicted is not None
+    seen.predictions = [rows for rows in predicted if isinstance(rows, Tensor)]
 
 
 def _place(trainer: L.Trainer, case: Case) -> Place:

@@ -16,6 +16,7 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.tensor.config import TensorConfig
 
 PLAN = {"model.*.linear": "colwise_gather"}
 
@@ -31,7 +32,8 @@ class Entry:
         stages: Number of pipeline stages.
         microbatches: Number of micro-batches of a batch.
         versions: Which weights a batch meets, by name in ``oracle_strategy``; None is the newest.
-        is_slow: Whether only long runs draw it.
+        is_slow: Whether it is drawn half as often as others.
+        is_spread: Whether ranks have pieces of layers.
     """
 
     devices: int
@@ -41,11 +43,17 @@ class Entry:
     microbatches: int = 1
     versions: str | None = None
     is_slow: bool = False
+    is_spread: bool = False
 
     @property
     def is_pipeline(self) -> bool:
         """Whether the model is cut into stages."""
         return self.stages > 1
+
+    @property
+    def batches_to_stop(self) -> int:
+        """Batches from where one rank wants to stop to where all do."""
+        return self.devices if self.versions is not None else 1
 
 
 def _pipeline(
@@ -59,7 +67,7 @@ def _pipeline(
         timeout_s=20.0,
         **options,
     )
-    stages = 4 if schedule in ("interleaved_1f1b", "zbv") else 2
+    stages = 4 if schedule in ("interleaved_1f1b", "looped_bfs", "zbv") else 2
     count = microbatches if isinstance(microbatches, int) else 2
     return Entry(2, 1, strategy, stages, count, versions)
 
@@ -67,7 +75,7 @@ def _pipeline(
 STRATEGIES: dict[str, Entry] = {
     "ddp": Entry(2, 2, partial(DDPStrategy, timeout_s=20.0)),
     "fsdp": Entry(2, 2, partial(FSDPStrategy, timeout_s=20.0)),
-    "tp": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN, timeout_s=20.0)),
+    "tp": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN, timeout_s=20.0), is_spread=True),
     "gpipe": _pipeline("gpipe", 3),
     "gpipe_whole": _pipeline("gpipe", 1),
     "1f1b": _pipeline("1f1b", 2),
@@ -75,6 +83,8 @@ STRATEGIES: dict[str, Entry] = {
     "zb_h1": _pipeline("zb_h1", 3),
     "zbv": _pipeline("zbv", 4),
     "interleaved": _pipeline("interleaved_1f1b", 4),
+    "looped_bfs": _pipeline("looped_bfs", 4),
+    "traced": _pipeline("1f1b", 2, layers="trace"),
     "pipedream": _pipeline("pipedream", 1, "stash"),
     "vertical_sync": _pipeline("pipedream", 1, "vertical_sync", weight_versions="vertical_sync"),
     "2bw": _pipeline("pipedream_2bw", 2, "2bw"),
@@ -99,6 +109,32 @@ STRATEGIES: dict[str, Entry] = {
         stages=2,
         microbatches=2,
         is_slow=True,
+    ),
+    "spread_stages": Entry(
+        4,
+        1,
+        partial(
+            MeshStrategy,
+            pp=2,
+            tp=2,
+            tensor=TensorConfig(plan=PLAN),
+            pipeline=PipelineConfig(num_microbatches=2),
+            timeout_s=20.0,
+        ),
+        stages=2,
+        microbatches=2,
+        is_slow=True,
+        is_spread=True,
+    ),
+    "spread_shards": Entry(
+        4,
+        2,
+        partial(MeshStrategy, dp_shard=2, tp=2, tensor=TensorConfig(plan=PLAN), timeout_s=20.0),
+        is_slow=True,
+        is_spread=True,
+    ),
+    "replicas_of_shards": Entry(
+        4, 4, partial(FSDPStrategy, shard_size=2, timeout_s=20.0), is_slow=True
     ),
     "replicas_of_stages": Entry(
         4,
