@@ -54,7 +54,7 @@ def find_differences(case: Case, pool: WorkerPool) -> list[str]:
         except CaseFailedError as error:
             return [f"the run failed: {error}"]
         refusals = {seen.refusal for seen in ranks}
-        if reference.refusal is None and len(refusals) == 1 and None not in refusals:
+        if len(refusals - {reference.refusal, None}) == len(refusals) == 1:
             raise RefusedError(refusals.pop())
         return differences(case, ranks, files_in(run), reference, files_in(one))
 

@@ -54,6 +54,8 @@ def _callbacks(name: str, entry: Entry) -> list[str]:
 
 def _parameter_hooks(entry: Entry) -> list[str]:
     """A hook of a spread layer sees a piece, so its rows are not those of the whole."""
+    if entry.is_sharded:
+        return []  # refused
     return ["halve"] if entry.is_spread else list(PARAMETER_HOOKS)
 
 
@@ -66,7 +68,8 @@ def _logs(name: str, entry: Entry) -> list[str]:
     left_out: set[str] = set()
     if entry.replicas > 1:
         left_out |= set(OF_WHOLE_BATCHES)
-    if not entry.is_pipeline or entry.versions is not None or entry.replicas > 1:
+    parts_alone = entry.is_pipeline and not entry.is_spread and entry.replicas == 1
+    if not parts_alone or entry.versions is not None:
         left_out |= set(OF_STAGES)
     if entry.versions is not None:
         left_out |= set(OF_OUTPUTS)

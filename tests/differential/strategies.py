@@ -34,6 +34,7 @@ class Entry:
         versions: Which weights a batch meets, by name in ``oracle_strategy``; None is the newest.
         is_slow: Whether it is drawn half as often as others.
         is_spread: Whether ranks have pieces of layers.
+        is_sharded: Whether ranks have shards of parameters.
     """
 
     devices: int
@@ -44,6 +45,7 @@ class Entry:
     versions: str | None = None
     is_slow: bool = False
     is_spread: bool = False
+    is_sharded: bool = False
 
     @property
     def is_pipeline(self) -> bool:
@@ -74,7 +76,7 @@ def _pipeline(
 
 STRATEGIES: dict[str, Entry] = {
     "ddp": Entry(2, 2, partial(DDPStrategy, timeout_s=20.0)),
-    "fsdp": Entry(2, 2, partial(FSDPStrategy, timeout_s=20.0)),
+    "fsdp": Entry(2, 2, partial(FSDPStrategy, timeout_s=20.0), is_sharded=True),
     "tp": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN, timeout_s=20.0), is_spread=True),
     "gpipe": _pipeline("gpipe", 3),
     "gpipe_whole": _pipeline("gpipe", 1),
@@ -109,6 +111,7 @@ STRATEGIES: dict[str, Entry] = {
         stages=2,
         microbatches=2,
         is_slow=True,
+        is_sharded=True,
     ),
     "spread_stages": Entry(
         4,
@@ -131,10 +134,11 @@ STRATEGIES: dict[str, Entry] = {
         2,
         partial(MeshStrategy, dp_shard=2, tp=2, tensor=TensorConfig(plan=PLAN), timeout_s=20.0),
         is_slow=True,
+        is_sharded=True,
         is_spread=True,
     ),
     "replicas_of_shards": Entry(
-        4, 4, partial(FSDPStrategy, shard_size=2, timeout_s=20.0), is_slow=True
+        4, 4, partial(FSDPStrategy, shard_size=2, timeout_s=20.0), is_slow=True, is_sharded=True
     ),
     "replicas_of_stages": Entry(
         4,
