@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
+from lightning_dist import (
+    DDPStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+)
 from tests.helpers.models import Classifier, make_data, make_module, make_trainer, state_of
-from tests.helpers.workers import CaseFailedError, WorkerPool
+from tests.helpers.workers import WorkerPool
 
 NUM_SAMPLES = 32
 NUM_TRAINING = 7
@@ -56,8 +66,15 @@ class FindsRate(LearningRateFinder):
 def strategy_of(name: str) -> Any:
     if name == "one":
         return "auto"
-    replicated = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}
-    return replicated[name]() if name in replicated else PipelineStrategy(schedule=name)  # type: ignore[arg-type]
+    others: dict[str, Any] = {
+        "ddp": DDPStrategy,
+        "fsdp": FSDPStrategy,
+        "tensor_parallel": partial(
+            TensorParallelStrategy, plan={"model.*.linear": "colwise_gather"}
+        ),
+        "mesh": MeshStrategy,
+    }
+    return others[name]() if name in others else PipelineStrategy(schedule=name)  # type: ignore[arg-type]
 
 
 Found = tuple[float, list[float], dict[str, Tensor]]
@@ -103,9 +120,38 @@ def test_training_goes_on_from_restored_weights(
         assert losses == pytest.approx(expected_losses)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_lightning_refuses_to_find_batch_sizes_on_all_ranks(
-    workers: WorkerPool, tmp_path: Path, name: str
+def refusal_of(search: Callable[[], Any]) -> str:
+    with pytest.raises((ValueError, MisconfigurationException)) as raised:
+        search()
+    return str(raised.value)
+
+
+def fit_behind_searches(
+    name: str, devices: int, folder: str, searches: bool
+) -> tuple[list[str], dict[str, Tensor]]:
+    """Trains behind Trainers that were to find a batch size; gives what these have said."""
+    make = partial(make_trainer, devices=devices, default_root_dir=folder)
+    messages = []
+    if searches:
+        tuner = Tuner(make(strategy=strategy_of(name)))
+        messages.append(refusal_of(partial(tuner.scale_batch_size, make_module(Tuned))))
+        for method in ("fit", "validate"):
+            finds = make(strategy=strategy_of(name), callbacks=[BatchSizeFinder()])
+            messages.append(refusal_of(partial(getattr(finds, method), make_module(Tuned))))
+    module = make_module(Tuned)
+    make(strategy=strategy_of(name), max_epochs=2).fit(module)
+    return messages, state_of(module)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", [*STRATEGIES, "tensor_parallel", "mesh"])
+def test_searches_for_a_batch_size_are_refused_on_all_ranks_and_leave_nothing(
+    workers: WorkerPool, tmp_path: Path, name: str, devices: int
 ) -> None:
-    with pytest.raises(CaseFailedError, match="not supported with distributed strategies"):
-        workers.run(2, fit, name, str(tmp_path), [BatchSizeFinder()], 0.05)
+    found = workers.run(devices, fit_behind_searches, name, devices, str(tmp_path), True)
+    fresh = workers.run(devices, fit_behind_searches, name, devices, str(tmp_path), False)
+    for (messages, weights), (_, expected) in zip(found, fresh, strict=True):
+        assert len(messages) == 3
+        assert all("not supported with distributed strategies" in message for message in messages)
+        assert difference(weights, expected) == 0.0
+    assert list(tmp_path.iterdir()) == []
