@@ -3,22 +3,22 @@
 The backwards leave gradients with their stages. Here they become ``p.grad``, once per update and
 weighed as the losses ask, whichever stages the rank has.
 
-Parameters' hooks run then, once for each batch, on its whole gradient. Autograd would run them for
-each micro-batch, or not at all where a stage computes with other versions of its weights.
+Parameters' hooks run then, once for each batch, on its whole gradient; those of a parameter that
+other ranks have too run where its summands are added up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_dist.module_hooks import gradient_hooks_of, has_gradient_hooks
+from lightning_dist.module_hooks import has_gradient_hooks
 from lightning_dist.pipeline.actions import Action, ActionKind
 from lightning_dist.pipeline.loss_weights import LossWeights
+from lightning_dist.pipeline.parameter_hooks import add_with_hooks, with_hooks
 from lightning_dist.pipeline.recorder import Recorder
 from lightning_dist.pipeline.stage import Stage
 from lightning_dist.pipeline.timeline import SpanKind
@@ -33,6 +33,7 @@ class HeldUpdate:
         loss_weights: What the gradients are divided by.
         comes_late: Whether gradients are complete long before their update, so that
             :meth:`complete_early` sees to them.
+        shared: Names of the parameters that other ranks have too, whose hooks run elsewhere.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class HeldUpdate:
         loss_weights: LossWeights,
         *,
         comes_late: bool,
+        shared: Collection[str] = (),
     ) -> None:
         self._stages = stages
+        self._shared = shared
         self._recorder = recorder
         self._loss_weights = loss_weights
         self._comes_late = comes_late
@@ -94,8 +97,9 @@ class HeldUpdate:
         self._unscale(update, held.values())
         self._loss_weights.collect(update)
         self._loss_weights.divide(held.values())
-        hooked = [_run_hooks_early(stage, update) for stage in stages]
-        return {name: gradient for found in hooked for name, gradient in found.items()}
+        for stage in stages:
+            self._run_hooks_early(stage, update)
+        return {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
 
     def install(self, reduce: Callable[[], None] | None, *, is_complete: bool) -> None:
         """Moves the held gradients to ``p.grad``, adding to what is there.
@@ -105,20 +109,26 @@ class HeldUpdate:
             is_complete: Whether no other batch adds to them before the update.
         """
         update = self.index if self.is_due else 0
+        hooked: dict[nn.Parameter, Tensor] = {}
+        shared = self._find_shared()
         for stage in self._stages.values():
             taken = stage.gradients.take(update)
             if not self._comes_late:
                 self._unscale(update, taken.values())
-            runs_hooks = not (stage.gradients.runs_hooks or self._comes_late)
             for name, parameter in stage.named_parameters().items():
                 if (gradient := taken.get(name)) is None:
                     continue
-                if runs_hooks and has_gradient_hooks(parameter):
-                    _add_with_hooks(parameter, gradient)
+                runs_hooks = not (stage.gradients.runs_hooks or self._comes_late)
+                if runs_hooks and has_gradient_hooks(parameter) and parameter not in shared:
+                    # Stages of one rank may share it.
+                    found = hooked.get(parameter)
+                    hooked[parameter] = gradient if found is None else found.add_(gradient)
                 elif parameter.grad is not None:
                     parameter.grad.add_(gradient)
                 else:
                     parameter.grad = gradient
+        for parameter, gradient in hooked.items():
+            add_with_hooks(parameter, gradient)
         self._loss_weights.collect(update)
         if is_complete and not self._comes_late:
             # A dict, for stages of one rank may share a parameter.
@@ -128,6 +138,22 @@ class HeldUpdate:
             action = replace(self._due, kind=ActionKind.REDUCE_GRAD)
             with self._recorder.span(SpanKind.COMMUNICATION, action):
                 reduce()
+
+    def _find_shared(self) -> set[nn.Parameter]:
+        """Looks up the parameters that other ranks have too; two stages may have names of one."""
+        named = (item for s in self._stages.values() for item in s.named_parameters().items())
+        return {parameter for name, parameter in named if name in self._shared}
+
+    def _run_hooks_early(self, stage: Stage, update: int) -> None:
+        """Puts what hooks make of held gradients in the place of these."""
+        if stage.gradients.runs_hooks:
+            return
+        held = stage.gradients.held(update)
+        for name, parameter in stage.named_parameters().items():
+            if name in held and has_gradient_hooks(parameter) and name not in self._shared:
+                gradient = with_hooks(parameter, held.pop(name))
+                if gradient is not None:
+                    held[name] = gradient
 
     def _unscale(self, update: int, gradients: Iterable[Tensor]) -> None:
         scale = self._loss_scales.get(update, 1.0)
@@ -152,29 +178,3 @@ class HeldUpdate:
         self._loss_weights.clear()
         self._loss_scales.clear()
         self._action = None
-
-
-@torch.no_grad()
-def _add_with_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
-    """Adds a gradient to ``parameter.grad`` as autograd does, and gives what hooks leave there."""
-    before, behind = gradient_hooks_of(parameter)
-    for hook in before:
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed.clone()
-    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    for hook in behind:
-        hook(parameter)
-    return parameter.grad
-
-
-def _run_hooks_early(stage: Stage, update: int) -> dict[str, Tensor]:
-    """Runs hooks on held gradients, and gives what they have made of them."""
-    held = stage.gradients.held(update)
-    for name, parameter in () if stage.gradients.runs_hooks else stage.named_parameters().items():
-        if name in held and has_gradient_hooks(parameter):
-            installed, parameter.grad = parameter.grad, None
-            gradient = _add_with_hooks(parameter, held.pop(name))
-            if gradient is not None:
-                held[name] = gradient
-            parameter.grad = installed
-    return held

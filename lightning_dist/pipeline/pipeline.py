@@ -26,7 +26,7 @@ equal, and is the loop's to call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -95,6 +95,8 @@ class Pipeline:
         measure_discrepancy: Whether :attr:`reports` say how far weights have moved from a batch's
             forward to its update.
         half: How layers compute in half precision; None leaves them the parameters' own.
+        shared: Names of the parameters that other ranks of the pipeline have too; where the
+            summands of their gradients are added up, their hooks are run.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Pipeline:
         predict: Predict | None = None,
         measure_discrepancy: bool = False,
         half: HalfWeights | None = None,
+        shared: Collection[str] = (),
     ) -> None:
         cut(sequence, shape.layers_per_stage, shape.stages)
         device = device or torch.device("cpu")
@@ -137,7 +140,9 @@ class Pipeline:
         self._on_complete = on_complete
         loss_weights = LossWeights(average_weight)
         comes_late = self.update_rule is UpdateRule.LATE
-        self._held = HeldUpdate(self.stages, self.recorder, loss_weights, comes_late=comes_late)
+        self._held = HeldUpdate(
+            self.stages, self.recorder, loss_weights, comes_late=comes_late, shared=shared
+        )
         self._runtime = Runtime(
             self.stages,
             links,

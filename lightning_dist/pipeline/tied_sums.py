@@ -11,13 +11,15 @@ batch, whose end is when they need it: with as many micro-batches per batch as t
 after the first, that is by a forward of each of those stages later. So nobody waits but for the
 wire, and what is clipped by the norm of the whole gradient knows the sum when it posts its norm.
 
+The parameter's hooks are run there too, on the sum: they see what they would on one device.
+
 On a mesh each rank of a stage has a part of a copy, and the rank in the same place of another stage
 the same part of its copy. These two speak of the part that they have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +44,10 @@ class TieLinks:
     incoming: Mapping[int, Receiver] = field(default_factory=dict)
 
 
+def _keep(_: str, gradient: Tensor) -> Tensor:
+    return gradient
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
     """A copy on this rank."""
@@ -62,11 +68,18 @@ class TiedSums:
         rank_of_stage: The rank of each stage.
         rank: This one, in the pipeline.
         links: Its channels.
+        change: What a sum becomes where it is added up, by the parameter's name.
     """
 
     def __init__(
-        self, ties: Sequence[Tie], rank_of_stage: Sequence[int], rank: int, links: TieLinks
+        self,
+        ties: Sequence[Tie],
+        rank_of_stage: Sequence[int],
+        rank: int,
+        links: TieLinks,
+        change: Callable[[str, Tensor], Tensor | None] = _keep,
     ) -> None:
+        self._change = change
         holders = [(tie, tie.ranks(rank_of_stage)) for tie in ties]
         held = [
             _Held(tie.name_on(rank, rank_of_stage), ranks)
@@ -136,7 +149,7 @@ class TiedSums:
             self._links.outgoing[peer].send([sums[name] for name in names])
         # Clipping writes to what is installed, perhaps before the other has been sent.
         self._sums[update] = {n: None if g is None else g.clone() for n, g in sums.items()}
-        known = {**gradients, **{n: g for n, g in sums.items() if g is not None}}
+        known = {n: g for n, g in {**gradients, **sums}.items() if g is not None}
         return {name: gradient for name, gradient in known.items() if self.counts(name)}
 
     @torch.no_grad()
@@ -161,7 +174,7 @@ class TiedSums:
             parts = self._links.incoming[peer].receive()
             for name, part in zip(names, parts, strict=True):
                 sums[name] = _sum_of(sums.get(name, gradients.get(name)), part)
-        return sums
+        return {n: None if g is None else self._change(n, g) for n, g in sums.items()}
 
 
 def _sum_of(total: Tensor | None, part: Tensor | None) -> Tensor | None:

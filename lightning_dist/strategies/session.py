@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.pipeline.connect import Channels, connect
 from lightning_dist.pipeline.gradients import Gradients, Lent
 from lightning_dist.pipeline.layers import Layers
+from lightning_dist.pipeline.parameter_hooks import with_hooks
 from lightning_dist.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.tied_sums import TiedSums
@@ -143,7 +145,9 @@ def open_session(
     channels = _connect(ties, shape, run)
     with ExitStack() as if_it_fails:
         if_it_fails.callback(channels.close)
-        tied = TiedSums(ties, shape.rank_of_stage, shape.rank, channels.ties)
+        # Where `gradients` are made elsewhere, autograd has run the hooks in each backward.
+        change = partial(_run_hooks, found.module) if gradients is None else _keep
+        tied = TiedSums(ties, shape.rank_of_stage, shape.rank, channels.ties, change)
         tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
         half = half_precision_of(run.precision_plugin)
         weights = None
@@ -165,6 +169,7 @@ def open_session(
             predict=predict,
             measure_discrepancy=logged is not None and logged.discrepancy,
             half=weights,
+            shared=tied.names,
         )
         if_it_fails.callback(pipeline.detach)
         log = None if logged is None else StalenessLog(module, pipeline, logged)
@@ -206,6 +211,14 @@ def _connect(ties: Sequence[Tie], shape: PipelineShape, run: RunContext) -> Chan
     homes = shape.rank_of_stage
     holders = {tie.ranks(homes) for tie in ties}
     return connect(run.mesh.groups("pp"), run.device, run.timeout_seconds, homes, holders)
+
+
+def _run_hooks(module: nn.Module, name: str, gradient: Tensor) -> Tensor | None:
+    return with_hooks(module.get_parameter(name), gradient)
+
+
+def _keep(_: str, gradient: Tensor) -> Tensor:
+    return gradient
 
 
 def _one() -> float:

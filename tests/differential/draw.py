@@ -22,6 +22,7 @@ from tests.differential.strategies import STRATEGIES, Entry
 
 # What needs the whole model on each rank.
 OF_WHOLE_MODELS = ("finetune", "ema")
+OF_WHOLE_GRADIENTS = ("clamp",)
 OF_VALIDATION = ("best", "early")
 # What values in half precision, rounded otherwise, may decide otherwise, or put into a name.
 OF_EXACT_VALUES = ("best", "train_best", "early", "early_train")
@@ -52,11 +53,16 @@ def _callbacks(name: str, entry: Entry) -> list[str]:
     return [callback for callback in CALLBACKS if callback not in left_out]
 
 
-def _parameter_hooks(entry: Entry) -> list[str]:
-    """A hook of a spread layer sees a piece, so its rows are not those of the whole."""
+def _parameter_hooks(entry: Entry, model: str, accumulate: int) -> list[str]:
     if entry.is_sharded:
         return []  # refused
-    return ["halve"] if entry.is_spread else list(PARAMETER_HOOKS)
+    if entry.is_spread:  # a hook sees a piece, whose rows are not those of the whole
+        return ["halve"]
+    # Hooks of replicas see a share's gradient, and those of a parameter that stages share the sum
+    # over the batches of an update.
+    sums_batches = model == "tied" and entry.is_pipeline and accumulate > 1
+    sees_whole = entry.replicas == 1 and not sums_batches
+    return [name for name in PARAMETER_HOOKS if sees_whole or name not in OF_WHOLE_GRADIENTS]
 
 
 def _precisions(entry: Entry) -> list[str]:
@@ -117,6 +123,7 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
     is_exact = precision in ("double", "64-true")
     optimizer = draw(st.sampled_from(_optimizers(name))) if is_exact else "sgd"
     data = [loader for loader in LOADERS if loader not in OF_ONE_READER or entry.replicas == 1]
+    accumulate = 1 if is_late else draw(st.sampled_from((1, 1, 2, 3)))
     num_batches = draw(st.integers(2, 5))
     epochs = draw(st.integers(1, 3))
     val_check_interval = draw(st.none() | st.integers(1, num_batches))
@@ -131,11 +138,11 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         optimizer=optimizer,
         scheduler=scheduler,
         precision=precision,  # type: ignore[arg-type]
-        accumulate=1 if is_late else draw(st.sampled_from((1, 1, 2, 3))),
+        accumulate=accumulate,
         clip=draw(st.sampled_from(_clips(entry))),
         callbacks=callbacks,
         logs=tuple(log for log in LOGS if log in logs),
-        parameter_hooks=draw(_some(_parameter_hooks(entry), 1)),
+        parameter_hooks=draw(_some(_parameter_hooks(entry, model, accumulate), 1)),
         returns=draw(st.sampled_from(("loss", "dict"))),  # type: ignore[arg-type]
         data=draw(st.sampled_from(data)),
         num_batches=num_batches,

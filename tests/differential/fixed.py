@@ -64,6 +64,18 @@ FIXED: dict[str, Fixed] = {
     "a traced module's step uses a parameter, with hooks": Fixed(
         Case("traced", model="penalty", parameter_hooks=("halve",), callbacks=("weights",))
     ),
+    "hooks of a whole gradient, stages": Fixed(
+        Case("zb_h1", parameter_hooks=("clamp",), accumulate=2)
+    ),
+    "hooks of a whole gradient that stages share": Fixed(
+        Case("1f1b", model="tied", parameter_hooks=("clamp",), clip=("norm", 0.05))
+    ),
+    "hooks of a whole gradient that stages of a rank share": Fixed(
+        Case("zbv", model="tied", parameter_hooks=("clamp",), accumulate=2)
+    ),
+    "hooks of a whole gradient that stages share, 2bw": Fixed(
+        Case("2bw", model="tied", parameter_hooks=("clamp",), clip=("norm", 0.05))
+    ),
     # --- the learning rate finder ----------------------------------------------------------------
     "rate finder, pipedream": Fixed(Case("pipedream", lr_find=True)),
     "rate finder, 2bw": Fixed(Case("2bw", lr_find=True, scheduler="exponential_step")),

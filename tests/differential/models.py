@@ -196,7 +196,21 @@ def _mask_gradients(model: nn.Module) -> None:
             parameter.register_post_accumulate_grad_hook(clear)
 
 
+def _clamp_gradients(model: nn.Module) -> None:
+    """Clamps gradients, and divides by the largest element: of a whole gradient, or it differs."""
+
+    def divide(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.div_(1.0 + 50.0 * parameter.grad.abs().max())
+
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.ndim > 1:
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            parameter.register_post_accumulate_grad_hook(divide)
+
+
 PARAMETER_HOOKS: dict[str, Callable[[nn.Module], None]] = {
     "halve": _halve_gradients,
     "mask": _mask_gradients,
+    "clamp": _clamp_gradients,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ LOOPED = (0, 1, 0, 1)
 
 
 def ranks_of(
-    ties: Sequence[Tie], rank_of_stage: Sequence[int] = PLAIN, num_ranks: int = 3
+    ties: Sequence[Tie],
+    rank_of_stage: Sequence[int] = PLAIN,
+    num_ranks: int = 3,
+    **options: Any,
 ) -> list[TiedSums]:
     channels = {(a, b): MemoryChannel() for a in range(num_ranks) for b in range(num_ranks)}
     return [
@@ -32,6 +36,7 @@ def ranks_of(
                 {peer: channels[rank, peer] for peer in range(num_ranks)},
                 {peer: channels[peer, rank] for peer in range(num_ranks)},
             ),
+            **options,
         )
         for rank in range(num_ranks)
     ]
@@ -74,6 +79,26 @@ def test_copies_get_one_sum_and_only_who_adds_up_waits() -> None:
         sums[rank].install(0, held)
         expected = {"w": 101, "v": 222, "u": 330, "x": 3}
         assert values(held) == {name: expected[name[-1]] for name in own}
+
+
+def test_a_sum_is_changed_once_and_where_it_is_added_up() -> None:
+    def change(name: str, gradient: Tensor) -> Tensor | None:
+        changed.append(name)
+        return None if name == "1.u" else gradient.clamp(max=50.0)
+
+    changed: list[str] = []
+    sums = ranks_of([PAIR, THREE, LATER], change=change)
+    counted = [sums[rank].post(0, OWN[rank]) for rank in (2, 1, 0)]
+    assert sorted(changed) == ["0.v", "0.w", "1.u"]
+    assert [set(gradients) for gradients in counted] == [set(), set(), {"0.w", "0.v", "0.x"}]
+    held = [parameters(*own) for own in OWN]
+    for rank in range(3):
+        sums[rank].install(0, held[rank])
+    assert [values(one) for one in held] == [
+        {"0.w": 50, "0.v": 50, "0.x": None},
+        {"1.v": 50, "1.u": None},
+        {"2.w": 50, "2.v": 50, "2.u": None},
+    ]
 
 
 def test_a_stage_may_be_an_update_ahead() -> None:
