@@ -30,6 +30,7 @@ from lightning_dist.pipeline.cut import layers_of
 from lightning_dist.pipeline.ties import Tie
 from lightning_dist.sharding import ShardingOptions
 from lightning_dist.sharding import shard as fully_shard
+from lightning_dist.strategies.manual_steps import WithCalled, check_called
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
 from lightning_dist.strategies.pipelined_module import refuse_ties
@@ -112,6 +113,8 @@ def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) ->
     split = _find_split(module, axis(mesh, "pp"), asked.pipeline)
     keeps = _keep_all if split is None else split.keeps
     units = _choose_units(module, asked, split)
+    if not module.automatic_optimization:
+        check_called(module, [unit.name for unit in units])
     recomputed = _choose_recomputed(module, units, asked.shard)
     spread = _spread(module, axis(mesh, "tp"), asked.tensor, split)
     data_mesh = axis(mesh, "dp_replicate", "dp_shard")
@@ -204,12 +207,16 @@ def _kept_whole(sharding: ShardingOptions) -> ShardingOptions:
     return replace(sharding, reshard_after_forward=False)
 
 
-def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | None) -> list[Unit]:
+def _choose_units(
+    module: pl.LightningModule, asked: Parallelism, split: PipelineSplit | None
+) -> list[Unit]:
     policy = asked.shard.policy
     if policy.is_manual:
         parts = module.named_modules()
         return [Unit(name) for name, part in parts if name and isinstance(part, FSDPModule)]
     is_possible = _keep_all if split is None else split.is_in_a_layer
+    if not module.automatic_optimization:
+        policy = WithCalled(policy)
     units = BesideKept(policy, asked.half, is_possible).select(module)
     astray = [u.name for u in units if split is not None and not split.is_in_a_layer(u.name)]
     if split is not None and astray:

@@ -40,7 +40,7 @@ from lightning_dist.rng import python_state_kept
 from lightning_dist.sharding import fill
 from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.dry_step import DryStep
-from lightning_dist.strategies.fsdp_checks import check_shardable
+from lightning_dist.strategies.fsdp_checks import check_automatic, check_shardable
 from lightning_dist.traffic import Traffic, TrafficLedger
 from lightning_dist.traffic_counter import TrafficCounter
 from lightning_dist.tree import map_tensors
@@ -118,6 +118,7 @@ class DryRun:
         with deferred_init(only_shapes=True):
             own.configure_model()
         check_shardable(own, is_manual=False)
+        check_automatic(own)
         self.precision.convert_module(own)
         own.train()
         return own

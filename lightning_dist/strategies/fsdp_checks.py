@@ -75,7 +75,7 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
         is_manual: Whether it should have sharded itself.
 
     Raises:
-        ValueError: It steps by itself, has a parameter without a dimension or without elements, has
+        ValueError: It has a parameter without a dimension or without elements, has
             not sharded itself though it should, or the other way round.
     """
     is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
@@ -92,12 +92,6 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
             " is sharded. Call it there with `mesh=self.trainer.strategy.device_mesh`, or use"
             " wrap='auto'."
         )
-    if not module.automatic_optimization:
-        raise ValueError(
-            "Manual optimization calls backward inside of the step, where this strategy cannot"
-            " complete the gradients: ranks have gathered parameters for its forward, or have"
-            " summands of each other's. Use automatic optimization, or DDPStrategy."
-        )
     scalars = [name for name, p in module.named_parameters() if p.ndim == 0]
     if scalars:
         raise ValueError(
@@ -109,6 +103,40 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
         raise ValueError(
             f"The parameters {empty} have no elements, and FSDP cannot reduce their gradients."
             " Leave them out, or freeze them with `requires_grad_(False)`."
+        )
+
+
+def check_automatic(module: pl.LightningModule) -> None:
+    """Checks that no step of a module calls backward by itself.
+
+    Args:
+        module: The user's module.
+
+    Raises:
+        ValueError: One does.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            "Manual optimization calls backward inside of the step, where ranks that share layers,"
+            " or have other ones, cannot complete the gradients. Use automatic optimization,"
+            " FSDPStrategy or DDPStrategy."
+        )
+
+
+def check_optimization(module: pl.LightningModule, is_manual: bool) -> None:
+    """Checks that a module optimizes as it did when it was sharded.
+
+    Args:
+        module: The user's module.
+        is_manual: Whether it was sharded for steps that call backward.
+
+    Raises:
+        ValueError: It does so by itself now, and did not.
+    """
+    if not is_manual and not module.automatic_optimization:
+        raise ValueError(
+            "The module was sharded for automatic optimization, and `automatic_optimization` is"
+            " False now. Set it in `__init__`, or load a checkpoint into a new module."
         )
 
 

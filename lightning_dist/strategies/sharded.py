@@ -161,6 +161,8 @@ class ShardedStrategy(DataParallelStrategy):
             check_trainer(trainer, self.module, self._pipeline_config, self.mesh.pp)
         if self._sharded is None or self._sharded.module is not self.module:
             self._sharded = self._taken_over(is_fitting) or self._shard()
+        if is_fitting:
+            checks.check_optimization(self.module, self.sharded.is_manual)
         self.model_to_device()  # an earlier run has left it on the host
 
     @override
@@ -241,6 +243,8 @@ class ShardedStrategy(DataParallelStrategy):
         everyone = self.group(*self.mesh.sizes)
         data_parallel_checks.check_module(self.module, everyone)
         checks.check_shardable(self.module, self._policy.is_manual)
+        if self.mesh.pp > 1 or self.mesh.tp > 1:
+            checks.check_automatic(self.module)
         if self.mesh.dp_shard > 1:
             checks.check_hooks(self.module)
         self._deferred.look_at(self.module)
@@ -281,6 +285,7 @@ class ShardedStrategy(DataParallelStrategy):
             composed,
             (self.stage_group, self.group("dp_shard", "tp")),
             always=self._shard_config.find_unused_parameters,
+            is_alone=self.world_size == 1,
             make_notes=self.make_notes,
         )
         if composed.split is None:
@@ -413,7 +418,8 @@ class ShardedStrategy(DataParallelStrategy):
     def _complete_gradients(self) -> None:
         self.sharded.add_gradients()
         without = self.sharded.without_gradient()
-        if self._shard_config.find_unused_parameters or self.world_size == 1:
+        is_usual = self._shard_config.find_unused_parameters or self.sharded.is_manual
+        if is_usual or self.world_size == 1:
             self.sharded.forget_gradients(without)
         else:
             data_parallel_checks.check_gradients(without)
@@ -421,6 +427,9 @@ class ShardedStrategy(DataParallelStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
+        if self.sharded.is_manual:  # a step may look at gradients, or drop them, at any time
+            yield
+            return
         stays = nullcontext() if self._shard_config.sync_every_microstep else self.sharded.no_sync()
         self._is_accumulating = True
         try:

@@ -21,6 +21,7 @@ from lightning_dist.module_hooks import kept_on_parameters
 from lightning_dist.sharding import move_rest, reshard
 from lightning_dist.strategies.compose import Composed
 from lightning_dist.strategies.lightning_private import set_device
+from lightning_dist.strategies.manual_steps import ManualSteps
 from lightning_dist.strategies.measured import Measurements
 from lightning_dist.strategies.mixture import explained_mixture
 from lightning_dist.strategies.session import RunContext
@@ -52,6 +53,13 @@ class ShardedModule:
         for root in self._roots if self._shards else ():
             root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
         self._used = used
+        is_automatic = composed.module.automatic_optimization
+        self._manual = None if is_automatic else ManualSteps(self._roots[0])
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether steps may call backward and update by themselves."""
+        return self._manual is not None
 
     @property
     def is_sharded(self) -> bool:
@@ -158,7 +166,10 @@ class ShardedModule:
 
         (root,) = self._roots
         with context(), explained_mixture():
-            return root(entered, *args, **kwargs)
+            if self._manual is None or not training:
+                return root(entered, *args, **kwargs)
+            with self._manual.step():
+                return entered(*args, **kwargs)
 
     def agreeing(self, *, training: bool) -> AbstractContextManager[None]:
         """Gives what compares what ranks use in a step.
@@ -210,6 +221,8 @@ class ShardedModule:
         """
         self.check_graph([loss])
         self.end_check()
+        if self._manual is not None and self._used is not None:
+            self._used.keep_gradients()
         with self.backward_context(), explained_mixture():
             return default()
 
@@ -240,7 +253,7 @@ class ShardedModule:
             closure: Runs the step.
             apply: Runs the step and updates.
         """
-        return apply()
+        return apply() if self._manual is None else self._manual.run_update(apply)
 
     def add_gradients(self) -> None:
         """Completes the gradients of which each tensor-parallel rank has a summand, once a step."""

@@ -80,6 +80,13 @@ class UnusedParameters:
             self._sharded = dict(self._module.named_parameters())
             self._not_hooked = {unit: self._names_in(unit) for unit in self._units}
 
+    def keep_gradients(self) -> None:
+        """Takes the parameters that have gradients by now for used, in the coming update.
+
+        For steps that call backward by themselves, each for some of the parameters.
+        """
+        self._reached |= {n for n, p in self._sharded.items() if p.grad is not None}
+
     def end_update(self) -> list[str]:
         """Looks behind the backward that completes an update's gradients; all ranks call it.
 

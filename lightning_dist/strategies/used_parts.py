@@ -29,6 +29,7 @@ class UsedParts:
         groups: Gloo groups: of the ranks that hold the same layers, and of those that compute a
             forward of them together.
         always: Whether to compare before each unit and in all steps.
+        is_alone: Whether there is no other rank.
         make_notes: Makes what the ranks of a group leave notes in.
     """
 
@@ -38,6 +39,7 @@ class UsedParts:
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         *,
         always: bool,
+        is_alone: bool,
         make_notes: Callable[[dist.ProcessGroup], RankNotes],
     ) -> None:
         self._module = composed.module
@@ -46,15 +48,23 @@ class UsedParts:
         if composed.split is None and composed.shards:
             (root,) = composed.shards
             if UnusedParameters.are_supported_by(root):
+                # Gradients that are not there must be none before an update that needs them. Steps
+                # of manual optimization leave some out in each backward, and a rank alone may.
+                waits = always or is_alone or not composed.module.automatic_optimization
                 notes = make_notes(groups[0])
                 self._unused = UnusedParameters(
-                    composed.module, root, composed.units, notes, groups[0], always=always
+                    composed.module, root, composed.units, notes, groups[0], always=waits
                 )
 
     def begin_step(self) -> None:
         """Looks at the parameters while they are sharded; call it before each training step."""
         if self._unused is not None:
             self._unused.begin_step()
+
+    def keep_gradients(self) -> None:
+        """Takes the parameters that have gradients by now for used, in the coming update."""
+        if self._unused is not None:
+            self._unused.keep_gradients()
 
     def step(self, *, training: bool) -> AbstractContextManager[None]:
         """Gives what a step's forward runs in; all ranks that take part in it must enter it.

@@ -62,12 +62,6 @@ class TwoDtypes(Classifier):
         return super().training_step((self.single(x.float()).double(), y), batch_idx)
 
 
-class StepsItself(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class Quasi(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -187,7 +181,6 @@ def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[s
         (Swa, {}, 0, "StochasticWeightAveraging copies the whole model"),
         (Prunes, {}, 0, "ModelPruning compares all parameters.*DDPStrategy"),
         (BuiltEarly, {}, 0, "not a parameter of the module.*in `configure_optimizers`"),
-        (StepsItself, {}, 0, "Manual optimization.*DDPStrategy"),
         (Uneven, {}, 0, r"'extra.weight' is \(2, 2\).* on rank 0 and \(3, 2\).* on rank 1"),
         (Classifier, {}, 8, r"The ranks have \[4, 5\] training batches"),
         (Classifier, {"wrap": ByClass(["ConvLayr"])}, 0, "ConvLayr.*ConvLayer"),

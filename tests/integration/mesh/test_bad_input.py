@@ -54,6 +54,12 @@ class Penalised(GPT):
         return loss + sum(p.square().sum() for p in self.get_submodule(self.part).parameters())
 
 
+def steps_itself() -> GPT:
+    module = make_gpt()
+    module.automatic_optimization = False
+    return module
+
+
 def refusal(
     make_module: Any, strategy: dict[str, Any], trainer: dict[str, Any], length: int
 ) -> str:
@@ -92,6 +98,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
         {},
         8,
         ["wrap='manual'", "tp=2"],
+    ),
+    "manual optimization": (
+        steps_itself,
+        {"tp": 2},
+        {},
+        8,
+        ["Manual optimization", "share layers", "FSDPStrategy"],
     ),
     "nothing to offload": (
         make_gpt,
