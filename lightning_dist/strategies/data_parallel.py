@@ -96,7 +96,9 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
                 on_train_end=self.end_training,
                 on_train_epoch_start=self._begin_epoch,
             ),
-            stop_training_together(trainer, everyone, self.stop_lag, self._end_batch),
+            stop_training_together(
+                trainer, everyone, self.stop_lag, self.guard.post_vote, self._end_batch
+            ),
             self._seed_alike,  # the script goes on with numbers that are the ranks' own no more
         )
         if self.mesh.data_size > 1:

@@ -14,10 +14,12 @@ waits for votes that it only reads.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from lightning_dist.strategies.stop_agreement import Posted
 
 
 class JointDecision:
@@ -26,12 +28,19 @@ class JointDecision:
     Args:
         group: A gloo group of all ranks.
         lag: Boundaries from a wish of some ranks to what all do; 1 where a boundary ties the ranks.
+        post: Posts a vote at a boundary along with something else that is summed then.
     """
 
-    def __init__(self, group: dist.ProcessGroup, lag: int = 1) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        lag: int = 1,
+        post: Callable[[int], Posted] | None = None,
+    ) -> None:
         self._group = group
         self._lag = lag
-        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._post = post or self._post_alone
+        self._pending: deque[Posted] = deque()
 
     def at_boundary(self, wanted: bool) -> bool:
         """Posts this rank's wish; all ranks call it at the same boundaries.
@@ -46,7 +55,7 @@ class JointDecision:
         if len(self._pending) == self._lag and _count(self._pending.popleft()) > 0:
             self.forget()
             return True
-        self._post(wanted)
+        self._pending.append(self._post(int(wanted)))
         if not wanted or _count(self._pending[-1]) < dist.get_world_size(self._group):
             return False
         self.forget()
@@ -61,18 +70,18 @@ class JointDecision:
         Returns:
             Whether any rank wants it, or has wanted it at a boundary that is not decided yet.
         """
-        self._post(wanted)
+        self._pending.append(self._post_alone(int(wanted)))
         return self._take_votes() > 0
 
     def forget(self) -> None:
         """Drops what some ranks may have wanted at the last boundaries; all ranks call it."""
         self._take_votes()
 
-    def _post(self, wanted: bool) -> None:
-        votes = torch.tensor([int(wanted)], dtype=torch.int32)
+    def _post_alone(self, vote: int) -> Posted:
+        votes = torch.tensor([vote], dtype=torch.int32)
         work = dist.all_reduce(votes, group=self._group, async_op=True)
         assert work is not None
-        self._pending.append((work, votes))
+        return work, votes
 
     def _take_votes(self) -> int:
         taken = sum(_count(pending) for pending in self._pending)
@@ -80,7 +89,7 @@ class JointDecision:
         return taken
 
 
-def _count(pending: tuple[dist.Work, Tensor]) -> int:
+def _count(pending: Posted) -> int:
     work, votes = pending
     work.wait()
-    return int(votes.item())
+    return int(votes[0].item())

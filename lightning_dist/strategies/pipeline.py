@@ -298,7 +298,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         )
         if trainer.state.fn == TrainerFn.FITTING:
             everyone = self.group(*self.mesh.sizes)
-            self._undo += (stop_training_together(trainer, everyone, self.stop_lag),)
+            stop = stop_training_together(trainer, everyone, self.stop_lag, self.guard.post_vote)
+            self._undo += (stop,)
         gradients = self._stage_gradients(trainer)
         if self._config.schedules.update_rule is not UpdateRule.EACH:
             find_norm = gradients.find_norm(self.group("pp"))

@@ -20,7 +20,7 @@ from lightning_dist.strategies.heartbeat import Resumption, Rhythm, Standstill
 from lightning_dist.strategies.last_resort import exit_after_grace
 from lightning_dist.strategies.shared_failure import SharedFailure
 from lightning_dist.strategies.signal_handlers import InterruptHandler, SigtermHandler
-from lightning_dist.strategies.stop_agreement import StopAgreement, StopReason
+from lightning_dist.strategies.stop_agreement import Posted, StopAgreement, StopReason
 
 _NEWS_SECONDS = 2.0
 
@@ -125,6 +125,17 @@ class RunGuard:
             raise SIGTERMException
         if reason is StopReason.INTERRUPT:
             raise KeyboardInterrupt
+
+    def post_vote(self, vote: int) -> Posted:
+        """Posts a vote with what this rank says at the next batch boundary. Collective.
+
+        Args:
+            vote: Any number.
+
+        Returns:
+            The sum of all ranks' votes, as the first element, when it is there.
+        """
+        return self._stop.post(vote)
 
     def _interrupt_at_boundary(self) -> bool:
         if not self._has_boundaries or self._is_leaving:

@@ -7,6 +7,10 @@ boundary the flags are combined by an all-reduce that nobody waits for: its resu
 boundaries later, when all ranks have long joined it. All ranks read the same result at the same
 boundary.
 
+On busy cores a small all-reduce costs by the threads that it wakes. So one of them carries the
+flags of a boundary and what ranks vote on at the end of the batch before
+(:mod:`lightning_dist.strategies.joint_decision`).
+
 ``lag`` must be at least the number of batches by which the first rank can be ahead of the last: 1
 where each step ties the ranks together, ``num_stages`` for an asynchronous pipeline.
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import IntEnum
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,6 +39,10 @@ class StopReason(IntEnum):
     """SLURM will end the job soon, and could begin it again."""
 
 
+Posted: TypeAlias = tuple[dist.Work, Tensor]
+"""An all-reduce under way, and where its result comes."""
+
+
 class StopAgreement:
     """One rank's part in the decision to stop.
 
@@ -47,7 +56,8 @@ class StopAgreement:
         self._lag = lag
         self._asked: set[StopReason] = set()  # adding is safe in a signal handler
         self._agreed = StopReason.NONE
-        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._pending: deque[Posted] = deque()
+        self._is_posted = False
 
     @property
     def requested(self) -> StopReason:
@@ -68,13 +78,31 @@ class StopAgreement:
         Returns:
             Why to stop here, or that there is no reason; the same on all ranks.
         """
-        flag = torch.tensor([self.requested], dtype=torch.int32)
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None
-        self._pending.append((work, flag))
+        if not self._is_posted:
+            self.post(0)
+        self._is_posted = False
         if len(self._pending) > self._lag:
             self._read_oldest()
         return self._agreed
+
+    def post(self, vote: int) -> Posted:
+        """Posts this rank's flag for the next boundary, and a vote with it. Collective.
+
+        Args:
+            vote: Any number.
+
+        Returns:
+            The sum of all ranks' votes, as the first element, when it is there.
+        """
+        flags = [int(reason is self.requested) for reason in list(StopReason)[1:]]
+        sums = torch.tensor([vote, *flags], dtype=torch.int32)
+        work = dist.all_reduce(sums, group=self._group, async_op=True)
+        assert work is not None
+        if self._is_posted:  # no boundary came between
+            self._pending.pop()
+        self._is_posted = True
+        self._pending.append((work, sums))
+        return work, sums
 
     def go_on(self) -> None:
         """Forgets a reason that all ranks have agreed on and obeyed; all ranks call it."""
@@ -89,6 +117,7 @@ class StopAgreement:
             self._read_oldest()
 
     def _read_oldest(self) -> None:
-        work, flag = self._pending.popleft()
+        work, sums = self._pending.popleft()
         work.wait()
-        self._agreed = max(self._agreed, StopReason(int(flag.item())))
+        for reason, count in zip(StopReason, [1, *sums[1:].tolist()], strict=True):
+            self._agreed = max(self._agreed, reason) if count else self._agreed

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_dist.replaced_method import replace_method
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.joint_decision import JointDecision
+from lightning_dist.strategies.stop_agreement import Posted
 
 _SKIP = -1  # Lightning's word for it
 
@@ -30,6 +31,7 @@ def stop_training_together(
     trainer: pl.Trainer,
     group: dist.ProcessGroup,
     lag: int,
+    post: Callable[[int], Posted],
     check_batch: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """Puts joint decisions where Lightning's loops look at a rank's own.
@@ -41,12 +43,13 @@ def stop_training_together(
         trainer: Set up to fit; changed until the returned function is called.
         group: A gloo group of all ranks.
         lag: By how many batches one rank can be ahead of another.
+        post: Posts a vote behind a batch, with what is agreed on before the next one.
         check_batch: Called behind each training batch, ahead of a validation.
 
     Returns:
         Undoes the changes.
     """
-    stop = JointDecision(group, lag)
+    stop = JointDecision(group, lag, post)
 
     def decide() -> None:
         check_batch()
