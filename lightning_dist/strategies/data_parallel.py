@@ -56,6 +56,10 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         Validation, checkpoints and the end of training do so by themselves.
         """
 
+    def before_validation(self) -> None:
+        """Called before each validation inside of ``fit``, on all ranks."""
+        self.drain()
+
     def end_training(self) -> None:
         """Called before the callbacks' ``on_train_end``, on all ranks."""
         self.drain()
@@ -88,7 +92,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
             self._undo += (stop_evaluations_together(trainer, self.guard, everyone),)
             return
         self._undo += (
-            drain_before_validation(self.module, self.drain),
+            drain_before_validation(self.module, self.before_validation),
             bracket_callbacks(
                 trainer,
                 show_whole_model=self.summarised_module,

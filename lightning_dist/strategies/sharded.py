@@ -55,6 +55,7 @@ from lightning_dist.strategies.used_parts import UsedParts
 from lightning_dist.strategies.whole_model_checks import (
     check_callbacks,
     check_finetuning,
+    check_group_values,
     check_optimizers,
     check_sharded_optimizers,
 )
@@ -309,6 +310,20 @@ class ShardedStrategy(DataParallelStrategy):
             self._sharded.settle()
             self._sharded.reshard()
             self.share_buffers()
+
+    @override
+    def before_validation(self) -> None:
+        super().before_validation()
+        self._check_group_values()
+
+    @override
+    def end_training(self) -> None:
+        super().end_training()
+        self._check_group_values()
+
+    def _check_group_values(self) -> None:
+        if self.is_running:
+            check_group_values(self.optimizers, self.group(*self.mesh.sizes))
 
     @override
     def close_session(self) -> None:

@@ -27,7 +27,16 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.strategies.pipeline_config import PipelineConfig
-from tests.helpers.models import make_data, make_layers, make_module, make_trainer, state_of
+from tests.differential.optimizers import OneEstimate
+from tests.helpers.models import (
+    Classifier,
+    make_data,
+    make_layers,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
 from tests.helpers.workers import WorkerPool
 from tests.integration.conformance.common import joined
 
@@ -258,3 +267,37 @@ def test_a_run_without_an_optimizer_is_saved_and_resumed(
     for name, value in expected.items():
         assert torch.equal(before[name], value)
         assert torch.equal(after[name], value)
+
+
+class Estimating(Classifier):
+    """Has an optimizer with one estimate for all parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return OneEstimate(self.parameters())
+
+
+def fit_with_estimate(layout: str, validates: bool) -> str:
+    trainer = make_trainer(
+        devices=LAYOUTS[layout].devices,
+        strategy=LAYOUTS[layout].make(),
+        num_sanity_val_steps=2,
+        limit_val_batches=1.0 if validates else 0,
+    )
+    reached: list[str] = []
+    module = make_module(Estimating, depth=2)
+    module.on_validation_start = lambda: reached.append("validation")
+    module.on_train_epoch_end = lambda: reached.append("end of epoch")
+    loader = make_loader(8, batch_size=4)
+    with pytest.raises(ValueError, match="one estimate for all parameters"):
+        trainer.fit(module, loader, loader)
+    return ", ".join(reached)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "ddp"])
+def test_estimates_that_differ_are_refused_before_validation_and_at_the_end(
+    workers: WorkerPool, layout: str
+) -> None:
+    devices = LAYOUTS[layout].devices
+    # The first validation is the sanity check, when no estimate has been made.
+    assert workers.run(devices, fit_with_estimate, layout, True) == ["validation"] * devices
+    assert workers.run(devices, fit_with_estimate, layout, False) == ["end of epoch"] * devices
