@@ -33,6 +33,7 @@ from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.deferred_model import DeferredModel
+from lightning_dist.strategies.early_optimizers import EarlyParameters
 from lightning_dist.strategies.evaluation_lengths import check_evaluation_lengths
 from lightning_dist.strategies.group_pool import pool_of_world
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
@@ -197,6 +198,8 @@ class ShardedStrategy(DataParallelStrategy):
         with self.sharded.whole_structure(), refused:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
+            if self.sharded.early is not None:
+                self.sharded.early.replace_in(self.optimizers)
             self.name_optimizer_groups()
         for optimizer in self.optimizers:
             self.sharded.keep_own_parameters(optimizer)
@@ -248,6 +251,7 @@ class ShardedStrategy(DataParallelStrategy):
             checks.check_automatic(self.module)
         if self.mesh.dp_shard > 1:
             checks.check_hooks(self.module)
+        early = EarlyParameters(self.module)
         self._deferred.look_at(self.module)
         self.model = self.precision_plugin.convert_module(self.module)
         self.synchronise_layers()
@@ -256,6 +260,8 @@ class ShardedStrategy(DataParallelStrategy):
         sharded = self._composed()
         self._deferred.fill(self.module, self.root_device)
         sharded.tie_again()
+        early.forget_present()
+        sharded.early = early
         keep_sharding(KeptSharding(sharded, self._layout, self._mesh_of_ranks))
         return sharded
 

@@ -20,6 +20,7 @@ from lightning_dist.interrupted_step import forget_step
 from lightning_dist.module_hooks import kept_on_parameters
 from lightning_dist.sharding import move_rest, reshard
 from lightning_dist.strategies.compose import Composed
+from lightning_dist.strategies.early_optimizers import EarlyParameters
 from lightning_dist.strategies.lightning_private import set_device
 from lightning_dist.strategies.manual_steps import ManualSteps
 from lightning_dist.strategies.measured import Measurements
@@ -40,7 +41,12 @@ class ShardedModule:
     Args:
         composed: The user's module, made parallel.
         used: Compares what ranks use of it in a step; None where no other rank exists.
+
+    Attributes:
+        early: Its parameters before; None where no optimizer can have them.
     """
+
+    early: EarlyParameters | None = None
 
     def __init__(self, composed: Composed, used: UsedParts | None) -> None:
         self.module = composed.module

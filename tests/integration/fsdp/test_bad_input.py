@@ -82,12 +82,12 @@ class Prunes(Classifier):
         return [ModelPruning("l1_unstructured")]
 
 
-class BuiltEarly(Classifier):
-    """Makes its optimizer before its parameters are sharded."""
+class StateOfItsOwn(Classifier):
+    """Makes its optimizer before its parameters are sharded, and its optimizer a state of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.early = torch.optim.SGD(self.parameters(), 0.1)
+        self.early = torch.optim.Adagrad(self.parameters(), 0.1)
 
     def configure_optimizers(self) -> Any:
         return self.early
@@ -180,7 +180,7 @@ def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[s
         (Averaging, {}, 0, "EMAWeightAveraging copies the whole model"),
         (Swa, {}, 0, "StochasticWeightAveraging copies the whole model"),
         (Prunes, {}, 0, "ModelPruning compares all parameters.*DDPStrategy"),
-        (BuiltEarly, {}, 0, "not a parameter of the module.*in `configure_optimizers`"),
+        (StateOfItsOwn, {}, 0, "not a parameter of the module.*in `configure_optimizers`"),
         (Uneven, {}, 0, r"'extra.weight' is \(2, 2\).* on rank 0 and \(3, 2\).* on rank 1"),
         (Classifier, {}, 8, r"The ranks have \[4, 5\] training batches"),
         (Classifier, {"wrap": ByClass(["ConvLayr"])}, 0, "ConvLayr.*ConvLayer"),
