@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
+    StochasticWeightAveraging,
     Timer,
 )
 from torch.optim import Optimizer
@@ -139,6 +140,24 @@ class CountUpdates(L.Callback):
         self.count = state["count"]
 
 
+class LogInHooks(L.Callback):
+    """Logs in the hooks of batches and epochs, as a user's callback may."""
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        module.log("begun", float(batch_idx))
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        self.log("steps", float(trainer.global_step), on_step=True, on_epoch=True, batch_size=2)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        module.log_dict({"epoch_of_validation": float(trainer.current_epoch)}, sync_dist=True)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.log("epoch_of_training", float(trainer.current_epoch))
+
+
 class FinetuneSecondPart(BackboneFinetuning):
     """Trains the last layers, then all."""
 
@@ -195,6 +214,8 @@ CALLBACKS: dict[str, Make] = {
     "unfreeze": lambda _: UnfreezeLater(),
     "average": lambda _: ShardedWeightAveraging(decay=0.5),
     "ema": lambda _: EMAWeightAveraging(decay=0.5),
+    "logs": lambda _: LogInHooks(),
+    "swa": lambda _: StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1),
     "timer": lambda _: Timer(timedelta(days=1)),
     "accumulate_later": lambda _: GradientAccumulationScheduler({1: 2}),
     "count": lambda _: CountUpdates(),

@@ -14,7 +14,7 @@ from typing import Literal
 ROUGH_PRECISIONS = ("bf16-mixed", "half")
 """Precisions in which a share of a batch is rounded otherwise than the batch."""
 
-Clip = tuple[Literal["norm", "value"], float]
+Clip = tuple[Literal["norm", "value", "by_hand"], float]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Case:
         precision: ``"double"`` is a float64 module under Lightning's default, ``"half"`` one under
             ``MixedPrecision``; others are Lightning's.
         accumulate: Batches for each update.
-        clip: Algorithm and value of gradient clipping.
+        clip: Algorithm and value of gradient clipping; by hand the module does it, by value.
         callbacks: Keys of ``callbacks.CALLBACKS``.
         logs: Keys of ``logs.LOGS``.
         parameter_hooks: Keys of ``models.PARAMETER_HOOKS``.

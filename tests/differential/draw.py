@@ -21,7 +21,7 @@ from tests.differential.optimizers import OPTIMIZERS, SCHEDULERS
 from tests.differential.strategies import STRATEGIES, Entry
 
 # What needs the whole model on each rank.
-OF_WHOLE_MODELS = ("finetune", "ema")
+OF_WHOLE_MODELS = ("finetune", "ema", "swa")
 OF_WHOLE_GRADIENTS = ("clamp",)
 OF_VALIDATION = ("best", "early")
 # What values in half precision, rounded otherwise, may decide otherwise, or put into a name.
@@ -85,7 +85,7 @@ def _logs(name: str, entry: Entry) -> list[str]:
 
 
 def _clips(entry: Entry) -> list[Any]:
-    clips: list[Any] = [None, ("value", 0.01)]
+    clips: list[Any] = [None, ("value", 0.01), ("by_hand", 0.01)]
     # Under the others each stage clips by the norm of its own gradients, and says so.
     return clips if entry.versions in ("stash", "vertical_sync") else [*clips, ("norm", 0.05)]
 

@@ -169,6 +169,16 @@ class Task(L.LightningModule):
             for name, square in squares.items():
                 self._log(f"square/{name}", square)
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if self.case.clip is not None and self.case.clip[0] == "by_hand":
+            gradient_clip_val, gradient_clip_algorithm = self.case.clip[1], "value"
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
     def configure_optimizers(self) -> Any:
         return configure(self.model, self.case, self.lr)
 

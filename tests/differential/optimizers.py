@@ -68,6 +68,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, Parameters], Optimizer]] = {
     "adamax": lambda _, p: torch.optim.Adamax(p, lr=0.01),
     "asgd": lambda _, p: torch.optim.ASGD(p, lr=0.05),
     "rprop": lambda _, p: torch.optim.Rprop(p, lr=0.01),
+    "radam": lambda _, p: torch.optim.RAdam(p, lr=0.01),
+    "adadelta": lambda _, p: torch.optim.Adadelta(p, lr=0.5),
     "nadam": lambda _, p: torch.optim.NAdam(p, lr=0.01),
     "two_groups": _two_groups,
     "schedule_free": lambda _, p: ScheduleFree(p),
@@ -80,6 +82,11 @@ def _schedule(name: str, optimizer: Optimizer, case: Case) -> dict[str, Any]:
     schedulers = torch.optim.lr_scheduler
     if name == "exponential_step":
         return {"scheduler": schedulers.ExponentialLR(optimizer, 0.9), "interval": "step"}
+    if name == "every_second_step":
+        warmup = schedulers.LinearLR(optimizer, 0.5, total_iters=3)
+        then = schedulers.CosineAnnealingLR(optimizer, 6)
+        both = schedulers.SequentialLR(optimizer, [warmup, then], [3])
+        return {"scheduler": both, "interval": "step", "frequency": 2}
     if name == "step_epoch":
         return {"scheduler": schedulers.StepLR(optimizer, 1, 0.5), "interval": "epoch"}
     if name == "one_cycle":
@@ -94,7 +101,14 @@ def _schedule(name: str, optimizer: Optimizer, case: Case) -> dict[str, Any]:
     }
 
 
-SCHEDULERS = ("exponential_step", "step_epoch", "one_cycle", "plateau_step", "plateau_epoch")
+SCHEDULERS = (
+    "exponential_step",
+    "every_second_step",
+    "step_epoch",
+    "one_cycle",
+    "plateau_step",
+    "plateau_epoch",
+)
 
 
 def configure(model: nn.Module, case: Case, lr: float | None) -> dict[str, Any]:

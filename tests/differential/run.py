@@ -141,6 +141,7 @@ def _fit(
     task = make_task(case, kind, seed=7 if resumed is None else 8)
     watch = recording(L.Callback, CALLBACK_HOOKS, "callback", events)()
     first = [CatchUp(strategy)] if isinstance(strategy, OracleStrategy) else []
+    clip = case.clip if case.clip is not None and case.clip[0] != "by_hand" else None
     limits = [limit for limit in (case.max_steps, until) if limit is not None]
     half = [MixedPrecision()] if case.precision == "half" else []
     trainer = L.Trainer(
@@ -161,8 +162,8 @@ def _fit(
         check_val_every_n_epoch=case.check_val_every_n_epoch,
         reload_dataloaders_every_n_epochs=case.reload_every_n_epochs,
         accumulate_grad_batches=case.accumulate,
-        gradient_clip_val=None if case.clip is None else case.clip[1],
-        gradient_clip_algorithm=None if case.clip is None else case.clip[0],
+        gradient_clip_val=None if clip is None else clip[1],
+        gradient_clip_algorithm=None if clip is None else clip[0],
         val_check_interval=case.val_check_interval,
         limit_train_batches=case.limit_train_batches,
         limit_val_batches=case.limit_val_batches,
