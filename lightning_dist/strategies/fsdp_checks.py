@@ -48,7 +48,7 @@ def check_reshard(reshard_after_forward: bool | int | str, shard_size: int) -> N
 
 
 def check_hooks(module: pl.LightningModule) -> None:
-    """Checks that no hook waits for the gradient of a parameter that is to be sharded.
+    """Checks that no hook waits for the gradient of a parameter that FSDP2 replaces.
 
     Args:
         module: The user's module.
@@ -61,9 +61,10 @@ def check_hooks(module: pl.LightningModule) -> None:
         if before or (behind and not is_spread(parameter)):
             raise ValueError(
                 f"The parameter {name!r} has a hook (`register_hook` or"
-                " `register_post_accumulate_grad_hook`), which shards of it would not call. Change"
-                " gradients in `on_before_optimizer_step` or `configure_gradient_clipping`, where"
-                " `parameter.grad` is a DTensor; or use DDPStrategy."
+                " `register_post_accumulate_grad_hook`), which its shards or replicas would not"
+                " call. Change gradients in `on_before_optimizer_step` or"
+                " `configure_gradient_clipping`, where `parameter.grad` is a DTensor; or use"
+                " DDPStrategy."
             )
 
 

@@ -249,7 +249,7 @@ class ShardedStrategy(DataParallelStrategy):
         checks.check_shardable(self.module, self._policy.is_manual)
         if self.mesh.pp > 1 or self.mesh.tp > 1:
             checks.check_automatic(self.module)
-        if self.mesh.dp_shard > 1:
+        if self.mesh.data_size > 1:  # replicas on a mesh are shards of one piece
             checks.check_hooks(self.module)
         early = EarlyParameters(self.module)
         self._deferred.look_at(self.module)

@@ -55,6 +55,9 @@ FIXED: dict[str, Fixed] = {
     "hooks of gradients, shards": Fixed(
         Case("fsdp", parameter_hooks=("halve",)), refusal="on_before_optimizer_step"
     ),
+    "hooks of gradients, replicas of stages": Fixed(
+        Case("replicas_of_stages", parameter_hooks=("halve",)), refusal="on_before_optimizer_step"
+    ),
     "hooks of gradients, spread layers": Fixed(Case("tp", parameter_hooks=("halve",))),
     "hooks of accumulated gradients, replicas": Fixed(Case("ddp", parameter_hooks=("mask",))),
     "hooks of gradients, pipedream": Fixed(Case("pipedream", parameter_hooks=("halve",))),
@@ -143,6 +146,18 @@ FIXED: dict[str, Fixed] = {
     # --- stopping, reading -----------------------------------------------------------------------
     "the first rank alone stops": Fixed(
         Case("1f1b", callbacks=("stop_first_rank",), num_batches=5, epochs=2)
+    ),
+    "the first rank alone stops, asynchronous": Fixed(
+        Case("pipedream", callbacks=("stop_first_rank",), logs=("loss",), num_batches=7)
+    ),
+    "the first rank alone stops, ahead of a validation": Fixed(
+        Case(
+            "pipedream",
+            callbacks=("stop_first_rank",),
+            logs=("loss",),
+            num_batches=7,
+            val_check_interval=4,
+        )
     ),
     "drawn at random before": Fixed(Case("1f1b", data="drawn", logs=("loss",))),
     "drawn at random while read": Fixed(

@@ -199,7 +199,14 @@ def _place(trainer: L.Trainer, case: Case) -> Place:
 
 def _find_rate(trainer: L.Trainer, task: Task, loaders: Any) -> dict[str, Any]:
     finder = Tuner(trainer).lr_find(
-        task, *loaders, min_lr=1e-4, max_lr=0.5, num_training=6, early_stop_threshold=None
+        task,
+        *loaders,
+        min_lr=1e-4,
+        max_lr=0.5,
+        num_training=6,
+        early_stop_threshold=None,
+        # Where losses are known later, another rate is suggested.
+        update_attr=STRATEGIES[task.case.strategy].versions is None,
     )
     assert finder is not None
     losses = [float(loss) for loss in finder.results["loss"]]

@@ -34,7 +34,7 @@ class Entry:
         versions: Which weights a batch meets, by name in ``oracle_strategy``; None is the newest.
         is_slow: Whether it is drawn half as often as others.
         is_spread: Whether ranks have pieces of layers.
-        is_sharded: Whether ranks have shards of parameters.
+        is_sharded: Whether ranks have shards of parameters, or replicas that are made as these.
     """
 
     devices: int
@@ -154,5 +154,6 @@ STRATEGIES: dict[str, Entry] = {
         stages=2,
         microbatches=2,
         is_slow=True,
+        is_sharded=True,
     ),
 }
