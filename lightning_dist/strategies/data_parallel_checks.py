@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_dist.count import check_count, check_positive
+from lightning_dist.shards import is_spread
 from lightning_dist.strategies.compression import Compression
 
 
@@ -234,6 +235,23 @@ def check_static_graph(static_graph: bool, num_optimizers: int) -> None:
             f"static_graph=True does not go with {num_optimizers} optimizers: each one's backward"
             " uses other parameters, and only those of the first backward would be averaged. Pass"
             " find_unused_parameters=True in its place."
+        )
+
+
+def check_whole(module: nn.Module) -> None:
+    """Checks that no earlier Trainer has left a module in shards.
+
+    Args:
+        module: The user's module.
+
+    Raises:
+        ValueError: One has.
+    """
+    if any(map(is_spread, module.parameters())):
+        raise ValueError(
+            "The module is sharded already, by an earlier Trainer's strategy, and this one computes"
+            " with whole parameters. Give both Trainers the same strategy, or load a checkpoint of"
+            " the module into a new one."
         )
 
 

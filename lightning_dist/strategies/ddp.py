@@ -171,6 +171,7 @@ class DDPStrategy(DataParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        checks.check_whole(self.module)
         checks.check_module(self.module, self.group(*self.mesh.sizes))
         checks.check_compressible(self.module, self._exchange.compression)
         self.model = self.precision_plugin.convert_module(self.module)

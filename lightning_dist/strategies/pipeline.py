@@ -43,6 +43,7 @@ from lightning_dist.strategies import lightning_private, pipeline_checks, whole_
 from lightning_dist.strategies.batch_statistics import find_batch_statistics, with_whole_batches
 from lightning_dist.strategies.bracket import add_first_callback, bracket_callbacks
 from lightning_dist.strategies.clipping import NormsAhead, clip_whole_gradient
+from lightning_dist.strategies.data_parallel_checks import check_whole
 from lightning_dist.strategies.distributed import Read
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.first_batch import BegunLoaders
@@ -215,6 +216,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         module = self.module
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        check_whole(module)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._config = replace(self._config, num_microbatches=self._num_microbatches)
         self._statistics = find_batch_statistics(module) if is_fitting else ()

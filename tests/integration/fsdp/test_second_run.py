@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_dist import FSDPStrategy, MeshStrategy
+from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, PipelineStrategy
 from lightning_dist.strategies.failure_ring import RankFailedError
 from lightning_dist.wrap import ByClass
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, state_of
@@ -72,6 +72,24 @@ def test_another_precision_is_refused(workers: WorkerPool) -> None:
 
 def test_the_same_layout_of_another_strategy_goes_on(workers: WorkerPool) -> None:
     assert workers.run(2, fit_by_two_trainers, FSDPStrategy, MeshStrategy) == ["", ""]
+
+
+def go_on_with(make: Callable[[], Strategy]) -> str:
+    module = make_module(Classifier, depth=2)
+    make_trainer(devices=2, strategy=FSDPStrategy()).fit(module, make_loader(32), make_loader())
+    try:
+        make_trainer(devices=2, strategy=make()).test(module, make_loader(), verbose=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("make", [DDPStrategy, PipelineStrategy])
+def test_strategies_of_whole_parameters_refuse_shards(
+    workers: WorkerPool, make: Callable[[], Strategy]
+) -> None:
+    found = workers.run(2, go_on_with, make)
+    assert all("this one computes with whole parameters" in text for text in found), found
 
 
 class Failing(Synced):
