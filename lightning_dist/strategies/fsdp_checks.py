@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import lightning.pytorch as pl
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_dist.module_hooks import gradient_hooks_of
+from lightning_dist.module_hooks import gradient_hooks_of, has_gradient_hooks
 from lightning_dist.shards import is_spread
 
 
@@ -59,13 +62,60 @@ def check_hooks(module: pl.LightningModule) -> None:
     for name, parameter in module.named_parameters():
         before, behind = gradient_hooks_of(parameter)
         if before or (behind and not is_spread(parameter)):
-            raise ValueError(
-                f"The parameter {name!r} has a hook (`register_hook` or"
-                " `register_post_accumulate_grad_hook`), which its shards or replicas would not"
-                " call. Change gradients in `on_before_optimizer_step` or"
-                " `configure_gradient_clipping`, where `parameter.grad` is a DTensor; or use"
-                " DDPStrategy."
-            )
+            _refuse_hook(name, "which its shards or replicas would not call")
+
+
+class HookCheck:
+    """Refuses hooks that come when parameters are sharded, and would not run as on one device.
+
+    Args:
+        module: Sharded, and in no step.
+        reduces_each: Whether each backward of an update reduces gradients.
+    """
+
+    def __init__(self, module: pl.LightningModule, *, reduces_each: bool) -> None:
+        self._module = module
+        self._reduces_each = reduces_each
+        self._shards = list(module.named_parameters())
+        self._gathered: list[tuple[str, nn.Parameter]] | None = None
+
+    def check(self, *, accumulating: bool) -> None:
+        """Looks at all parameters; to be called between a step's forward and its backward.
+
+        Args:
+            accumulating: Whether more gradients come before the update.
+
+        Raises:
+            ValueError: A hook would not be called, or not with what one device has.
+        """
+        if self._gathered is None:
+            # What the root has gathered for a step; the same tensors in each step.
+            own = {id(parameter) for _, parameter in self._shards}
+            found = self._module.named_parameters()
+            self._gathered = [(name, p) for name, p in found if id(p) not in own]
+        for name, parameter in self._shards:
+            if has_gradient_hooks(parameter):
+                before, behind = gradient_hooks_of(parameter)
+                if before:
+                    _refuse_hook(name, "which no backward calls, for it is sharded")
+                if behind and accumulating and not self._reduces_each:
+                    _refuse_hook(
+                        name,
+                        "which each backward would call on one device, and sharded gradients are"
+                        " complete once for several; `sync_every_microstep=True` completes each",
+                    )
+        for name, parameter in self._gathered:
+            if gradient_hooks_of(parameter)[0]:
+                _refuse_hook(name, "which sees this rank's gradient, before ranks combine theirs")
+
+
+def _refuse_hook(name: str, reason: str) -> NoReturn:
+    raise ValueError(
+        f"The parameter {name!r} has a hook (`register_hook` or"
+        f" `register_post_accumulate_grad_hook`), {reason}. Change"
+        " gradients in `on_before_optimizer_step` or `configure_gradient_clipping`, where"
+        " `parameter.grad` is a DTensor; or use DDPStrategy."
+    )
 
 
 def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:

@@ -94,6 +94,7 @@ class ShardedStrategy(DataParallelStrategy):
         self._deferred = DeferredModel()
         self._sharded: ShardedModule | None = None
         self._is_accumulating = False
+        self._hook_check: checks.HookCheck | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -176,6 +177,9 @@ class ShardedStrategy(DataParallelStrategy):
             self._undo += (self._tie(trainer),)
         if self.mesh.pp == 1:  # those of stages are reduced over the last ones
             self._undo += (reduce_metrics_over(self.module, self.data_group),)
+        if is_fitting and self.sharded.is_sharded:
+            reduces_each = self._shard_config.sync_every_microstep
+            self._hook_check = checks.HookCheck(self.module, reduces_each=reduces_each)
         if is_fitting:
             self.tell()
             stages = self.group("pp") if self.mesh.pp > 1 else None
@@ -249,7 +253,8 @@ class ShardedStrategy(DataParallelStrategy):
         checks.check_shardable(self.module, self._policy.is_manual)
         if self.mesh.pp > 1 or self.mesh.tp > 1:
             checks.check_automatic(self.module)
-        if self.mesh.data_size > 1:  # replicas on a mesh are shards of one piece
+        # Replicas on a mesh are shards of one piece, and so is the only rank of one.
+        if axis(self._mesh_of_ranks, "dp_replicate", "dp_shard") is not None:
             checks.check_hooks(self.module)
         early = EarlyParameters(self.module)
         self._deferred.look_at(self.module)
@@ -334,6 +339,7 @@ class ShardedStrategy(DataParallelStrategy):
     @override
     def close_session(self) -> None:
         super().close_session()
+        self._hook_check = None
         if self._sharded is not None:
             self._sharded.close(failed=not self.is_running)
 
@@ -414,6 +420,8 @@ class ShardedStrategy(DataParallelStrategy):
         def default() -> Tensor:
             return super(ShardedStrategy, self).backward(closure_loss, optimizer, *args, **kwargs)
 
+        if self._hook_check is not None:
+            self._hook_check.check(accumulating=self._is_accumulating)
         return self.sharded.backward(closure_loss, default, accumulating=self._is_accumulating)
 
     @override
