@@ -88,7 +88,9 @@ def move_optimizers(optimizers: list[Optimizer], device: torch.device) -> None:
     _optimizers_to_device(optimizers, device)
 
 
-def replace_sigterm_protocol(trainer: pl.Trainer, before_batch: Callable[[], None]) -> None:
+def replace_sigterm_protocol(
+    trainer: pl.Trainer, before_batch: Callable[[], None]
+) -> Callable[[], None]:
     """Takes the blocking broadcasts out of Lightning's handling of SIGTERM.
 
     ``_sigterm_notifier_fn`` broadcasts in the signal handler, and ``_broadcast_sigterm_tensor``
@@ -98,12 +100,22 @@ def replace_sigterm_protocol(trainer: pl.Trainer, before_batch: Callable[[], Non
     Args:
         trainer: Must not have registered its signal handlers yet.
         before_batch: Called before each training batch.
+
+    Returns:
+        Undoes the changes.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    assert hasattr(connector, "_sigterm_notifier_fn")
-    assert hasattr(loop, "_broadcast_sigterm_tensor")
-    setattr(connector, "_sigterm_notifier_fn", lambda *_: None)  # noqa: B010
-    setattr(loop, "_broadcast_sigterm_tensor", before_batch)  # noqa: B010
+    notifier, broadcast = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor"
+    assert hasattr(connector, notifier)
+    assert hasattr(loop, broadcast)
+    undo_notifier = replace_method(connector, notifier, lambda *_: None)
+    undo_broadcast = replace_method(loop, broadcast, before_batch)
+
+    def undo() -> None:
+        undo_broadcast()
+        undo_notifier()
+
+    return undo
 
 
 def replace_handler_to_restore(
@@ -121,7 +133,9 @@ def replace_handler_to_restore(
         found[signum] = handler
 
 
-def replace_requeue(trainer: pl.Trainer, on_signal: Callable[[], None]) -> Callable[[], None]:
+def replace_requeue(
+    trainer: pl.Trainer, on_signal: Callable[[], None]
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """Takes the save out of Lightning's handler of the signal by which SLURM announces its end.
 
     ``_slurm_sigusr_handler_fn`` saves wherever the signal has found the process. Each rank numbers
@@ -133,10 +147,11 @@ def replace_requeue(trainer: pl.Trainer, on_signal: Callable[[], None]) -> Calla
         on_signal: Called in the handler, so it must do nothing that waits.
 
     Returns:
-        Saves and asks SLURM to run the job again; all ranks must call it.
+        What saves and asks SLURM to run the job again, for all ranks to call, and what undoes the
+        change.
     """
     signals, checkpoints = trainer._signal_connector, trainer._checkpoint_connector
-    own = type(signals)._slurm_sigusr_handler_fn  # an earlier run has replaced the object's
+    own = type(signals)._slurm_sigusr_handler_fn
     own_path = checkpoints.hpc_save_path
 
     def agreed_path(directory: str) -> str:
@@ -144,14 +159,13 @@ def replace_requeue(trainer: pl.Trainer, on_signal: Callable[[], None]) -> Calla
         return path
 
     def requeue() -> None:
-        undo = replace_method(checkpoints, own_path.__name__, agreed_path)
+        undo_path = replace_method(checkpoints, own_path.__name__, agreed_path)
         try:
             own(signals, signal.SIGUSR1, sys._getframe())
         finally:
-            undo()
+            undo_path()
 
-    setattr(signals, own.__name__, lambda *_: on_signal())
-    return requeue
+    return requeue, replace_method(signals, own.__name__, lambda *_: on_signal())
 
 
 def is_raised_in_step(error: BaseException) -> bool:

@@ -219,6 +219,11 @@ class ProcessMesh(ParallelStrategy):
                 pool.give_back(kind, group)
         return self._groups[key]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves process groups out of copies of a Trainer; they are this process's."""
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_groups": {}, "_taken": []}
+
     def begin_run(self) -> None:
         """Takes other groups from now on; each rank must call it alike."""
         self._groups.clear()
@@ -272,7 +277,7 @@ class ProcessMesh(ParallelStrategy):
             group: Another process group.
             reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch ``ReduceOp``.
         """
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         return reduce_tensor(tensor, group or self.data_group, reduce_op)
 
@@ -290,6 +295,8 @@ class ProcessMesh(ParallelStrategy):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
+        if not dist.is_initialized():
+            return tensor
         group = group or self.data_group
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 

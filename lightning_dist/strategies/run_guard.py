@@ -69,6 +69,7 @@ class RunGuard:
         if is_stop_due:
             terminate()
         self._requeue: Callable[[], None] = _ignore
+        self._undo_signals: tuple[Callable[[], None], ...] = ()
         self._sigterm = SigtermHandler(trainer, terminate)
         self._sigint = InterruptHandler(trainer, self._interrupt_at_boundary)
         self._ring: FailureRing | None = None
@@ -154,9 +155,10 @@ class RunGuard:
             self.stop_if_agreed()
             before_reading()
 
-        lightning_private.replace_sigterm_protocol(self._trainer, before_batch)
+        undo_sigterm = lightning_private.replace_sigterm_protocol(self._trainer, before_batch)
         ask = partial(self._stop.request, StopReason.REQUEUE)
-        self._requeue = lightning_private.replace_requeue(self._trainer, ask)
+        self._requeue, undo_requeue = lightning_private.replace_requeue(self._trainer, ask)
+        self._undo_signals = (undo_sigterm, undo_requeue)
 
     def report(self, exception: BaseException) -> None:
         """Tells the other ranks, unless all agreed to stop, have failed alike, or know already.
@@ -209,6 +211,9 @@ class RunGuard:
             if self._ring is not None:
                 self._ring.close()
         finally:
+            for undo in self._undo_signals:
+                undo()
+            self._undo_signals = ()
             self._sigterm.remove()
             self._sigint.remove()
             self._closed.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import warnings
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -69,12 +70,14 @@ def test_slurms_signal_saves_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(trainer, "save_checkpoint", did.append)
     monkeypatch.setattr(trainer.strategy, "broadcast", lambda path: f"{path} of rank 0")
     for _ in range(2):  # as two runs of one Trainer do
-        requeue = lightning_private.replace_requeue(trainer, lambda: did.append("signal"))
+        on_signal = partial(did.append, "signal")
+        requeue, undo = lightning_private.replace_requeue(trainer, on_signal)
     trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
     assert did == ["signal"]
     requeue()
     path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
     assert did[1:] == [f"{path} of rank 0", ["scontrol", "requeue", "7"]]
+    undo()
 
 
 def test_what_comes_out_of_a_step_is_told_from_what_does_not() -> None:
