@@ -27,9 +27,9 @@ from lightning_dist.pipeline.receiver import DistributedReceiver
 from lightning_dist.pipeline.sender import DistributedSender
 from lightning_dist.strategies.heartbeat import (
     Beat,
+    Notice,
     Pulse,
     RankProcess,
-    Resumption,
     Rhythm,
     Silence,
     Standstill,
@@ -128,7 +128,7 @@ class FailureRing:
         rhythm: Rhythm,
         progress: Callable[[], str],
         on_failure: Callable[[Failure], None],
-        on_notice: Callable[[Standstill | Resumption], None],
+        on_notice: Callable[[Notice], None],
     ) -> None:
         self._rank = rank
         self._predecessor = (rank - 1) % world_size
@@ -204,21 +204,18 @@ class FailureRing:
 
     def _listen_once(self) -> None:
         try:
-            message: Beat | Standstill | Resumption | Failure = self._receiver.receive()
+            message: Beat | Notice | Failure = self._receiver.receive()
         except TimeoutError:
-            notice: Standstill | Resumption | None = self._silence.missed()
+            self._report(self._silence.missed())
             if self._silence.is_over:
                 self._learn(Failure.from_standstill(self._silence.standstill))
+            return
+        if isinstance(message, Failure):
+            self._learn(message)
+        elif isinstance(message, Beat):
+            self._report(self._silence.heard(message))
         else:
-            notice = None
-            if isinstance(message, Failure):
-                self._learn(message)
-            elif isinstance(message, Beat):
-                notice = self._silence.heard(message)
-            else:
-                self._spread(message)
-        if notice is not None:
-            self._spread(notice, is_first=True)
+            self._spread(message)
 
     def _learn(self, failure: Failure) -> None:
         if not self._is_first(failure):
@@ -241,13 +238,17 @@ class FailureRing:
 
     def _beat(self) -> None:
         while not self._is_closed.is_set():
-            beat = self._pulse.beat()
+            beat, notice = self._pulse.look()
             self._send(beat)
-            if (notice := self._pulse.news(beat)) is not None:
-                self._spread(notice, is_first=True)
+            self._report(notice)
             self._is_closed.wait(self._rhythm.interval_seconds)
 
-    def _spread(self, notice: Standstill | Resumption, *, is_first: bool = False) -> None:
+    def _report(self, found: Notice | None) -> None:
+        """Spreads what this rank was the first to find."""
+        if found is not None:
+            self._spread(found, is_first=True)
+
+    def _spread(self, notice: Notice, *, is_first: bool = False) -> None:
         rank = notice.process.rank
         if isinstance(notice, Standstill):
             self._standstills[rank] = notice
@@ -267,7 +268,7 @@ class FailureRing:
             if not said:
                 self._sender.close()
 
-    def _send(self, message: Beat | Standstill | Resumption | Failure) -> None:
+    def _send(self, message: Beat | Notice | Failure) -> None:
         with self._sending, contextlib.suppress(PeerLostError):  # a dead predecessor needs no news
             if not self._has_said_goodbye:
                 self._sender.send(message)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TypeAlias
 
 _PATIENCE_SECONDS = 30.0
 _BEATS_IN_PATIENCE = 6
@@ -163,6 +164,9 @@ class Resumption:
         return f"{self.process} goes on after {self.seconds:.0f} s."
 
 
+Notice: TypeAlias = Standstill | Resumption
+
+
 class Silence:
     """Counts how long nothing has come from the successor.
 
@@ -231,30 +235,26 @@ class Pulse:
         self._idle_seconds = 0.0
         self._is_reported = False
 
-    def beat(self) -> Beat:
-        """Describes what the watched thread is doing."""
-        frame = sys._current_frames().get(self._thread)
-        return Beat(self._process, f"{self._progress()}, {place_of(frame)}.")
-
-    def news(self, beat: Beat) -> Standstill | Resumption | None:
-        """Looks whether the watched thread stands still; called once in each interval.
-
-        Args:
-            beat: This interval's.
+    def look(self) -> tuple[Beat, Notice | None]:
+        """Looks at the watched thread; called once in each interval.
 
         Returns:
-            What to report, if anything.
+            This interval's beat, and what to report, if anything.
         """
+        frame = sys._current_frames().get(self._thread)
+        beat = Beat(self._process, f"{self._progress()}, {place_of(frame)}.")
         used = time.process_time() - self._processor_seconds
         self._processor_seconds += used
-        frame = sys._current_frames().get(self._thread)
         is_idle = used < _IDLE_SHARE * self._rhythm.interval_seconds
-        if is_idle and not may_wait_for_rank(frame):
+        return beat, self._count(beat, is_idle=is_idle and not may_wait_for_rank(frame))
+
+    def _count(self, beat: Beat, *, is_idle: bool) -> Notice | None:
+        if is_idle:
             self._idle_seconds += self._rhythm.interval_seconds
             if self._is_reported or self._idle_seconds < self._rhythm.patience_seconds:
                 return None
             self._is_reported = True
-            return Standstill(self._process, beat.activity, self._idle_seconds, False)
+            return Standstill(self._process, beat.activity, self._idle_seconds, is_silent=False)
         seconds, was_reported = self._idle_seconds, self._is_reported
         self._idle_seconds, self._is_reported = 0.0, False
         return Resumption(self._process, seconds) if was_reported else None

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.failure_ring import Failure, FailureRing
-from lightning_dist.strategies.heartbeat import Resumption, Rhythm, Standstill
+from lightning_dist.strategies.heartbeat import Notice, Rhythm, Standstill
 from lightning_dist.strategies.last_resort import exit_after_grace
 from lightning_dist.strategies.shared_failure import SharedFailure
 from lightning_dist.strategies.signal_handlers import InterruptHandler, SigtermHandler
@@ -236,7 +236,7 @@ class RunGuard:
     def _progress(self) -> str:
         return self._file_work or _progress_of(self._trainer)
 
-    def _on_notice(self, notice: Standstill | Resumption) -> None:
+    def _on_notice(self, notice: Notice) -> None:
         text = str(notice)
         if isinstance(notice, Standstill) and notice.is_silent:
             text += f" The run ends when that lasts for timeout_s={self._timeout_seconds:g}."

@@ -22,7 +22,7 @@ from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.parameter_hooks import with_hooks
 from lightning_dist.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.pipeline.shape import PipelineShape
-from lightning_dist.pipeline.tied_sums import TiedSums
+from lightning_dist.pipeline.tied_sums import TiedSums, keep
 from lightning_dist.pipeline.ties import Tie, find_ties
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.hook_log import HookLog
@@ -146,7 +146,7 @@ def open_session(
     with ExitStack() as if_it_fails:
         if_it_fails.callback(channels.close)
         # Where `gradients` are made elsewhere, autograd has run the hooks in each backward.
-        change = partial(_run_hooks, found.module) if gradients is None else _keep
+        change = partial(_run_hooks, found.module) if gradients is None else keep
         tied = TiedSums(ties, shape.rank_of_stage, shape.rank, channels.ties, change)
         tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
         half = half_precision_of(run.precision_plugin)
@@ -215,10 +215,6 @@ def _connect(ties: Sequence[Tie], shape: PipelineShape, run: RunContext) -> Chan
 
 def _run_hooks(module: nn.Module, name: str, gradient: Tensor) -> Tensor | None:
     return with_hooks(module.get_parameter(name), gradient)
-
-
-def _keep(_: str, gradient: Tensor) -> Tensor:
-    return gradient
 
 
 def _one() -> float:

@@ -232,6 +232,17 @@ def a_rank_that_waits_for_a_file_is_named(python: WarmPython, folder: Path) -> N
     assert "Rank 2" not in run.output, run.output
 
 
+def a_rank_that_waits_for_ever_is_the_cause_of_the_others_timeouts(
+    python: WarmPython, folder: Path
+) -> None:
+    os.mkfifo(folder / "trouble.pipe")
+    arguments = ("--schedule", "ddp", "--trouble", "read a pipe", "--stage", "1", "--timeout", "15")
+    with python.trouble(folder, *arguments) as run:
+        assert run.wait(15 + END_AFTER_KILL_SECONDS) == [1, 1], run.output
+    assert "Rank 1 failed first: Rank 1 (process" in run.output, run.output
+    assert "in `read_pipe` (troubled_fit.py:" in run.output, run.output
+
+
 def a_rank_that_cannot_save_is_named(python: WarmPython, folder: Path) -> None:
     pipe = folder / "trouble.pipe"
     os.mkfifo(pipe)
@@ -259,6 +270,7 @@ RUNS: list[Run] = [
     a_stopped_rank_is_named_while_the_others_wait_for_it,
     a_rank_that_stays_stopped_ends_the_run_at_the_timeout,
     a_rank_that_waits_for_a_file_is_named,
+    a_rank_that_waits_for_ever_is_the_cause_of_the_others_timeouts,
     a_rank_that_cannot_save_is_named,
 ]
 

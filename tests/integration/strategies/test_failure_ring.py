@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -18,7 +19,7 @@ from tests.helpers.workers import WorkerPool
 
 PATIENCE_SECONDS = 20.0
 QUIET = Rhythm(interval_seconds=60, patience_seconds=1800, limit_seconds=1800)
-QUICK = Rhythm(interval_seconds=0.1, patience_seconds=0.6, limit_seconds=1800)
+QUICK = Rhythm(interval_seconds=0.25, patience_seconds=1.5, limit_seconds=1800)
 
 
 def watchers(before: set[threading.Thread]) -> int:
@@ -79,6 +80,22 @@ def test_a_failure_ends_the_watch_though_no_rank_closes_it(
     assert [left for _, left in results] == [0] * world_size
 
 
+@contextmanager
+def watching(
+    rhythm: Rhythm, on_failure: Callable[[str], None], on_notice: Callable[[str], None]
+) -> Iterator[list[int]]:
+    """Watches over the ranks, until all have come to its end; gives their process IDs."""
+    dist.init_process_group("gloo")
+    pids = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    group = dist.new_group(timeout=timedelta(days=1))
+    ring = make_ring(group, rhythm, on_failure, on_notice)
+    yield pids
+    dist.barrier()
+    ring.close()
+    dist.destroy_process_group()
+
+
 def compute_until(is_there: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not is_there() and time.monotonic() < deadline:
@@ -87,27 +104,19 @@ def compute_until(is_there: Callable[[], bool]) -> None:
 
 def stop(stopped: int) -> list[str]:
     """Stops the process of one rank until it is missed; all ranks list their notices."""
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     notices: list[str] = []
     failures: list[str] = []
-    group = dist.new_group(timeout=timedelta(days=1))
-    pids: list[int] = [0] * world_size
-    dist.all_gather_object(pids, os.getpid())
-    ring = make_ring(group, QUICK, failures.append, notices.append)
-    # The one that is told: rank 0, or the predecessor of a rank 0 that is stopped itself.
-    told = 0 if stopped else world_size - 1
-    if rank == told:
-        time.sleep(0.3)  # for beats to come
-        os.kill(pids[stopped], signal.SIGSTOP)
-        compute_until(lambda: len(notices) == 1)
-        os.kill(pids[stopped], signal.SIGCONT)
-        compute_until(lambda: len(notices) == 2)
-    dist.barrier()
-    time.sleep(5 * QUICK.interval_seconds)  # a process that was stopped accuses no other one
-    dist.barrier()
-    ring.close()
-    dist.destroy_process_group()
+    with watching(QUICK, failures.append, notices.append) as pids:
+        # The one that is told: rank 0, or the predecessor of a rank 0 that is stopped itself.
+        told = 0 if stopped else len(pids) - 1
+        if dist.get_rank() == told:
+            time.sleep(3 * QUICK.interval_seconds)  # for beats to come
+            os.kill(pids[stopped], signal.SIGSTOP)
+            compute_until(lambda: len(notices) == 1)
+            os.kill(pids[stopped], signal.SIGCONT)
+            compute_until(lambda: len(notices) == 2)
+        dist.barrier()
+        time.sleep(5 * QUICK.interval_seconds)  # a process that was stopped accuses no other one
     assert not failures
     return notices
 
@@ -132,19 +141,12 @@ def test_a_stopped_process_is_named_once_and_its_return_too(
 
 def wait_alone(waiting: int) -> list[str]:
     """Lets one rank sleep, for which the others wait in a collective."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
     notices: list[str] = []
-    group = dist.new_group(timeout=timedelta(days=1))
-    dist.barrier()
-    ring = make_ring(group, QUICK, notices.append, notices.append)
-    if rank == waiting:
-        time.sleep(3 * QUICK.patience_seconds)
-    dist.barrier()
-    time.sleep(3 * QUICK.interval_seconds)
-    dist.barrier()
-    ring.close()
-    dist.destroy_process_group()
+    with watching(QUICK, notices.append, notices.append):
+        if dist.get_rank() == waiting:
+            time.sleep(3 * QUICK.patience_seconds)
+        dist.barrier()
+        time.sleep(3 * QUICK.interval_seconds)
     return notices
 
 
@@ -159,25 +161,18 @@ def test_a_rank_that_waits_is_named_and_not_those_that_wait_for_it(
 
 
 def fall_silent(silent: int) -> str | None:
-    """Lets one rank's beats end without a goodbye."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    """Stops one rank's process until its predecessor has given it up."""
     failures: list[str] = []
-    rhythm = Rhythm(0.1, 0.3, 0.9 if rank == (silent - 1) % 3 else 1800)
-    group = dist.new_group(timeout=timedelta(days=1))
-    pids: list[int] = [0] * 3
-    dist.all_gather_object(pids, os.getpid())
-    ring = make_ring(group, rhythm, failures.append, lambda _: None)
-    if rank == (silent - 1) % 3:
-        time.sleep(0.3)
-        os.kill(pids[silent], signal.SIGSTOP)
-    if rank != silent:
-        compute_until(lambda: bool(failures))
-    if rank == (silent - 1) % 3:
-        os.kill(pids[silent], signal.SIGCONT)
-    dist.barrier()
-    ring.close()
-    dist.destroy_process_group()
+    is_predecessor = os.environ["RANK"] == str((silent - 1) % 3)
+    rhythm = Rhythm(0.1, 0.3, 0.9 if is_predecessor else 1800)
+    with watching(rhythm, failures.append, lambda _: None) as pids:
+        if is_predecessor:
+            time.sleep(0.3)
+            os.kill(pids[silent], signal.SIGSTOP)
+        if dist.get_rank() != silent:
+            compute_until(lambda: bool(failures))
+        if is_predecessor:
+            os.kill(pids[silent], signal.SIGCONT)
     return failures[0] if failures else None
 
 

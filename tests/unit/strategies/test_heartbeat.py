@@ -95,7 +95,7 @@ def waiting(wait: Callable[[], object]) -> Iterator[Pulse]:
 
 
 def news_of(pulse: Pulse, intervals: int) -> list[str]:
-    return [type(pulse.news(pulse.beat())).__name__ for _ in range(intervals)]
+    return [type(pulse.look()[1]).__name__ for _ in range(intervals)]
 
 
 def use_processor(seconds: float) -> None:
@@ -108,7 +108,7 @@ def test_a_thread_in_users_code_is_reported_once_until_it_computes_again() -> No
     done = threading.Event()
     with waiting(lambda: done.wait()) as pulse:
         assert news_of(pulse, 4) == ["NoneType", "NoneType", "Standstill", "NoneType"]
-        activity = pulse.beat().activity
+        activity = pulse.look()[0].activity
         assert activity.startswith("training, in `wait` (threading.py:")
         assert "called in `<lambda>` (test_heartbeat.py:" in activity
         use_processor(0.25)
@@ -142,7 +142,7 @@ def test_a_thread_that_waits_for_a_file_in_torch_is_reported(tmp_path: Path) -> 
 
     with waiting(load) as pulse:
         assert news_of(pulse, 3)[-1] == "Standstill"
-        assert "(serialization.py:" in pulse.beat().activity
+        assert "(serialization.py:" in pulse.look()[0].activity
         path.write_bytes(b"")
 
 
