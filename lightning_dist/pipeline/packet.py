@@ -90,14 +90,18 @@ class PacketLayout:
 
     Args:
         infos: Of the tensors.
+
+    Attributes:
+        begins: Bytes before each tensor.
+        num_bytes: Of the whole packet.
     """
 
     def __init__(self, infos: Sequence[TensorInfo] = ()) -> None:
         self.infos = tuple(infos)
-        self._begins: list[int] = []
+        self.begins: list[int] = []
         self.num_bytes = _aligned(_LEAD.size)
         for info in self.infos:
-            self._begins.append(self.num_bytes)
+            self.begins.append(self.num_bytes)
             self.num_bytes = _aligned(self.num_bytes + info.num_bytes)
 
     def tensors(self, memory: Memory) -> Iterator[Tensor]:
@@ -109,7 +113,7 @@ class PacketLayout:
         Yields:
             Each by itself: what is written into one is no change of the others to autograd.
         """
-        for info, begin in zip(self.infos, self._begins, strict=True):
+        for info, begin in zip(self.infos, self.begins, strict=True):
             count = math.prod(info.shape)
             if count == 0:
                 yield torch.empty(info.shape, dtype=info.dtype)

@@ -3,7 +3,9 @@
 The ranks form a chain, in the order of the pipeline: each hands on what it receives as soon as it
 asks for it, before the user's code can change it. So no rank copies a batch more than twice, and no
 rank waits for longer than for the activations, which go the same way. The chain is bounded by the
-schedule: a rank reads its next batch only when its step of the one before is over.
+schedule: a rank reads its next batch only when its step of the one before is over. On one host
+large tensors do not travel: a rank that looks at one finds it in :mod:`a file in memory
+<lightning_dist.strategies.mapped_tensors>`.
 
 A message carries the reader's random numbers, too. What hooks and steps draw between two batches is
 therefore what one device would draw, on each rank, whatever the reading of a batch has drawn.
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from lightning_dist.pipeline.channel import Receiver, Sender
 from lightning_dist.pipeline.receiver import DistributedReceiver
 from lightning_dist.pipeline.sender import DistributedSender
+from lightning_dist.strategies.mapped_tensors import MessageFiles, TensorFiles, find_mappable
 from lightning_dist.strategies.object_packing import pack, unpack
 from lightning_dist.strategies.random_state import random_states, set_random_states
 
@@ -63,12 +66,18 @@ class ReplicaChannel:
         device: Whose random numbers travel along, beside the host's.
         sender: To the next rank; None on the last.
         receiver: From the rank before; None on the reader.
+        files: For tensors that ranks of one host need not send.
     """
 
     def __init__(
-        self, device: torch.device, sender: Sender | None, receiver: Receiver | None
+        self,
+        device: torch.device,
+        sender: Sender | None,
+        receiver: Receiver | None,
+        files: MessageFiles,
     ) -> None:
         self._device = device
+        self._files = files
         self._sender = sender
         self._receiver = receiver
         self._epochs: dict[int, int] = {}
@@ -97,7 +106,7 @@ class ReplicaChannel:
                 " rank reads for itself."
             ) from error
         if self._sender is not None:
-            self._sender.send(packed)
+            self._sender.send(self._files.put(packed))
 
     def receive(self, loader: int, epoch: int) -> Reading:
         """Waits for what the reader has done next.
@@ -125,9 +134,10 @@ class ReplicaChannel:
 
     def _take(self) -> Reading:
         assert self._receiver is not None
-        packed = self._receiver.receive()
+        message = self._receiver.receive()
+        packed, passes_on = self._files.get(message)
         if self._sender is not None:
-            self._sender.send(packed)
+            self._sender.send(message if passes_on else self._files.put(packed))
         reading: Reading
         reading, states = unpack(packed)
         set_random_states(pickle.loads(states), self._device)
@@ -148,6 +158,7 @@ class ReplicaChannel:
             self._sender.close()
         if self._receiver is not None:
             self._receiver.close()
+        self._files.close()
 
 
 def open_channel(
@@ -163,8 +174,11 @@ def open_channel(
     ranks = dist.get_process_group_ranks(group)
     place = dist.get_rank(group)
     host = torch.device("cpu")
+    files = TensorFiles()
+    mappable = find_mappable(files, group)
     return ReplicaChannel(
         device,
         DistributedSender(group, ranks[place + 1]) if place + 1 < len(ranks) else None,
         DistributedReceiver(group, ranks[place - 1], host, timeout_seconds) if place else None,
+        MessageFiles(mappable, files),
     )
