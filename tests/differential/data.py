@@ -135,10 +135,11 @@ def make_loader(case: Case, place: Place) -> DataLoader[Any]:
         samples = Augmented(samples)
     if case.data != "shuffled":
         sampler = ShareOf(SequentialSampler(samples), place)
-        workers = 1 if case.data == "workers" else 0
-        return DataLoader(
-            samples, batch_size, sampler=sampler, collate_fn=collate, num_workers=workers
-        )
+        # As in a script; a pool's worker would start an interpreter, for many seconds on a busy
+        # machine.
+        workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+        options = workers if case.data == "workers" else {}
+        return DataLoader(samples, batch_size, sampler=sampler, collate_fn=collate, **options)
     generator = torch.Generator().manual_seed(11)
     if place.num_replicas == 1:
         return DataLoader(samples, batch_size, shuffle=True, generator=generator)
