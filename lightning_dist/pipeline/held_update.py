@@ -141,6 +141,8 @@ class HeldUpdate:
 
     def _find_shared(self) -> set[nn.Parameter]:
         """Looks up the parameters that other ranks have too; two stages may have names of one."""
+        if not self._shared:
+            return set()
         named = (item for s in self._stages.values() for item in s.named_parameters().items())
         return {parameter for name, parameter in named if name in self._shared}
 

@@ -251,8 +251,10 @@ def choose_policy(
     def trainable() -> dict[str, nn.Parameter]:  # now: they may be frozen and thawed
         return {name: p for name, p in layers.named_parameters() if p.requires_grad}
 
+    named = list(layers.named_parameters())  # once: micro-batches are many, and so may modules be
+
     def hooked() -> dict[str, nn.Parameter]:
-        return {name: p for name, p in trainable().items() if has_gradient_hooks(p)}
+        return {name: p for name, p in named if p.requires_grad and has_gradient_hooks(p)}
 
     hidden: Parameters = hooked if hides_hooks else dict
     if predict is not None:
