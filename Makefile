@@ -42,7 +42,7 @@ unit: install
 	$(BIN)/python -m pytest tests/unit
 
 integration: install
-	$(BIN)/python -m pytest tests/integration tests/differential
+	$(BIN)/python -m pytest tests/integration tests/differential --durations=40
 
 all-pairs: install  ## Let each layout resume each other's checkpoint, where the tests have some pairs
 	$(BIN)/python -m pytest tests/integration/conformance/test_checkpoints.py --all-pairs
