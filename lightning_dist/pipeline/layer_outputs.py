@@ -36,6 +36,15 @@ def keywords_of_a_stage(model: nn.Module, keywords: Mapping[str, Any]) -> dict[s
             " stage has only its own. Leave it out of the call, and of the model's `config`; for"
             " such outputs run the model on a single device."
         )
-    if "use_cache" in inspect.signature(type(model).forward).parameters:
-        return {**keywords, "use_cache": False}
-    return dict(keywords)
+    return without_cache(model, keywords)
+
+
+def without_cache(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keywords of a call that keeps no keys and values, unless they ask for it.
+
+    Args:
+        model: Any.
+        keywords: As the user's step gives them.
+    """
+    takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
+    return {"use_cache": False, **keywords} if takes_cache else dict(keywords)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_dist.pipeline.layer_outputs import without_cache
 from lightning_dist.pipeline.layers import LayerSequence
 from lightning_dist.pipeline.tensors_away import TensorsAway
 from lightning_dist.pipeline.trace_program import TraceProgram
@@ -78,7 +79,7 @@ class TracedSequence(nn.Sequential):
         kwargs: Mapping[str, Any],
         dress: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        program = TraceProgram(module, args, kwargs, dress)
+        program = TraceProgram(module, args, without_cache(module, kwargs), dress)
         parameters = dict(module.named_parameters())
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for index in range(len(program.titles)):
@@ -180,7 +181,8 @@ class _TracedForward:
         self.sequence = sequence
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.sequence(self.sequence.program.begin(args, kwargs))
+        given = without_cache(self.sequence.traced, kwargs)
+        return self.sequence(self.sequence.program.begin(args, given))
 
 
 def sequence_of(module: nn.Module) -> TracedSequence | None:

@@ -33,7 +33,7 @@ from lightning_dist.sharding import shard as fully_shard
 from lightning_dist.strategies.manual_steps import WithCalled, check_called
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
-from lightning_dist.strategies.pipelined_module import refuse_ties
+from lightning_dist.strategies.pipelined_module import LayersNotFoundError, refuse_ties
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.step_module import StepModule
 from lightning_dist.tensor.config import TensorConfig
@@ -148,7 +148,13 @@ def _find_split(
 ) -> PipelineSplit | None:
     if stages is None:
         return None
-    return find_split(module, config, stages.size(), stages.get_local_rank())
+    try:
+        return find_split(module, config, stages.size(), stages.get_local_rank())
+    except LayersNotFoundError as error:
+        raise ValueError(
+            f"Use PipelineStrategy(num_stages={stages.size()}), which finds layers in other modules"
+            f" by tracing them, or leave out pp={stages.size()}. To cut it on a mesh: {error}"
+        ) from error
 
 
 def _cut_apart(split: PipelineSplit, cuts: Mapping[str, Placement]) -> list[Tie]:

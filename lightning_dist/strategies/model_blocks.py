@@ -49,11 +49,10 @@ def find_model(module: nn.Module) -> str | None:
         n for n, p in module.named_parameters() if p.requires_grad and id(p) not in inside
     )
     raise ValueError(
-        f"The trainable parameter {outside!r} is outside of the model {holders[0]!r}, so it would"
-        " belong to no stage. Take a model with that head"
-        " (`AutoModelForSequenceClassification`, say), put both into one module whose forward runs"
-        " them and name the list of blocks with `layers=`, or freeze it with"
-        " `requires_grad_(False)`."
+        "Take a model with that head (`AutoModelForSequenceClassification`, say), or put both into"
+        " one module whose forward runs them and name its list of blocks with `layers=`, or freeze"
+        f" the head with `requires_grad_(False)`: the trainable parameter {outside!r} is outside of"
+        f" the model {holders[0]!r}, so it would belong to no stage."
     )
 
 
@@ -73,16 +72,15 @@ def find_blocks(model: nn.Module, path: str) -> Blocks:
         lists = [name for name in lists if _is_list(model, name)]
     if not lists:
         raise ValueError(
-            f"{type(model).__name__} has no pipeline plan, and no list of blocks that it repeats."
-            " Give it a plan (`model.pp_plan = {...}`), or put an `nn.Sequential` of its layers"
-            " into your module."
+            "Give the model a pipeline plan (`model.pp_plan = {...}`), or put an `nn.Sequential` of"
+            f" its layers into your module: {type(model).__name__} has no pipeline plan, and no"
+            " list of blocks that it repeats."
         )
     if len(lists) > 1:
+        choices = " or ".join(f"layers='{path}.{name}'" for name in lists)
         raise ValueError(
-            f"{type(model).__name__} has several lists of blocks:"
-            f" {[f'{path}.{name}' for name in lists]}. Name the one to cut with `layers=`; all that"
-            " runs before its blocks goes to the first stage, all that runs behind them to the"
-            " last."
+            f"Pass {choices}: {type(model).__name__} has several lists of blocks. What runs before"
+            " the blocks of the list goes to the first stage, what runs behind them to the last."
         )
     return blocks_of(model, lists[0], path)
 

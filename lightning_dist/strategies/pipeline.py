@@ -59,13 +59,14 @@ from lightning_dist.strategies.pipeline_config import (
     share_among_stages,
 )
 from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
+from lightning_dist.strategies.pipelined_module import LayersNotFoundError
 from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.session import Session, open_session
 from lightning_dist.strategies.stage_gradients import StageGradients
 from lightning_dist.strategies.staleness_log import LoggedStaleness
 from lightning_dist.strategies.start_line import StartLine
-from lightning_dist.strategies.traced_split import find_traced_split
+from lightning_dist.strategies.traced_split import find_traced_split, is_traced
 from lightning_dist.strategies.training_stop import stop_training_together
 
 _PROGRESS_KEY = "lightning_dist"
@@ -256,13 +257,24 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self.guard.connect_signals()
 
     def _find_split(self, trainer: pl.Trainer, place: int) -> PipelineSplit:
-        if not self._config.is_traced:
-            return find_split(self.module, self._config, self.mesh.pp, place)
+        not_found: LayersNotFoundError | None = None
+        if not (self._config.is_traced or is_traced(self.module)):
+            try:
+                return find_split(self.module, self._config, self.mesh.pp, place)
+            except LayersNotFoundError as error:
+                not_found = error
         plugin = half_precision_of(self.precision_plugin)
         half = None if plugin is None else plugin.half
         self._begun = BegunLoaders()
         first_call = FirstCall(trainer, half, self._begun)
-        return find_traced_split(self.module, self._config, self.mesh.pp, place, half, first_call)
+        try:
+            return find_traced_split(
+                self.module, self._config, self.mesh.pp, place, half, first_call
+            )
+        except ValueError as error:
+            if not_found is None:
+                raise
+            raise ValueError(f"{not_found} Tracing it instead failed, too: {error}") from error
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

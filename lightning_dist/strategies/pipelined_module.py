@@ -10,15 +10,24 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from lightning_dist.block_loop import loops_over
 from lightning_dist.pipeline.cut import ForeignLayer, layer_parameter_counts, whole
 from lightning_dist.pipeline.layers import Layers, layers_in
 from lightning_dist.pipeline.partition import partition_layers, uniform_partition
+from lightning_dist.module_tree import outermost
 from lightning_dist.pipeline.ties import Tie
 from lightning_dist.strategies.model_blocks import blocks_of, find_blocks, find_model
 
 
+class LayersNotFoundError(ValueError):
+    """A module has no layers that can be seen without tracing it."""
+
+
 def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
     """Finds the layers of the user's module.
+
+    ``"auto"`` takes the blocks of a Hugging Face model, or the children of one ``nn.Sequential``, or
+    the blocks that a forward runs one after the other; each must hold all trainable parameters.
 
     Args:
         module: The user's module; other stages' layers may be out of it already.
@@ -28,17 +37,55 @@ def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
         The path of the pipelined module, and its layers.
 
     Raises:
-        ValueError: There are none, or a trainable parameter belongs to none.
+        LayersNotFoundError: ``"auto"`` finds none that hold all trainable parameters.
+        ValueError: There are none of that path, or a trainable parameter belongs to none.
     """
+    if layers == "auto":
+        try:
+            return _find_layers(module)
+        except ValueError as error:
+            raise LayersNotFoundError(str(error)) from error
     with whole(module):
-        if layers == "auto":
-            path = find_model(module)
-            if path is not None:
-                return path, find_blocks(module.get_submodule(path), path)
-        elif _is_module_list(module, layers):
+        if _is_module_list(module, layers):
             return _blocks_in_list(module, layers)
     path, sequence = find_sequence(module, layers)
     return path, layers_in(sequence)
+
+
+def _find_layers(module: nn.Module) -> tuple[str, Layers]:
+    with whole(module):
+        path = find_model(module)
+        if path is not None:
+            return path, find_blocks(module.get_submodule(path), path)
+        list_path = _find_block_list(module)
+        if list_path is not None:
+            return _blocks_in_list(module, list_path)
+    path, sequence = find_sequence(module, "auto")
+    return path, layers_in(sequence)
+
+
+def _find_block_list(module: nn.Module) -> str | None:
+    """Finds the one list of blocks that a forward runs one after the other.
+
+    Returns:
+        Its dotted path; None where there is none, or several, or where the attribute of the
+        LightningModule that has the list does not hold all trainable parameters.
+    """
+    trainable = {id(p) for p in module.parameters() if p.requires_grad}
+    lists = outermost([n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)])
+    chains = []
+    for path in lists:
+        top, _, inner = path.partition(".")
+        is_chain = inner and loops_over(module.get_submodule(top), inner)
+        if is_chain and len(list(module.get_submodule(path).children())) > 1:
+            chains.append(path)
+    if len(chains) != 1:
+        return None
+    holder = module.get_submodule(chains[0].partition(".")[0])
+    inside = {id(p) for p in holder.parameters()}
+    sequences = (m for m in module.modules() if isinstance(m, nn.Sequential))
+    is_sequence = any(trainable <= {id(p) for p in m.parameters()} for m in sequences)
+    return chains[0] if trainable <= inside and not is_sequence else None
 
 
 def _is_module_list(module: nn.Module, path: str) -> bool:
@@ -74,8 +121,8 @@ def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
     path, sequence = _find_trainable(module) if layers == "auto" else _get(module, layers)
     if type(sequence).forward is not nn.Sequential.forward:
         raise ValueError(
-            f"{path!r} is a {type(sequence).__name__} with a forward of its own, so its layers"
-            " cannot be run one after the other. Name a plain `nn.Sequential` with `layers=`."
+            f"Name a plain `nn.Sequential` with `layers=`: {path!r} is a {type(sequence).__name__}"
+            " with a forward of its own, so its layers cannot be run one after the other."
         )
     refuse_outside(module, path, sequence)
     return path, sequence
@@ -99,9 +146,9 @@ def refuse_outside(
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in inside:
             raise ValueError(
-                f"The trainable parameter {name!r} is outside of the {kind} module {path!r}, so"
-                " it would belong to no stage. Make it part of that module, like"
-                " `nn.Sequential(*layers, head)`, or freeze it with `requires_grad_(False)`."
+                f"Make {name!r} part of {path!r}, like `nn.Sequential(*layers, head)`, or freeze it"
+                f" with `requires_grad_(False)`: the trainable parameter {name!r} is outside of the"
+                f" {kind} module {path!r}, so it would belong to no stage."
             )
 
 
@@ -134,21 +181,19 @@ def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
     ]
     if not holders:
         raise ValueError(
-            "No `nn.Sequential` with trainable parameters was found in the module, so there are no"
-            f" layers to put on stages{_module_lists(module)}. Build the model as an"
-            " `nn.Sequential` of layers and assign it to an attribute; `training_step` stays as it"
-            " is. Or let layers='trace' find layers in any other module."
+            "Build the model as an `nn.Sequential` of layers and assign it to an attribute"
+            f" (`training_step` stays as it is){_module_lists(module)}. No `nn.Sequential` with"
+            " trainable parameters was found in the module, so there are no layers to put on"
+            " stages."
         )
-    outermost = [
-        (n, m) for n, m in holders if not any(n.startswith(o + ".") for o, _ in holders if o != n)
-    ]
-    if len(outermost) > 1:
+    names = outermost([name for name, _ in holders])
+    if len(names) > 1:
         raise ValueError(
-            f"Several `nn.Sequential`s hold trainable parameters: {[n for n, _ in outermost]}. Name"
-            " the one to cut with `layers=`, and freeze the others; or make them one, like"
-            " `nn.Sequential(*encoder, *head)`."
+            "Make one `nn.Sequential` of all layers, like `nn.Sequential(*encoder, *head)`, or name"
+            " the one to cut with `layers=` and freeze the others. Several hold trainable"
+            f" parameters: {names}."
         )
-    return _descend(*outermost[0])
+    return _descend(names[0], dict(holders)[names[0]])
 
 
 def _descend(name: str, sequence: nn.Sequential) -> tuple[str, nn.Sequential]:
@@ -173,7 +218,7 @@ def tensors_outside(module: nn.Module, layers: Layers) -> list[Tensor]:
 
 def _module_lists(module: nn.Module) -> str:
     lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
-    return f" ({lists} hold layers; name one with `layers=` to cut it)" if lists else ""
+    return f", or name the list of its blocks with `layers=`, one of {lists}" if lists else ""
 
 
 def _sequences(module: nn.Module) -> list[str]:
@@ -201,7 +246,7 @@ def choose_partition(
     if num_layers < num_stages:
         raise ValueError(
             f"num_stages={num_stages} is more than the {num_layers} layers of the pipelined module."
-            " Use at most one stage per layer, or build the model of more layers."
+            " Use at most one stage per layer, or layers='trace', which cuts inside of blocks too."
         )
     if partition == "uniform":
         return tuple(uniform_partition(num_layers, num_stages))

@@ -110,7 +110,7 @@ def find_traced_split(
     if len(rank_of_stage) == 1:
         return keep_whole(module)
     path = config.layers.partition(":")[2]
-    if config.layers == "trace":
+    if config.layers in ("auto", "trace"):
         path = _find_trainable(module)
     traced = _get(module, path)
     dress = None if half is None else HalfDress(half, path)
@@ -134,6 +134,15 @@ def find_traced_split(
         rank_of_stage,
         ties=(),  # a layer has all uses of its own
     )
+
+
+def is_traced(module: nn.Module) -> bool:
+    """Whether an earlier run has traced the module, or a part of it.
+
+    Args:
+        module: The user's.
+    """
+    return any(sequence_of(part) is not None for part in module.modules())
 
 
 def _find_trainable(module: pl.LightningModule) -> str:

@@ -48,12 +48,13 @@ def find_plan(module: nn.Module, tp_size: int = 1) -> dict[str, Style]:
     if not styles:
         classes = dict.fromkeys(original_class(part).__name__ for part in module.modules())
         raise ValueError(
-            f"No tensor-parallel plan was found for {type(module).__name__}. Looked for a Hugging"
-            " Face model with a plan of its own, for attentions with query, key, value and output"
-            " projections, for MLPs of two projections, and for a token embedding with a head, all"
-            f" by their usual names and sizes. There are: {shorten(list(classes))}. Pass"
-            " plan={...}, style by pattern of module names, or write a method"
-            " tensor_parallel_plan() that returns one."
+            "Pass plan={...}, style by pattern of module names, like {'*.up': 'colwise', '*.down':"
+            " 'rowwise'}, or write a method tensor_parallel_plan() that returns one, or use"
+            " FSDPStrategy(), which takes any module. No"
+            f" tensor-parallel plan was found for {type(module).__name__}: no Hugging Face model"
+            " with a plan of its own, no attention with query, key, value and output projections,"
+            " no MLP of two projections, and no token embedding with a head, by their usual names"
+            f" and sizes. There are: {shorten(list(classes))}."
         )
     return {name: styles[name] for name, _ in module.named_modules() if name in styles}
 
