@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebooks test lint unit integration all-pairs bench bench-memory bench-profiler bench-network fuzz clean
+.PHONY: help install demo notebooks test lint unit integration all-pairs all-modules bench bench-memory bench-profiler bench-network fuzz clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,9 @@ integration: install
 
 all-pairs: install  ## Let each layout resume each other's checkpoint, where the tests have some pairs
 	$(BIN)/python -m pytest tests/integration/conformance/test_checkpoints.py --all-pairs
+
+all-modules: install  ## Train each ordinary module under each strategy, where the tests have some
+	$(BIN)/python -m pytest tests/integration/first_hour --all-modules
 
 SECONDS ?= 600
 fuzz: install  ## Compare random runs with one device; SECONDS=, RUNS= and SEED= say how long and which

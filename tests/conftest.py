@@ -23,6 +23,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="let each layout resume the checkpoint of each other, not of some",
     )
+    parser.addoption(
+        "--all-modules",
+        action="store_true",
+        help="train each ordinary module under each strategy, not some under all but pipelines",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,23 +11,24 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from lightning_dist.block_loop import loops_over
+from lightning_dist.module_tree import outermost
 from lightning_dist.pipeline.cut import ForeignLayer, layer_parameter_counts, whole
 from lightning_dist.pipeline.layers import Layers, layers_in
 from lightning_dist.pipeline.partition import partition_layers, uniform_partition
-from lightning_dist.module_tree import outermost
 from lightning_dist.pipeline.ties import Tie
 from lightning_dist.strategies.model_blocks import blocks_of, find_blocks, find_model
 
 
 class LayersNotFoundError(ValueError):
-    """A module has no layers that can be seen without tracing it."""
+    """Says that a module has no layers that can be found without tracing the module."""
 
 
 def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
     """Finds the layers of the user's module.
 
-    ``"auto"`` takes the blocks of a Hugging Face model, or the children of one ``nn.Sequential``, or
-    the blocks that a forward runs one after the other; each must hold all trainable parameters.
+    ``"auto"`` takes the blocks of a Hugging Face model, or the children of one ``nn.Sequential``,
+    or the blocks that a forward runs one after the other. What has them must hold all trainable
+    parameters.
 
     Args:
         module: The user's module; other stages' layers may be out of it already.

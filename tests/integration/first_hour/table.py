@@ -27,14 +27,19 @@ CHANGES = {
 
 
 def outcome(workers: WorkerPool, module: str, strategy: str) -> str:
-    """Runs a module and says what has become of it."""
+    """Runs a module and returns what its cell of the table says."""
     replicates = has_batch_norm(module) and strategy in REPLICATED
     options = {"sync_batchnorm": True} if replicates else {}
     ranks = workers.run(STRATEGIES[strategy][2], train, module, strategy, options)
-    if ranks[0].error:
-        kind, _, text = ranks[0].error.partition(": ")
-        assert kind == "ValueError" and not ranks[0].batches, ranks[0].error
-        return next((f"says {c}" for b, c in CHANGES.items() if text.startswith(b)), text)
+    errors = {rank.error for rank in ranks}
+    assert len(errors) == 1, errors
+    (error,) = errors
+    if error:
+        kind, _, text = error.partition(": ")
+        assert kind == "ValueError", error
+        assert not any(rank.batches for rank in ranks), error
+        (change,) = (change for begin, change in CHANGES.items() if text.startswith(begin))
+        return f"says {change}"
     difference = compare(module, ranks)
     assert difference < TOLERANCE, difference
     return "equal with `sync_batchnorm=True`" if replicates else "equal"

@@ -121,7 +121,11 @@ def test_a_sequence_that_holds_a_model_is_still_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("module", "layers", "message"),
     [
-        (Holder(TwoTowers()), "auto", r"^Pass layers='model.left.blocks' or layers='model.right.blocks': .*several lists"),
+        (
+            Holder(TwoTowers()),
+            "auto",
+            r"^Pass layers='model.left.blocks' or layers='model.right.blocks': .*several lists",
+        ),
         (Holder(NoBlocks()), "auto", r"^Give the model a .*pp_plan.*NoBlocks has no pipeline plan"),
         (
             Holder(Causal(), head=nn.Linear(3, 3)),
