@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
 
-from lightning_dist.tensor.heads import count_heads
+from lightning_dist.tensor.heads import count_heads, norms_before
 from lightning_dist.tensor.projection import input_size, is_projection, output_size
 from lightning_dist.tensor.styles import Style
 
@@ -25,6 +25,9 @@ _SEPARATE = (
     ("wq", "wk", "wv"),
     ("w_q", "w_k", "w_v"),
     ("W_q", "W_k", "W_v"),
+    ("W_query", "W_key", "W_value"),
+    ("Wq", "Wk", "Wv"),
+    ("queries", "keys", "values"),
     ("to_q", "to_k", "to_v"),
     ("q_linear", "k_linear", "v_linear"),
     ("query_proj", "key_proj", "value_proj"),
@@ -92,7 +95,8 @@ def find_attention(root: nn.Module, name: str) -> dict[str, Style]:
         return {}
     parts = {*(attention.get_submodule(i) for i in inputs), root.get_submodule(output)}
     norms = head_norms(attention, features)
-    if not has_cuttable_heads(attention, features, parts.union(norms.values())):
+    known = parts.union(norms.values(), norms_before(attention))
+    if not has_cuttable_heads(attention, features, known):
         return {}
     found = {_join(name, i): Style.COLWISE for i in inputs} | {output: Style.ROWWISE}
     return found | {_join(name, norm): Style.LOCAL for norm in norms}

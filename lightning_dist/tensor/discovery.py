@@ -63,13 +63,9 @@ def _without_flaws(module: nn.Module, pairs: dict[str, Style], tp_size: int) -> 
     """Leaves whole what cannot be cut, though it looks as if it could."""
     styles = {name: pairs[name] for name, _ in module.named_modules() if name in pairs}
     flaws = find_flaws(module, styles, tp_size)
-    wrong = {
-        layer
-        for name, layers in holders(module, styles).items()
-        if name in flaws
-        for layer in layers
-    }
-    wrong |= {layer for name in flaws for layer in local_in(name, styles)}
+    all_holders = holders(module, styles)
+    wrong = {layer for name, layers in all_holders.items() if name in flaws for layer in layers}
+    wrong |= {layer for name in flaws for layer in local_in(name, styles, all_holders)}
     return {name: style for name, style in styles.items() if name not in wrong}
 
 

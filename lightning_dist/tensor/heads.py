@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dist.tensor.forward_code import mixes_widths
+from lightning_dist.tensor.forward_code import attributes_read, mixes_widths, reads_width
+from lightning_dist.tensor.own_width import show_own_width
 
 _HEADS = (
     "num_heads",
@@ -42,6 +43,10 @@ _FEATURES_OF_ONE = (
     "d_head",
     "d_k",
 )
+_WIDTH_WORDS = ("emb", "dim", "hidden", "width", "d_model", "d_out", "features", "channels")
+"""In names of sizes that may be those of all heads together."""
+_LENGTH_WORDS = ("max", "len", "pos", "block", "seq", "vocab", "rotary", "head")
+_NORMS_BEFORE = ("norm", "pre_norm", "prenorm", "ln", "layer_norm", "layernorm", "input_layernorm")
 _UNRELATED = ("layer", "rotary", "num_key_value_groups", "n_rep", "sliding_window", "window_size")
 
 
@@ -67,15 +72,47 @@ def check_heads(name: str, attention: nn.Module, tp_size: int) -> None:
             )
 
 
-def keep_own_heads(attention: nn.Module, tp_size: int) -> None:
+def keep_own_heads(attention: nn.Module, features: int, tp_size: int) -> None:
     """Makes a module count this rank's heads only.
 
     Args:
         attention: Changed; see :func:`check_heads`.
+        features: Of all heads together.
         tp_size: Tensor-parallel ranks.
     """
-    for attribute, count in _counts(attention, _HEADS + _FEATURES).items():
+    if count_heads(attention, features) is not None:
+        show_own_width(attention, features, tp_size)
+    own = (*_HEADS, *_FEATURES, *_widths(attention, features))
+    for attribute, count in _counts(attention, own).items():
         setattr(attention, attribute, count // tp_size)
+
+
+def needs_proof(attention: nn.Module, features: int) -> bool:
+    """Whether an attention is shown another width, or may need one, for it computes with it.
+
+    Args:
+        attention: Holds the projections.
+        features: Of all heads together.
+    """
+    if count_heads(attention, features) is None:
+        return False
+    mixes = mixes_widths(attention, _HEADS, _FEATURES, features)
+    return mixes or reads_width(attention) or bool(norms_before(attention))
+
+
+def norms_before(attention: nn.Module) -> list[nn.Module]:
+    """Lists the norms that an attention seems to have before its projections, outside the region.
+
+    Args:
+        attention: Holds the projections. One that has such a norm behind them cannot go on with
+            some heads only, which the proof sees.
+    """
+    children = attention.named_children()
+    return [
+        part
+        for name, part in children
+        if name in _NORMS_BEFORE and "norm" in type(part).__name__.lower()
+    ]
 
 
 def explain_shapes(name: str, attention: nn.Module, tp_size: int) -> None:
@@ -125,7 +162,20 @@ def count_heads(attention: nn.Module, features: int) -> int | None:
         return None
     if heads == 0 or features % heads or _counts_elsewhere(attention, {*counts.values(), heads}):
         return None
-    return None if mixes_widths(attention, _HEADS, _FEATURES, features) else heads
+    return heads
+
+
+def _widths(attention: nn.Module, features: int) -> list[str]:
+    """Names the attributes that the forward reads as the width of all heads."""
+    if count_heads(attention, features) is None:
+        return []
+    return [
+        name
+        for name in attributes_read(attention)
+        if vars(attention).get(name) == features
+        and any(word in name.lower() for word in _WIDTH_WORDS)
+        and not any(word in name.lower() for word in _LENGTH_WORDS)
+    ]
 
 
 def _counts_elsewhere(attention: nn.Module, counts: set[int]) -> bool:

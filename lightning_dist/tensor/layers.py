@@ -25,6 +25,7 @@ from lightning_dist.tensor import boundary
 from lightning_dist.tensor.apart import mark
 from lightning_dist.tensor.crossings import Crossings
 from lightning_dist.tensor.embedding import look_up
+from lightning_dist.tensor.own_width import behind
 from lightning_dist.tensor.placements import stacked
 from lightning_dist.tensor.projection import (
     input_dim,
@@ -197,7 +198,7 @@ def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> 
         return parts[:, mesh.get_local_rank()].reshape(-1)
 
     def forward(x: Tensor) -> Tensor:
-        weight = local_part(layer.weight)
+        weight, x = local_part(layer.weight), behind(x)
         _check_width(name, x, weight.shape[input_dim(layer)], "takes what all ranks have")
         features = project(layer, entry(x), weight, bias())
         entry.region.begin(features, name, training=layer.training)

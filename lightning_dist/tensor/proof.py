@@ -13,7 +13,7 @@ guessed (:mod:`lightning_dist.tensor.trial_call`), cannot be run so, and is take
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dist.tensor.heads import check_heads, explain_shapes, keep_own_heads
+from lightning_dist.tensor.heads import check_heads, explain_shapes, keep_own_heads, needs_proof
+from lightning_dist.tensor.own_width import behind
 from lightning_dist.tensor.projection import (
     has_own_forward,
     input_dim,
@@ -30,7 +31,14 @@ from lightning_dist.tensor.projection import (
     output_dim,
     project,
 )
-from lightning_dist.tensor.regions import Styles, attentions, holders, partner_of, stacked_in
+from lightning_dist.tensor.regions import (
+    Styles,
+    attentions,
+    head_features,
+    holders,
+    partner_of,
+    stacked_in,
+)
 from lightning_dist.tensor.styles import Style
 from lightning_dist.tensor.trial import (
     differ,
@@ -61,13 +69,16 @@ def find_flaws(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str
     """
     known: dict[Any, str | None] = {}
     found: dict[str, str] = {}
-    for name, layers in holders(module, styles).items():
+    all_holders = holders(module, styles)
+    for name, layers in all_holders.items():
         cuts = {layer: (styles[layer], stacked_in(module, styles, layer)) for layer in layers}
         inner = {_inside(name, layer): cut for layer, cut in cuts.items()}
-        inner |= {_inside(name, n): (Style.LOCAL, 1) for n in local_in(name, styles)}
+        inner |= {_inside(name, n): (Style.LOCAL, 1) for n in local_in(name, styles, all_holders)}
         holder = module.get_submodule(name)
         kind = (*kind_of(holder), *inner)
-        if name and kind not in known:  # the whole model is more than a copy should be made of
+        if not name:  # the whole model is more than a copy should be made of
+            known[kind] = _unproven(name, holder, _styles(inner))
+        elif kind not in known:
             with on_the_side():
                 known[kind] = _find_flaw(name, holder, inner, tp_size)
         flaw = known.get(kind)
@@ -98,15 +109,21 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
         )
 
 
-def local_in(holder: str, styles: Styles) -> list[str]:
-    """Lists the local layers in a module.
+def local_in(holder: str, styles: Styles, all_holders: Collection[str]) -> list[str]:
+    """Lists the local layers in a module that are in no smaller one of its kind.
 
     Args:
         holder: Its name.
         styles: By module name.
+        all_holders: Names of all modules that run whole regions.
     """
-    prefix = f"{holder}." if holder else ""
-    return [n for n, s in styles.items() if s is Style.LOCAL and n.startswith(prefix)]
+    local = (name for name, style in styles.items() if style is Style.LOCAL)
+    return [name for name in local if _innermost(name, all_holders) == holder]
+
+
+def _innermost(name: str, all_holders: Collection[str]) -> str | None:
+    around = (h for h in all_holders if name.startswith(f"{h}." if h else ""))
+    return max(around, key=len, default=None)
 
 
 def _check_ends(styles: Styles) -> None:
@@ -130,7 +147,8 @@ def _check_ends(styles: Styles) -> None:
 
 
 def _check_local(module: nn.Module, styles: Styles) -> None:
-    inside = {n for holder in holders(module, styles) for n in local_in(holder, styles)}
+    all_holders = holders(module, styles)
+    inside = {n for n in styles if _innermost(n, all_holders) is not None}
     for name, style in styles.items():
         if style is Style.LOCAL and name not in inside:
             raise ValueError(
@@ -144,7 +162,7 @@ def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str |
     for layer in cuts:
         if has_own_forward(holder.get_submodule(layer)):
             return f"{layer!r} of {name!r} has a forward of its own, which would be lost"
-    styles = {layer: style for layer, (style, _) in cuts.items()}
+    styles = _styles(cuts)
     try:
         for parent in attentions(styles):
             check_heads(parent, holder.get_submodule(parent), tp_size)
@@ -152,7 +170,7 @@ def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str |
         x = _activation(copy, cuts)
         calls = list(trial_calls(copy, styles, _LENGTH))
     except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
-        return None
+        return _unproven(name, holder, styles)
     for call in calls:
         run = partial(_Run, cuts=cuts, call=call, x=x)
         try:
@@ -170,6 +188,18 @@ def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str |
                 continue
             return f"{name!r} cannot compute with a part of its features: {error}"
         return _flaw_of(name, whole, parts)
+    return _unproven(name, holder, styles)
+
+
+def _unproven(name: str, holder: nn.Module, styles: Styles) -> str | None:
+    """Says what cannot be taken at its word."""
+    for parent in attentions(styles):
+        attention = holder.get_submodule(parent)
+        if needs_proof(attention, head_features(holder, styles, parent)):
+            return (
+                f"{'.'.join(filter(None, (name, parent)))!r} computes with the width of all heads,"
+                " and could not be run on its own to see what it does with that of some"
+            )
     return None
 
 
@@ -244,6 +274,8 @@ def _note_sizes(layer: nn.Module, sizes: list[int]) -> RemovableHandle:
 def _part(name: str, copy: nn.Module, cuts: _Cuts, tp_size: int, rank: int) -> nn.Module:
     """Makes what one rank has of a module; values are shared with it."""
     part = shared_copy(copy)
+    styles = _styles(cuts)
+    features = {parent: head_features(part, styles, parent) for parent in attentions(styles)}
     for own_name, (style, num_stacked) in cuts.items():
         if not style.cuts_a_matrix:
             continue
@@ -255,15 +287,15 @@ def _part(name: str, copy: nn.Module, cuts: _Cuts, tp_size: int, rank: int) -> n
             continue
         bias = None if layer.bias is None else _piece(layer.bias, 0, num_stacked, tp_size, rank)
         layer.forward = partial(_project, layer, weight, bias)  # type: ignore[method-assign]
-    for parent in _attentions(cuts):
-        keep_own_heads(part.get_submodule(parent), tp_size)
+    for parent, width in features.items():
+        keep_own_heads(part.get_submodule(parent), width, tp_size)
         path = f"{name}.{parent}" if parent else name
         explain_shapes(path, part.get_submodule(parent), tp_size)
     return part
 
 
 def _project(layer: nn.Linear, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return project(layer, x, weight, bias)
+    return project(layer, behind(x), weight, bias)
 
 
 def _piece(tensor: Tensor, dim: int, num_stacked: int, tp_size: int, rank: int) -> Tensor:
@@ -271,8 +303,8 @@ def _piece(tensor: Tensor, dim: int, num_stacked: int, tp_size: int, rank: int) 
     return apart.chunk(tp_size, dim + 1)[rank].flatten(dim, dim + 1)
 
 
-def _attentions(cuts: _Cuts) -> list[str]:
-    return attentions({name: style for name, (style, _) in cuts.items()})
+def _styles(cuts: _Cuts) -> dict[str, Style]:
+    return {name: style for name, (style, _) in cuts.items()}
 
 
 def _activation(module: nn.Module, cuts: _Cuts) -> Tensor:

@@ -79,6 +79,26 @@ def attentions(styles: Styles) -> list[str]:
     return list(dict.fromkeys(parent for parent, _, own in cut if not is_mlp_projection(own)))
 
 
+def head_features(module: nn.Module, styles: Styles, attention: str) -> int:
+    """Gives the width of all heads of an attention together.
+
+    Args:
+        module: The model.
+        styles: By module name.
+        attention: From :func:`attentions`.
+
+    Returns:
+        0 if no layer sums up over them.
+    """
+    first = next(
+        name
+        for name, style in styles.items()
+        if style is Style.COLWISE and name.rpartition(".")[0] == attention
+    )
+    partner = partner_of(styles, first)
+    return 0 if partner is None else input_size(module.get_submodule(partner))
+
+
 def holders(module: nn.Module, styles: Styles) -> dict[str, list[str]]:
     """Finds the smallest modules that run whole regions.
 

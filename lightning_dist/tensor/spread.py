@@ -30,7 +30,7 @@ from lightning_dist.tensor.layers import Entry, Region
 from lightning_dist.tensor.logits import LogitsApart
 from lightning_dist.tensor.projection import input_size, is_projection, output_size
 from lightning_dist.tensor.randomness import RegionRandomness
-from lightning_dist.tensor.regions import Styles, attentions, opens_early, stacked_in
+from lightning_dist.tensor.regions import Styles, attentions, head_features, opens_early, stacked_in
 from lightning_dist.tensor.sequence import (
     SEQUENCE_DIM,
     change_activation,
@@ -116,7 +116,8 @@ class SpreadModule:
         for name, style in kept.items():
             self._spread(name, style, stacks_in[name])
         for parent in attentions(kept):
-            keep_own_heads(module.get_submodule(parent), mesh.size())
+            features = head_features(module, kept, parent)
+            keep_own_heads(module.get_submodule(parent), features, mesh.size())
             explain_shapes(parent, module.get_submodule(parent), mesh.size())
         for stack in stacks:
             # What crosses from stage to stage is whole.

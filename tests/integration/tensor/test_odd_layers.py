@@ -62,12 +62,12 @@ class FusedAttention(nn.Module):
 
 
 class WideAttention(FusedAttention):
-    """Ends with the width of its input."""
+    """Ends with a width that stands in its code."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3).unbind(2)
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        output: Tensor = self.out(mixed.reshape(x.shape))
+        output: Tensor = self.out(mixed.reshape(*x.shape[:2], WIDTH))
         return output
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.plan_summary import describe_plan
 from recipes.gpt import GPT, build_gpt
+from tests.helpers.attentions import ATTENTIONS
 
 WIDTH = 12
 MLP = {"mlp.up": "colwise", "mlp.down": "rowwise"}
@@ -74,24 +75,37 @@ class AsksConfig(Separate):
         return self.q(x).view(*x.shape[:2], self.config.num_heads, -1)
 
 
-class DividesWidth(Separate):
+class WritesWidth(Separate):
+    """Has the width of all heads in its code, where nothing can change it."""
+
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        return self.q(x).view(batch, length, self.num_heads, WIDTH // self.num_heads)
+        heads = self.q(x).view(batch, length, self.num_heads, WIDTH // self.num_heads)
+        return self.o(heads.flatten(2))
 
 
-class RestoresWidth(Separate):
+class AddsInput(Separate):
+    """Uses more of its input than the width."""
+
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.size()
-        return self.q(x).view(batch, length, width)
+        return x + self.o(self.q(x).view(batch, length, width))
 
 
-class KnowsWidth(Separate):
+class ScalesByWidth(Separate):
     def __init__(self) -> None:
         super().__init__(n_embd=WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.q(x).split(self.n_embd, dim=-1)[0]
+        return self.o(self.q(x) * self.n_embd**-0.5)
+
+
+class NeedsMore(Separate):
+    """Cannot be run with what can be guessed."""
+
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        batch, length, width = x.size()
+        return self.o((self.q(x) + state["more"]).view(batch, length, width))
 
 
 class KnowsHeadSize(Separate):
@@ -117,9 +131,9 @@ def mlp(hidden: int = 20, **more: nn.Module) -> nn.Module:
     return holder(up=nn.Linear(WIDTH, hidden), **more, down=nn.Linear(hidden, WIDTH))
 
 
-def beside_an_mlp(attention: nn.Module) -> dict[str, str]:
+def beside_an_mlp(attention: nn.Module, tp_size: int = 1) -> dict[str, str]:
     """What is found of an attention, in a model where something is found in any case."""
-    plan = plan_of(holder(attention=attention, mlp=mlp()))
+    plan = plan_of(holder(attention=attention, mlp=mlp()), tp_size)
     assert {name: plan.pop(name) for name in MLP} == MLP
     return plan
 
@@ -209,9 +223,10 @@ def test_an_attention_of_one_fused_projection(name: str) -> None:
         Separate(num_heads=None),
         TakesBias(),
         AsksConfig(),
-        DividesWidth(),
-        RestoresWidth(),
-        KnowsWidth(),
+        WritesWidth(),
+        AddsInput(),
+        ScalesByWidth(),
+        NeedsMore(),
         nn.MultiheadAttention(WIDTH, 4),
     ],
     ids=[
@@ -228,14 +243,23 @@ def test_an_attention_of_one_fused_projection(name: str) -> None:
         "no-count",
         "passed-bias",
         "count-in-config",
-        "divides-width",
-        "restores-width",
-        "knows-width",
+        "writes-width",
+        "adds-input",
+        "scales-by-width",
+        "needs-more",
         "torch",
     ],
 )
 def test_an_attention_that_is_not_surely_usual_stays_whole(attention: nn.Module) -> None:
-    assert beside_an_mlp(attention) == {}
+    assert beside_an_mlp(attention, tp_size=2) == {}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attentions_as_people_write_them_are_cut(name: str) -> None:
+    attention = ATTENTIONS[name]()
+    found = find_plan(holder(attn=attention), tp_size=2)
+    layers = {f"attn.{n}" for n, part in attention.named_modules() if isinstance(part, nn.Linear)}
+    assert {layer for layer, style in found.items() if style.cuts_a_matrix} == layers
 
 
 def test_the_layout_of_bert() -> None:

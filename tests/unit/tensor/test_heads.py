@@ -17,7 +17,7 @@ class Grouped(nn.Module):
 
 def test_each_rank_counts_its_own_heads() -> None:
     attention = Grouped()
-    keep_own_heads(attention, 2)
+    keep_own_heads(attention, 128, 2)
     assert (attention.num_heads, attention.num_key_value_heads) == (4, 1)
     assert (attention.head_dim, attention.all_head_size) == (16, 64)
 
