@@ -88,6 +88,7 @@ class Composed:
         units: Names of what is sharded as one.
         shards: The roots, if they are sharded.
         summary: Of the units on this rank.
+        sharding: How units are treated that say nothing else.
     """
 
     module: pl.LightningModule
@@ -97,6 +98,7 @@ class Composed:
     units: list[str]
     shards: tuple[FSDPModule, ...]
     summary: WrapSummary
+    sharding: ShardingOptions
 
 
 def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) -> Composed:
@@ -140,7 +142,8 @@ def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) ->
     if data_mesh is not None:
         new = [] if asked.shard.policy.is_manual else own
         shards = fully_shard(roots, module, new, data_mesh, sharding)
-    return Composed(module, roots, split, spread, [unit.name for unit in own], shards, summary)
+    names = [unit.name for unit in own]
+    return Composed(module, roots, split, spread, names, shards, summary, sharding)
 
 
 def _find_split(

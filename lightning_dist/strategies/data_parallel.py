@@ -17,17 +17,20 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.rng import seed_all
 from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.batch_statistics import find_batch_statistics
 from lightning_dist.strategies.bracket import bracket_callbacks
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.early_ends import EarlyEnds
 from lightning_dist.strategies.epoch_ends import EpochEnds
 from lightning_dist.strategies.evaluation_stop import stop_evaluations_together
 from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
+from lightning_dist.strategies.layout_line import explain_own_statistics
 from lightning_dist.strategies.random_state import RandomStream
 from lightning_dist.strategies.replicas import broadcast_state
 from lightning_dist.strategies.shared_order import share_order, with_shared_draws
@@ -73,6 +76,12 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         if self.root_device.type == "cpu":
             lightning_private.replace_torch_layer_sync(self, SyncedBatchNorm(self.data_group))
         lightning_private.apply_layer_sync(self, self.module)
+
+    def explain_batch_statistics(self) -> None:
+        """Tells which modules normalise by a rank's own batch, where that is not the whole one."""
+        found = [] if self._layer_sync is not None else find_batch_statistics(self.module)
+        if self.mesh.data_size > 1 and found:
+            rank_zero_info(explain_own_statistics(found))
 
     def summarised_module(self) -> AbstractContextManager[None]:
         """Gives what is entered while the callbacks' ``on_fit_start`` look at the module."""

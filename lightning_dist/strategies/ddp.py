@@ -22,6 +22,7 @@ from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -37,6 +38,7 @@ from lightning_dist.strategies.communication_meter import CommunicationMeter
 from lightning_dist.strategies.compression import Compression
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.gradient_exchange import GradientExchange
+from lightning_dist.strategies.layout_line import describe_replicas
 from lightning_dist.strategies.local_sgd import LocalSGD
 from lightning_dist.strategies.measured import MeasuredTimelines
 from lightning_dist.strategies.process_mesh import StartMethod
@@ -185,9 +187,19 @@ class DDPStrategy(DataParallelStrategy):
             self._open_session(trainer)
         self.hook_into(trainer)
         if is_fitting:
+            self._tell()
             self.setup_optimizers(trainer)
             checks.check_static_graph(self._exchange.static_graph, len(self.optimizers))
         self.setup_precision_plugin()
+
+    def _tell(self) -> None:
+        """Prints how the replicas train together, on the first rank."""
+        number = sum(parameter.numel() for parameter in self.module.parameters())
+        warmup = self._sync_warmup_steps
+        rank_zero_info(
+            describe_replicas(self.mesh, number, self._exchange, self._sync_every, warmup)
+        )
+        self.explain_batch_statistics()
 
     def _open_session(self, trainer: pl.Trainer) -> None:
         self._communication = None

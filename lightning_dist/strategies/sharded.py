@@ -130,6 +130,10 @@ class ShardedStrategy(DataParallelStrategy):
 
     def tell(self) -> None:
         """Prints how the model is spread, on the first rank; each rank must call it."""
+        if self.mesh.pp == 1 or self.mesh.dp_shard * self.mesh.tp > 1:
+            rank_zero_info(self.sharded.layout_line(self.mesh, is_manual=self._policy.is_manual))
+        if self.mesh.pp == 1:  # of stages the first batch tells
+            self.explain_batch_statistics()
         found = self.sharded.plan
         if found and self._tensor_config.plan == "auto":
             rank_zero_info(f"The tensor-parallel plan that was found:\n{found}")

@@ -17,10 +17,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from lightning_dist.interrupted_step import forget_step
+from lightning_dist.mesh import MeshShape
 from lightning_dist.module_hooks import kept_on_parameters
 from lightning_dist.sharding import move_rest, reshard
 from lightning_dist.strategies.compose import Composed
 from lightning_dist.strategies.early_optimizers import EarlyParameters
+from lightning_dist.strategies.layout_line import describe_layout, describe_shards, describe_tensor
 from lightning_dist.strategies.lightning_private import set_device
 from lightning_dist.strategies.manual_steps import ManualSteps
 from lightning_dist.strategies.measured import Measurements
@@ -51,6 +53,7 @@ class ShardedModule:
     def __init__(self, composed: Composed, used: UsedParts | None) -> None:
         self.module = composed.module
         self.summary: WrapSummary = composed.summary
+        self._sharding = composed.sharding
         self._roots = composed.roots
         self._spread = composed.spread
         self._shards = composed.shards
@@ -86,6 +89,23 @@ class ShardedModule:
     def tensor_summary(self) -> TensorSummary | None:
         """What this rank holds of each layer, if layers are spread."""
         return None if self._spread is None else summarise(self.module, self._spread.styles)
+
+    def layout_line(self, mesh: MeshShape, *, is_manual: bool) -> str:
+        """Describes in one line how the model is spread.
+
+        Args:
+            mesh: All ranks.
+            is_manual: Whether the user has chosen the units, and how they are treated.
+        """
+        parts = []
+        if self._spread is not None:
+            sizes = {name: p.numel() for name, p in self.module.named_parameters()}
+            cut = sum(size for name, size in sizes.items() if name in self._spread.cuts)
+            styles = self._spread.styles.values()
+            parts.append(describe_tensor(styles, cut, sum(sizes.values())))
+        if mesh.dp_shard > 1:
+            parts.append(describe_shards(self.summary, self._sharding, is_manual=is_manual))
+        return describe_layout(mesh, parts)
 
     def _note_entry(self, root: nn.Module, _: object) -> None:
         self._entered.add(root)

@@ -64,7 +64,8 @@ def describe_pipeline(pipeline: Pipeline, mesh: MeshShape, path: str, sizes: Seq
         f"Pipeline of {_counted(shape.num_stages, 'stage')} on {_counted(mesh.pp, 'rank')}",
         f"{_joined(shape.layers_per_stage, '+')} layers of {path or 'the module'}",
         f"schedule {shape.schedule!r}",
-        f"{_counted(len(sizes), 'micro-batch')} of {_joined(sorted({*sizes}), ' or ')} samples",
+        f"{_counted(len(sizes), 'micro-batch')} of {_joined(sorted({*sizes}), ' or ')} sample"
+        f"{'' if {*sizes} == {1} else 's'}",
         f"{1 if is_one else _joined(versions, '+')} version{'' if is_one else 's'} of the weights",
     ]
     if mesh.data_size > 1:
