@@ -46,7 +46,8 @@ def describe_tensor(styles: Iterable[Style], num_cut: int, num_parameters: int) 
     """
     counts = Counter(style.value for style in styles)
     kinds = [f"{count} {style}" for style, count in counts.items()]
-    return f"layers {shorten(kinds, _MOST_NAMES)}, {num_cut / max(num_parameters, 1):.0%} of parameters cut"
+    share = num_cut / max(num_parameters, 1)
+    return f"layers {shorten(kinds, _MOST_NAMES)}, {share:.0%} of parameters cut"
 
 
 def describe_shards(summary: WrapSummary, options: ShardingOptions, *, is_manual: bool) -> str:
