@@ -39,8 +39,10 @@ from lightning_dist.strategies.step_module import StepModule
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.plan import resolve_plan
+from lightning_dist.tensor.plan_summary import describe_plan
 from lightning_dist.tensor.proof import check_parts
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions, refuse_spread
+from lightning_dist.tensor.styles import Style
 from lightning_dist.tensor.vocabulary import check_head
 from lightning_dist.wrap import ByClass, Unit, WrapPolicy
 from lightning_dist.wrap_summary import WrapSummary, describe
@@ -89,6 +91,7 @@ class Composed:
         shards: The roots, if they are sharded.
         summary: Of the units on this rank.
         sharding: How units are treated that say nothing else.
+        plan: Which layers are spread in a plan that was found, and why not the rest, in words.
     """
 
     module: pl.LightningModule
@@ -99,6 +102,7 @@ class Composed:
     shards: tuple[FSDPModule, ...]
     summary: WrapSummary
     sharding: ShardingOptions
+    plan: str = ""
 
 
 def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) -> Composed:
@@ -118,7 +122,7 @@ def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) ->
     if not module.automatic_optimization:
         check_called(module, [unit.name for unit in units])
     recomputed = _choose_recomputed(module, units, asked.shard)
-    spread = _spread(module, axis(mesh, "tp"), asked.tensor, split)
+    spread, plan = _spread(module, axis(mesh, "tp"), asked.tensor, split)
     data_mesh = axis(mesh, "dp_replicate", "dp_shard")
     if split is not None and spread is not None:
         refuse_ties(_cut_apart(split, spread.cuts), _OTHER_PIECES)
@@ -143,7 +147,7 @@ def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) ->
         new = [] if asked.shard.policy.is_manual else own
         shards = fully_shard(roots, module, new, data_mesh, sharding)
     names = [unit.name for unit in own]
-    return Composed(module, roots, split, spread, names, shards, summary, sharding)
+    return Composed(module, roots, split, spread, names, shards, summary, sharding, plan)
 
 
 def _find_split(
@@ -246,21 +250,27 @@ def _choose_recomputed(module: nn.Module, units: list[Unit], shard: ShardConfig)
 
 def _spread(
     module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig, split: PipelineSplit | None
-) -> SpreadModule | None:
+) -> tuple[SpreadModule | None, str]:
+    """Spreads layers, if they shall be, and describes a plan that was found."""
     if mesh is not None:
         refuse_spread(module)
-    asked = None if config.plan == "auto" else resolve_plan(module, config.plan)
+    styles: Mapping[str, Style] = {}
+    if config.plan != "auto":
+        styles = resolve_plan(module, config.plan)
     if mesh is None:
-        return None
-    if asked is not None:
-        check_parts(module, asked, mesh.size())
-    styles = find_plan(module, mesh.size()) if asked is None else asked
+        return None, ""
+    words = ""
+    if config.plan == "auto":
+        found = find_plan(module, mesh.size())
+        styles, words = found.styles, describe_plan(module, found.styles, found.reasons)
+    else:
+        check_parts(module, styles, mesh.size())
     if config.loss_parallel:
         check_head(module, styles, mesh.size())
     options = SpreadOptions(config.sequence_parallel, config.loss_parallel)
     if split is None:
-        return SpreadModule(module, styles, mesh, options)
-    return SpreadModule(module, styles, mesh, options, split.keeps, split.stage_of)
+        return SpreadModule(module, styles, mesh, options), words
+    return SpreadModule(module, styles, mesh, options, split.keeps, split.stage_of), words
 
 
 def _describe(module: nn.Module, units: list[Unit], sharding: ShardingOptions) -> WrapSummary:

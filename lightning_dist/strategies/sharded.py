@@ -135,7 +135,7 @@ class ShardedStrategy(DataParallelStrategy):
         if self.mesh.pp == 1:  # of stages the first batch tells
             self.explain_batch_statistics()
         found = self.sharded.plan
-        if found and self._tensor_config.plan == "auto":
+        if found:
             rank_zero_info(f"The tensor-parallel plan that was found:\n{found}")
         rank_zero_info(str(self.describe()))
 

@@ -30,7 +30,6 @@ from lightning_dist.strategies.mixture import explained_mixture
 from lightning_dist.strategies.session import RunContext
 from lightning_dist.strategies.used_parts import UsedParts
 from lightning_dist.tensor.logits import joined
-from lightning_dist.tensor.plan_summary import describe_plan
 from lightning_dist.tensor.summary import TensorSummary, summarise
 from lightning_dist.wrap_summary import WrapSummary
 
@@ -46,6 +45,7 @@ class ShardedModule:
 
     Attributes:
         early: Its parameters before; None where no optimizer can have them.
+        plan: Which layers are spread in a plan that was found, and why not the rest, in words.
     """
 
     early: EarlyParameters | None = None
@@ -54,6 +54,7 @@ class ShardedModule:
         self.module = composed.module
         self.summary: WrapSummary = composed.summary
         self._sharding = composed.sharding
+        self.plan = composed.plan
         self._roots = composed.roots
         self._spread = composed.spread
         self._shards = composed.shards
@@ -74,11 +75,6 @@ class ShardedModule:
     def is_sharded(self) -> bool:
         """Whether parameters are gathered for a forward."""
         return bool(self._shards)
-
-    @property
-    def plan(self) -> str:
-        """Which layers are spread, in a few lines."""
-        return "" if self._spread is None else describe_plan(self.module, self._spread.styles)
 
     @property
     def layers(self) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
 
-from lightning_dist.tensor.heads import count_heads, norms_before
+from lightning_dist.tensor.heads import count_heads, norms_before, uncounted
 from lightning_dist.tensor.projection import input_size, is_projection, output_size
 from lightning_dist.tensor.styles import Style
 
@@ -85,40 +85,83 @@ def find_attention(root: nn.Module, name: str) -> dict[str, Style]:
     Returns:
         Style by module name; empty if the module is no attention, or not surely a usual one.
     """
+    inputs, output, flaw = _examine(root, name)
+    if not inputs or output is None or flaw is not None:
+        return {}
     attention = root.get_submodule(name)
-    inputs = _inputs(attention)
-    if not inputs:
-        return {}
-    features = output_size(attention.get_submodule(inputs[0])) // (3 if len(inputs) == 1 else 1)
-    output = _output(root, name, features)
-    if output is None or not _sizes_agree(attention, inputs, features):
-        return {}
-    parts = {*(attention.get_submodule(i) for i in inputs), root.get_submodule(output)}
-    norms = head_norms(attention, features)
-    known = parts.union(norms.values(), norms_before(attention))
-    if not has_cuttable_heads(attention, features, known):
-        return {}
+    norms = head_norms(attention, _features(attention, inputs))
     found = {_join(name, i): Style.COLWISE for i in inputs} | {output: Style.ROWWISE}
     return found | {_join(name, norm): Style.LOCAL for norm in norms}
 
 
-def has_cuttable_heads(
+def refused_attention(root: nn.Module, name: str) -> dict[str, str]:
+    """Says why an attention is not spread.
+
+    Args:
+        root: The model.
+        name: Of one of its modules.
+
+    Returns:
+        The reason by the name of each layer; empty if it is spread, or no attention.
+    """
+    inputs, output, flaw = _examine(root, name)
+    if flaw is None:
+        return {}
+    return dict.fromkeys([*(_join(name, i) for i in inputs), *filter(None, [output])], flaw)
+
+
+def _examine(root: nn.Module, name: str) -> tuple[tuple[str, ...], str | None, str | None]:
+    """Finds the projections to heads, by name in the attention, that behind them, and a flaw."""
+    attention = root.get_submodule(name)
+    inputs = _inputs(attention)
+    if not inputs:
+        return (), None, None
+    features = _features(attention, inputs)
+    output = _output(root, name, features)
+    if output is None or not _sizes_agree(attention, inputs, features):
+        sizes = " and ".join(str(output_size(attention.get_submodule(i))) for i in inputs)
+        odd = _output(root, name, None)
+        taken = "none" if odd is None else input_size(root.get_submodule(odd))
+        return (
+            inputs,
+            odd,
+            (
+                f"its {' and '.join(inputs)} give {sizes} features, and its output projection takes"
+                f" {taken}; queries, keys and values in one layer must be of one size"
+            ),
+        )
+    parts = {*(attention.get_submodule(i) for i in inputs), root.get_submodule(output)}
+    known = parts.union(head_norms(attention, features).values(), norms_before(attention))
+    return inputs, output, flaw_of_heads(attention, features, known)
+
+
+def flaw_of_heads(
     attention: nn.Module, features: int, spread_parts: Collection[nn.Module]
-) -> bool:
-    """Whether an attention does the same with some of its heads as with all of them.
+) -> str | None:
+    """Says why an attention may not do the same with some of its heads as with all of them.
 
     Args:
         attention: Holds the projections.
         features: Of all heads together.
         spread_parts: The layers in it that can be spread.
+
+    Returns:
+        None if it seems to.
     """
-    if count_heads(attention, features) is None or type(attention).__name__ in _ODD_LAYOUTS:
-        return False
-    own = (tensor for part in spread_parts for tensor in part.parameters())
-    foreign = set(attention.parameters()).difference(own)
-    takes_bias = bool(set(_PASSED_BIASES) & set(inspect.signature(attention.forward).parameters))
-    uses_bias = getattr(getattr(attention, "config", None), "alibi", takes_bias)
-    return not (foreign or uses_bias or any(_odd_buffers(attention)))
+    if count_heads(attention, features) is None:
+        return uncounted(attention, features)
+    kind = type(attention).__name__
+    if kind in _ODD_LAYOUTS:
+        return f"a {kind} lays queries, keys and values out in a way of its own"
+    own = {tensor for part in spread_parts for tensor in part.parameters()}
+    foreign = [name for name, p in attention.named_parameters() if p not in own]
+    if foreign:
+        return f"its {foreign[0]} is no projection's, and may be of some heads, or of all features"
+    passed = set(_PASSED_BIASES) & set(inspect.signature(attention.forward).parameters)
+    if getattr(getattr(attention, "config", None), "alibi", bool(passed)):
+        return f"it is given a bias for each head ({', '.join(sorted(passed)) or 'alibi'})"
+    odd = list(_odd_buffers(attention))
+    return f"its buffer {odd[0]} may be of some heads" if odd else None
 
 
 def head_norms(attention: nn.Module, features: int) -> dict[str, nn.Module]:
@@ -150,14 +193,20 @@ def _inputs(attention: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _output(root: nn.Module, name: str, features: int) -> str | None:
+def _features(attention: nn.Module, inputs: tuple[str, ...]) -> int:
+    return output_size(attention.get_submodule(inputs[0])) // (3 if len(inputs) == 1 else 1)
+
+
+def _output(root: nn.Module, name: str, features: int | None) -> str | None:
     parent = name.rpartition(".")[0]
     # BERT has its output projection in a sibling: attention.self, attention.output.dense.
     for holder in (name, _join(parent, "output")) if name else (name,):
         for own_name in _OUTPUTS:
             for candidate in (_join(holder, own_name), _join(holder, f"{own_name}.0")):
                 part = _get(root, candidate)
-                if part is not None and is_projection(part) and input_size(part) == features:
+                if part is None or not is_projection(part):
+                    continue
+                if features is None or input_size(part) == features:
                     return candidate
     return None
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from lightning_dist.name_pattern import fits
-from lightning_dist.tensor.attention import has_cuttable_heads, is_attention_projection
+from lightning_dist.tensor.attention import flaw_of_heads, is_attention_projection
 from lightning_dist.tensor.mlp import find_mlp, is_featurewise
 from lightning_dist.tensor.projection import input_size, is_projection, output_size
 from lightning_dist.tensor.styles import Style
@@ -110,7 +110,7 @@ def _translate_group(
     if not all(_is_cut_alike(name, members[name], output_size(parts[name]), taken) for name in ups):
         return {}
     if any(is_attention_projection(name.rpartition(".")[2]) for name in ups):
-        is_clear = has_cuttable_heads(modules[parent], taken, parts.values())
+        is_clear = flaw_of_heads(modules[parent], taken, parts.values()) is None
     else:
         own_names = [name.rpartition(".")[2] for name in (*ups, *downs)]
         is_clear = is_featurewise(modules[parent], tuple(own_names[:-1]), own_names[-1])

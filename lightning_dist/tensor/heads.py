@@ -165,6 +165,22 @@ def count_heads(attention: nn.Module, features: int) -> int | None:
     return heads
 
 
+def uncounted(attention: nn.Module, features: int) -> str:
+    """Says why :func:`count_heads` gives None.
+
+    Args:
+        attention: Holds the projections.
+        features: Of all heads together.
+    """
+    counts = _counts(attention, _HEADS)
+    if not counts and not _counts(attention, _FEATURES_OF_ONE):
+        return "it does not say in an attribute how many heads it has; set self.num_heads"
+    heads = max(counts.values(), default=0)
+    if heads and features % heads:
+        return f"its {heads} heads do not divide the {features} features of its projections"
+    return "it counts its heads in more than one place; read only self.num_heads in its forward"
+
+
 def _widths(attention: nn.Module, features: int) -> list[str]:
     """Names the attributes that the forward reads as the width of all heads."""
     if count_heads(attention, features) is None:

@@ -72,17 +72,45 @@ def find_mlp(root: nn.Module, name: str) -> dict[str, Style]:
     Returns:
         Style by module name; empty if the module holds no MLP, or not surely a usual one.
     """
-    mlp = root.get_submodule(name)
+    ups, down, flaw = _examine(root.get_submodule(name))
+    if not ups or flaw is not None:
+        return {}
+    prefix = f"{name}." if name else ""
+    return {prefix + up: Style.COLWISE for up in ups} | {prefix + down: Style.ROWWISE}
+
+
+def refused_mlp(root: nn.Module, name: str) -> dict[str, str]:
+    """Says why an MLP is not spread.
+
+    Args:
+        root: The model.
+        name: Of one of its modules.
+
+    Returns:
+        The reason by the name of each layer; empty if it is spread, or no MLP.
+    """
+    ups, down, flaw = _examine(root.get_submodule(name))
+    prefix = f"{name}." if name else ""
+    return {} if flaw is None else dict.fromkeys([prefix + layer for layer in (*ups, down)], flaw)
+
+
+def _examine(mlp: nn.Module) -> tuple[tuple[str, ...], str, str | None]:
+    """Finds the layers of an MLP, and a flaw."""
     if isinstance(mlp, nn.Sequential):
         ups, down = _in_sequence(mlp)
     else:
         ups, down = next((pair for pair in _PAIRS if _holds(mlp, *pair)), ((), ""))
-    if not ups or not _sizes_agree(mlp, ups, down):
-        return {}
+    if not ups:
+        return (), "", None
+    if not _sizes_agree(mlp, ups, down):
+        return (
+            ups,
+            down,
+            f"{' and '.join(ups)} do not give what {down} takes, or not as it takes it",
+        )
     if not isinstance(mlp, nn.Sequential) and not is_featurewise(mlp, ups, down):
-        return {}
-    prefix = f"{name}." if name else ""
-    return {prefix + up: Style.COLWISE for up in ups} | {prefix + down: Style.ROWWISE}
+        return ups, down, f"other parameters beside {ups[0]} and {down} may be of hidden features"
+    return ups, down, None
 
 
 def is_featurewise(mlp: nn.Module, ups: tuple[str, ...], down: str) -> bool:

@@ -47,6 +47,33 @@ def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> 
     return {} if head is None or head in users else {head: Style.COLWISE_GATHER}
 
 
+def refused_vocabulary(
+    module: nn.Module, styles: Mapping[str, Style], tp_size: int
+) -> dict[str, str]:
+    """Says why token embedding and head are not spread.
+
+    Args:
+        module: The model.
+        styles: By module name, as found.
+        tp_size: Tensor-parallel ranks.
+
+    Returns:
+        The reason by the name of each layer that is left whole.
+    """
+    found: dict[str, str] = {}
+    for name, table in _token_tables(module).items():
+        rows, head = table.num_embeddings, _find_head(module, table, styles)
+        if rows % tp_size:
+            more = -(-rows // tp_size) * tp_size
+            flaw = f"its {rows} rows do not divide by tp_size={tp_size}; pad them to {more}"
+        elif head is None:
+            flaw = f"no layer has an output for each of its {rows} rows; a head may use its weight"
+        else:
+            flaw = "its weight is another layer's too, or another table is the vocabulary's"
+        found |= {n: flaw for n in (name, head) if n is not None and n not in styles}
+    return found
+
+
 def check_head(module: nn.Module, styles: Mapping[str, Style], tp_size: int) -> None:
     """Checks that there are logits to leave apart.
 

@@ -5,6 +5,7 @@ Transformers is no dependency of the package, only of its tests.
 
 from __future__ import annotations
 
+import re
 import warnings
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.tensor.discovery import find_plan
-from lightning_dist.tensor.plan_summary import describe_plan
+from lightning_dist.tensor.left_whole import left_whole
 from tests.helpers.hugging_face import MODELS, build, loss_of
 from tests.helpers.spread_parity import largest_difference
 from tests.helpers.workers import WorkerPool
@@ -33,7 +34,7 @@ def _compare(name: str, sequence_parallel: bool) -> float | str:
     try:
         return largest_difference(
             model,
-            find_plan(model),
+            find_plan(model).styles,
             lambda net: loss_of(net, tokens),
             sequence_parallel=sequence_parallel,
         )
@@ -68,5 +69,7 @@ def test_with_a_cut_sequence_it_learns_the_same_or_says_why_not(workers: WorkerP
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_leaves_out_what_would_be_wrong_with_some_heads(name: str) -> None:
     model = build(name)
-    left_out = describe_plan(model, find_plan(model)).partition("left out: ")[2]
-    assert ("ttention." in left_out or "self_attn." in left_out) == (name in WHOLE_ATTENTION)
+    found = find_plan(model)
+    left_out = [n for part in left_whole(model, found.styles, found.reasons) for n in part.patterns]
+    is_whole = any(re.search(r"(ttention|self_attn)\.(\w+_proj|q|k|v|o)$", n) for n in left_out)
+    assert is_whole == (name in WHOLE_ATTENTION)

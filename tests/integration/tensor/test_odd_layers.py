@@ -183,7 +183,7 @@ def case_padded_evaluation() -> float:
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 24, batch_first=True)
     alone = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
     model = deepcopy(alone)
-    styles = find_plan(model)
+    styles = find_plan(model).styles
     SpreadModule(model, styles, init_device_mesh("cpu", (2,)), SpreadOptions())
     x, is_padding = torch.randn(2, 4, WIDTH), torch.zeros(2, 4, dtype=torch.bool)
     is_padding[:, -1] = True

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.tensor.discovery import find_plan
-from lightning_dist.tensor.plan_summary import describe_plan
-from recipes.gpt import GPT, build_gpt
+from recipes.gpt import build_gpt
 from tests.helpers.attentions import ATTENTIONS
 
 WIDTH = 12
@@ -24,7 +23,7 @@ ATTENTION = {
 
 
 def plan_of(module: nn.Module, tp_size: int = 1) -> dict[str, str]:
-    return {name: style.value for name, style in find_plan(module, tp_size).items()}
+    return {name: style.value for name, style in find_plan(module, tp_size).styles.items()}
 
 
 def holder(**children: Any) -> nn.Module:
@@ -151,21 +150,6 @@ def test_the_recipe_is_spread_wholly() -> None:
     assert list(plan) == [name for name, _ in build_gpt(depth=1).named_modules() if name in plan]
 
 
-def test_what_was_found_is_said_once_for_all_layers() -> None:
-    module = GPT(depth=3)
-    assert describe_plan(module, find_plan(module)).splitlines() == [
-        "embedding: model.*.token (vocab)",
-        "attention: model.*.attention.qkv (colwise), model.*.attention.out (rowwise)",
-        "mlp: model.*.up (colwise), model.*.down (rowwise)",
-        "head: model.*.logits (colwise_gather)",
-    ]
-
-
-def test_what_was_left_out_is_said() -> None:
-    module = holder(mlp=mlp(), other=nn.Linear(3, 3))
-    assert describe_plan(module, find_plan(module)).endswith("left out: other")
-
-
 def test_the_module_s_own_plan_counts() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -257,7 +241,7 @@ def test_an_attention_that_is_not_surely_usual_stays_whole(attention: nn.Module)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attentions_as_people_write_them_are_cut(name: str) -> None:
     attention = ATTENTIONS[name]()
-    found = find_plan(holder(attn=attention), tp_size=2)
+    found = find_plan(holder(attn=attention), tp_size=2).styles
     layers = {f"attn.{n}" for n, part in attention.named_modules() if isinstance(part, nn.Linear)}
     assert {layer for layer, style in found.items() if style.cuts_a_matrix} == layers
 

@@ -111,7 +111,7 @@ def model_of(module: nn.Module) -> nn.Module:
 
 
 def plan_of(model: nn.Module) -> set[str]:
-    return {name for name in find_plan(model, TP) if name.startswith("1.")}
+    return {name for name in find_plan(model, TP).styles if name.startswith("1.")}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -169,7 +169,7 @@ def test_a_forward_of_a_layer_s_own_is_not_lost(name: str) -> None:
     layer = model.get_submodule(name)
     compute = layer.forward
     layer.forward = lambda x: 2 * compute(x)  # type: ignore[method-assign]
-    assert name not in find_plan(model, TP)
+    assert name not in find_plan(model, TP).styles
     style = {"0": "vocab", "1.fc2": "rowwise", "2": "colwise_gather"}[name]
     with pytest.raises(ValueError, match=f"'{name}' .*has a forward of its own"):
         resolve_plan(model, {name: style})
@@ -288,4 +288,4 @@ def test_another_activation_or_a_number_is_guessed(kind: type[Attention]) -> Non
 def test_what_cannot_be_run_is_taken_at_its_word() -> None:
     model = model_of(Odd(by_head))
     assert plan_of(model) == {"1.qkv", "1.out"}
-    assert find_flaws(model, find_plan(model, TP), TP) == {}
+    assert find_flaws(model, find_plan(model, TP).styles, TP) == {}
