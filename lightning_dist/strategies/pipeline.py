@@ -42,6 +42,7 @@ from lightning_dist.pipeline.weight_policy import WeightVersions
 from lightning_dist.strategies import lightning_private, pipeline_checks, whole_model_checks
 from lightning_dist.strategies.batch_statistics import find_batch_statistics, with_whole_batches
 from lightning_dist.strategies.bracket import add_first_callback, bracket_callbacks
+from lightning_dist.strategies.brief_errors import brief_mistakes
 from lightning_dist.strategies.clipping import NormsAhead, clip_whole_gradient
 from lightning_dist.strategies.data_parallel_checks import check_whole
 from lightning_dist.strategies.distributed import Read
@@ -156,16 +157,17 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     ) -> None:
         if num_stages != "auto":
             check_count("num_stages", num_stages, instead="'auto'")
-        config = PipelineConfig(
-            schedule,
-            num_microbatches,
-            layers,
-            partition,
-            weight_versions,
-            stages_per_rank,
-            staleness_correction,
-            correction_steps,
-        )
+        with brief_mistakes():
+            config = PipelineConfig(
+                schedule,
+                num_microbatches,
+                layers,
+                partition,
+                weight_versions,
+                stages_per_rank,
+                staleness_correction,
+                correction_steps,
+            )
         super().__init__(
             config,
             accelerator=accelerator,

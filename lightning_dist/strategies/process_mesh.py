@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_dist.mesh import MeshShape
 from lightning_dist.strategies import attempt_store, lightning_private
+from lightning_dist.strategies.brief_errors import brief_mistakes
 from lightning_dist.strategies.group_pool import GroupKind, pool_of_world
 from lightning_dist.strategies.last_resort import never_destroy
 from lightning_dist.strategies.reduction import reduce_tensor
@@ -152,7 +153,8 @@ class ProcessMesh(ParallelStrategy):
             asked = environment.world_size()
         self._check_launched_world(asked)
         lightning_private.set_rank_of_rank_zero_functions(self.global_rank)
-        self._mesh = self.mesh_shape(asked)
+        with brief_mistakes():
+            self._mesh = self.mesh_shape(asked)
 
     def _check_launched_world(self, asked: int) -> None:
         if dist.is_initialized() and dist.get_world_size() != asked:

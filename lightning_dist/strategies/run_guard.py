@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.brief_errors import show_briefly
 from lightning_dist.strategies.failure_ring import Failure, FailureRing
 from lightning_dist.strategies.heartbeat import Notice, Rhythm, Standstill
 from lightning_dist.strategies.last_resort import exit_after_grace
@@ -171,6 +172,7 @@ class RunGuard:
             return
         if is_first and self._shared.is_shared(exception, self._failed):
             self._have_all_failed = True
+            show_briefly(exception, is_shown_elsewhere=self._rank > 0)
             return
         if isinstance(exception, RuntimeError) and self._ring is not None:
             # A broken collective raises one too; the news of who broke it is on its way.

@@ -1,0 +1,101 @@
+"""Show a user's mistake once, and without the frames of this package and of Lightning.
+
+A mistake is a ``ValueError`` that this package raises itself: its text says what to type, and the
+way to where it was found is of no use. The whole traceback stays on the exception, for whatever
+catches it; only what the interpreter prints when it ends the process is shorter.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_OWN = "lightning_dist"
+_HIDDEN = frozenset({_OWN, "lightning", "lightning_fabric", "pytorch_lightning"})
+
+
+class BriefHook:
+    """Stands in for ``sys.excepthook``.
+
+    Args:
+        mistake: What to show briefly. Only its text is kept, for its frames hold the model.
+        otherwise: Shows any other exception.
+        is_shown_elsewhere: Whether another rank shows it.
+
+    Attributes:
+        otherwise: Shows any other exception.
+    """
+
+    def __init__(self, mistake: ValueError, otherwise: _Hook, *, is_shown_elsewhere: bool) -> None:
+        self._text = str(mistake)
+        self.otherwise = otherwise
+        self._is_shown_elsewhere = is_shown_elsewhere
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Shows what ends the process."""
+        if str(error) != self._text or not is_mistake(error):
+            self.otherwise(kind, error, trace)
+        elif not self._is_shown_elsewhere:
+            sys.stderr.write(format_mistake(error))
+            sys.stderr.flush()
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether an exception is a user's mistake: raised by this package, for no other reason.
+
+    Args:
+        error: Has been raised.
+    """
+    packages = [_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    has_reason = error.__cause__ is not None  # which may have frames to look at
+    return isinstance(error, ValueError) and not has_reason and packages[-1:] == [_OWN]
+
+
+def format_mistake(error: BaseException) -> str:
+    """Formats a traceback of the user's own frames.
+
+    Args:
+        error: Has been raised.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    own = ((frame, line) for frame, line in frames if _package(frame) not in _HIDDEN)
+    stack = traceback.StackSummary.extract(own).format()
+    lines = ["Traceback (most recent call last):\n", *stack] if stack else []
+    return "".join([*lines, *traceback.format_exception_only(error)])
+
+
+def show_briefly(error: BaseException, *, is_shown_elsewhere: bool = False) -> None:
+    """Lets the interpreter show a mistake briefly, should it end this process.
+
+    Args:
+        error: On its way out; left alone unless it is a mistake.
+        is_shown_elsewhere: Whether another rank shows it, so that this one need not.
+    """
+    if isinstance(error, ValueError) and is_mistake(error):
+        before = sys.excepthook
+        otherwise = before.otherwise if isinstance(before, BriefHook) else before
+        sys.excepthook = BriefHook(error, otherwise, is_shown_elsewhere=is_shown_elsewhere)
+
+
+@contextmanager
+def brief_mistakes() -> Iterator[None]:
+    """Shows a mistake that is found inside briefly, should it end this process.
+
+    Yields:
+        Nothing.
+    """
+    try:
+        yield
+    except ValueError as error:
+        show_briefly(error)
+        raise
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
