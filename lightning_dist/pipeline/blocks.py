@@ -44,7 +44,13 @@ class Blocks(Layers):
                 for index, block in enumerate(blocks)
             ],
         )
+        self._path = path
         self._route = BlockRoute(module, path, before, after)
+
+    @property
+    @override
+    def origin(self) -> str:
+        return f"the blocks of {self._path}"
 
     @override
     def stage(self, first: int, end: int) -> nn.Module:

@@ -56,6 +56,11 @@ class Layers(ABC):
         """The module in the user's model by which a step reads parameters of the layers."""
         return self.module
 
+    @property
+    def origin(self) -> str:
+        """What the layers were before they were layers, in a few words; empty where it is plain."""
+        return ""
+
     def parts(self) -> list[Part]:
         """Lists all submodules of all layers."""
         return [

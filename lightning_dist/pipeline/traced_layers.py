@@ -160,6 +160,11 @@ class TracedLayers(LayerSequence):
     def users_module(self) -> nn.Module:
         return self._sequence.traced
 
+    @property
+    @override
+    def origin(self) -> str:
+        return "traced from its first call"
+
     @override
     def beside(self, layer_index: int) -> dict[str, Tensor]:
         return self._sequence.buffers_of(layer_index)

@@ -254,7 +254,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         broadcast_state(self._split.tensors_outside(module), self.group("pp"))
         self.setup_precision_plugin()
         self._session = self._open_session(trainer)
-        line = StartLine(self._session.pipeline, self.mesh, self._split.path, self._statistics)
+        line = StartLine(self._session.pipeline, self.mesh, self._split.source, self._statistics)
         self._undo += (add_first_callback(trainer, line),)
         self.guard.connect_signals()
 
@@ -274,7 +274,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
                 self.module, self._config, self.mesh.pp, place, half, first_call
             )
         except ValueError as error:
-            if not_found is None:
+            if not_found is None or is_traced(self.module):  # it can be traced, but not cut so
                 raise
             raise ValueError(f"{not_found} Tracing it instead failed, too: {error}") from error
 

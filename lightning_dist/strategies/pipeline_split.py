@@ -54,6 +54,12 @@ class PipelineSplit:
         return len(self.layers_per_stage) - 1 in self.stages
 
     @property
+    def source(self) -> str:
+        """Where the layers come from, as the line at the start says it."""
+        origin = f" ({self.layers.origin})" if self.layers.origin else ""
+        return f"{self.path or 'the module'}{origin}"
+
+    @property
     def sequence(self) -> nn.Module:
         """The pipelined module."""
         return self.layers.module

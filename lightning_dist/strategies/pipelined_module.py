@@ -58,35 +58,43 @@ def _find_layers(module: nn.Module) -> tuple[str, Layers]:
         path = find_model(module)
         if path is not None:
             return path, find_blocks(module.get_submodule(path), path)
-        list_path = _find_block_list(module)
+        list_path = None if _in_a_sequence(module) else _find_block_list(module)
         if list_path is not None:
             return _blocks_in_list(module, list_path)
     path, sequence = find_sequence(module, "auto")
     return path, layers_in(sequence)
 
 
+def _in_a_sequence(module: nn.Module) -> bool:
+    """Checks whether an ``nn.Sequential`` holds all trainable parameters."""
+    trainable = _trainable(module)
+    sequences = (m for m in module.modules() if isinstance(m, nn.Sequential))
+    return any(trainable <= {id(p) for p in m.parameters()} for m in sequences)
+
+
 def _find_block_list(module: nn.Module) -> str | None:
-    """Finds the one list of blocks that a forward runs one after the other.
+    """Finds the one list of blocks that a model's forward runs one after the other.
 
     Returns:
         Its dotted path; None where there is none, or several, or where the attribute of the
         LightningModule that has the list does not hold all trainable parameters.
     """
-    trainable = {id(p) for p in module.parameters() if p.requires_grad}
     lists = outermost([n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)])
     chains = []
     for path in lists:
-        top, _, inner = path.partition(".")
-        is_chain = inner and loops_over(module.get_submodule(top), inner)
-        if is_chain and len(list(module.get_submodule(path).children())) > 1:
-            chains.append(path)
+        holder, _, inner = path.partition(".")
+        has_several = len(list(module.get_submodule(path).children())) > 1
+        if inner and has_several and loops_over(module.get_submodule(holder), inner):
+            chains.append((path, holder))
     if len(chains) != 1:
         return None
-    holder = module.get_submodule(chains[0].partition(".")[0])
-    inside = {id(p) for p in holder.parameters()}
-    sequences = (m for m in module.modules() if isinstance(m, nn.Sequential))
-    is_sequence = any(trainable <= {id(p) for p in m.parameters()} for m in sequences)
-    return chains[0] if trainable <= inside and not is_sequence else None
+    ((path, holder),) = chains
+    inside = {id(p) for p in module.get_submodule(holder).parameters()}
+    return path if _trainable(module) <= inside else None
+
+
+def _trainable(module: nn.Module) -> set[int]:
+    return {id(p) for p in module.parameters() if p.requires_grad}
 
 
 def _is_module_list(module: nn.Module, path: str) -> bool:
@@ -170,7 +178,7 @@ def _get(module: nn.Module, path: str) -> tuple[str, nn.Sequential]:
 
 
 def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
-    trainable = {id(p) for p in module.parameters() if p.requires_grad}
+    trainable = _trainable(module)
     holders = [
         (name, m)
         for name, m in module.named_modules()
@@ -246,8 +254,9 @@ def choose_partition(
     num_layers = len(layers)
     if num_layers < num_stages:
         raise ValueError(
-            f"num_stages={num_stages} is more than the {num_layers} layers of the pipelined module."
-            " Use at most one stage per layer, or layers='trace', which cuts inside of blocks too."
+            f"Use fewer devices, for at most {num_layers} stages, or layers='trace', which cuts"
+            f" inside of blocks too: num_stages={num_stages} is more than the {num_layers} layers"
+            " of the pipelined module."
         )
     if partition == "uniform":
         return tuple(uniform_partition(num_layers, num_stages))

@@ -82,7 +82,7 @@ class StagedModule(ShardedModule):
         Args:
             mesh: All ranks.
         """
-        return StartLine(self.session.pipeline, mesh, self._split.path, self._statistics)
+        return StartLine(self.session.pipeline, mesh, self._split.source, self._statistics)
 
     @override
     def open(self, run: RunContext) -> None:

@@ -22,16 +22,16 @@ class StartLine(pl.Callback):
     Args:
         pipeline: This rank's stages.
         mesh: All ranks.
-        path: Of the pipelined module.
+        source: Of the layers; see ``PipelineSplit.source``.
         statistics: Modules that compute statistics of the batch.
     """
 
     def __init__(
-        self, pipeline: Pipeline, mesh: MeshShape, path: str, statistics: Sequence[str]
+        self, pipeline: Pipeline, mesh: MeshShape, source: str, statistics: Sequence[str]
     ) -> None:
         self._pipeline = pipeline
         self._mesh = mesh
-        self._path = path
+        self._source = source
         self._statistics = statistics
         self._is_told = False
 
@@ -42,19 +42,21 @@ class StartLine(pl.Callback):
         if not self._is_told:
             self._is_told = True
             sizes = self._pipeline.microbatch_sizes_of(batch)
-            rank_zero_info(describe_pipeline(self._pipeline, self._mesh, self._path, sizes))
+            rank_zero_info(describe_pipeline(self._pipeline, self._mesh, self._source, sizes))
             are_whole = self._pipeline.asynchronous and len(sizes) == 1
             if self._statistics and not are_whole:
                 rank_zero_info(explain_statistics(self._statistics, sizes, self._mesh.pp))
 
 
-def describe_pipeline(pipeline: Pipeline, mesh: MeshShape, path: str, sizes: Sequence[int]) -> str:
+def describe_pipeline(
+    pipeline: Pipeline, mesh: MeshShape, source: str, sizes: Sequence[int]
+) -> str:
     """Describes a pipeline in one line.
 
     Args:
         pipeline: A rank's stages.
         mesh: All ranks.
-        path: Of the pipelined module.
+        source: Of the layers; see ``PipelineSplit.source``.
         sizes: Samples of each micro-batch.
     """
     shape = pipeline.shape
@@ -62,7 +64,7 @@ def describe_pipeline(pipeline: Pipeline, mesh: MeshShape, path: str, sizes: Seq
     is_one = max(versions) == 1
     parts = [
         f"Pipeline of {_counted(shape.num_stages, 'stage')} on {_counted(mesh.pp, 'rank')}",
-        f"{_joined(shape.layers_per_stage, '+')} layers of {path or 'the module'}",
+        f"{_joined(shape.layers_per_stage, '+')} layers of {source}",
         f"schedule {shape.schedule!r}",
         f"{_counted(len(sizes), 'micro-batch')} of {_joined(sorted({*sizes}), ' or ')} sample"
         f"{'' if {*sizes} == {1} else 's'}",

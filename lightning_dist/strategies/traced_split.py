@@ -257,11 +257,13 @@ def _choose_partition(
     layers: Layers, program: TraceProgram, config: PipelineConfig, num_stages: int, path: str
 ) -> tuple[int, ...]:
     titles, uncut = program.titles, program.uncut
-    if len(titles) < num_stages and uncut:
+    if len(titles) < num_stages:
+        because = "; ".join(uncut)
         raise ValueError(
-            f"layers='trace' finds {len(titles)} layers in {path!r} ({', '.join(titles)}), which"
-            f" are too few for {num_stages} stages, because {'; '.join(uncut)}: what lies between"
-            " such uses must be on one stage. Change that, or use fewer stages."
+            f"Use fewer devices, for at most {len(titles)} stages: layers='trace' finds"
+            f" {len(titles)} layers in {path!r} ({', '.join(titles)}), which are too few for"
+            f" {num_stages} stages"
+            + (f", because {because}: such uses must be on one stage." if uncut else ".")
         )
     try:
         return choose_partition(layers, config.partition, num_stages)

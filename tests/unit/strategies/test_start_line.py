@@ -19,15 +19,17 @@ from lightning_dist.strategies.start_line import describe_pipeline, explain_stat
             "1f1b",
             8,
             (4, 4, 3),
-            "Pipeline of 3 stages on 3 ranks, 1+2+1 layers of net, schedule '1f1b',"
-            " 3 micro-batches of 3 or 4 samples, 1 version of the weights, 2 data replicas.",
+            "Pipeline of 3 stages on 3 ranks, 1+2+1 layers of net (the blocks of h),"
+            " schedule '1f1b', 3 micro-batches of 3 or 4 samples, 1 version of the weights,"
+            " 2 data replicas.",
         ),
         (
             "pipedream",
             1,
             (9,),
-            "Pipeline of 3 stages on 3 ranks, 1+2+1 layers of net, schedule 'pipedream',"
-            " 1 micro-batch of 9 samples, 3+2+1 versions of the weights, 2 data replicas.",
+            "Pipeline of 3 stages on 3 ranks, 1+2+1 layers of net (the blocks of h),"
+            " schedule 'pipedream', 1 micro-batch of 9 samples, 3+2+1 versions of the weights,"
+            " 2 data replicas.",
         ),
     ],
 )
@@ -36,7 +38,8 @@ def test_one_line_says_how_a_pipeline_was_cut(
 ) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     pipeline = Pipeline(model, PipelineShape(schedule, count, (1, 2, 1), 0), Links({}, {}))
-    assert describe_pipeline(pipeline, MeshShape(pp=3, dp_replicate=2), "net", sizes) == line
+    mesh = MeshShape(pp=3, dp_replicate=2)
+    assert describe_pipeline(pipeline, mesh, "net (the blocks of h)", sizes) == line
     pipeline.detach()
 
 
