@@ -6,6 +6,7 @@ model, a directory to which each rank writes what it holds:
 .. code-block:: text
 
     epoch=3.ckpt/
+      README.txt          how to make one file of it
       lightning.pt        the Lightning checkpoint without its tensors (loads with weights_only)
       .metadata, *.distcp torch distributed checkpoint: model.<name>, optimizer.<i>.<name>.<key>;
                           current.<name> where the model's are averages
@@ -19,12 +20,13 @@ before untouched.
 from __future__ import annotations
 
 import os
+import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,17 @@ from lightning_dist.named_optimizer import to_numbers
 from lightning_dist.shards import is_storable, storable
 
 _METADATA_FILE = "lightning.pt"
+_README_FILE = "README.txt"
+_README = """\
+This directory is one checkpoint of lightning_dist: each rank has written the part that it held.
+torch.load and load_from_checkpoint read files, and so end with IsADirectoryError here. For one
+file, in the directory around this one:
+
+    {command}
+
+Or, in Python: lightning_dist.checkpoint.load_full(path). trainer.fit(module, ckpt_path=path) reads
+the directory as it is, with any strategy of lightning_dist and any number of ranks.
+"""
 SECTIONS = {"state_dict": "model", "current_model_state": "current"}
 """What holds the model's tensors: the weights, and, where those are averages, the latest ones."""
 
@@ -51,6 +64,16 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
         path: Of a checkpoint.
     """
     return (files.resolve(path) / _METADATA_FILE).is_file()
+
+
+def merge_command(path: str | os.PathLike[str]) -> str:
+    """Returns the command line that makes one file of a sharded checkpoint.
+
+    Args:
+        path: The checkpoint's directory.
+    """
+    words = ("python", "-m", "lightning_dist", "merge", os.fspath(path), "whole.ckpt")
+    return shlex.join(words)
 
 
 def load_full(path: str | os.PathLike[str], *, weights_only: bool | None = True) -> dict[str, Any]:
@@ -158,17 +181,19 @@ def _write_shards(
 
 
 def _finish(rest: dict[str, Any], temporary: Path, target: Path) -> None:
-    _write(rest, temporary / _METADATA_FILE)
+    help_text = _README.format(command=merge_command(target.name)).encode()
+    _write(temporary / _README_FILE, lambda file: file.write(help_text))
+    _write(temporary / _METADATA_FILE, partial(torch.save, rest))
     files.publish(temporary, target)
 
 
-def _write(content: dict[str, Any], path: Path) -> None:
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Writes a file through to the disk.
 
     torch's own writer of files, which a path would bring, has no errors of the file system.
     """
     with path.open("wb") as file:
-        torch.save(content, file)
+        write(file)
         file.flush()
         os.fsync(file.fileno())
 
@@ -192,7 +217,7 @@ def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> No
     with files.removed_on_failure(temporary):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            _write(dict(checkpoint), temporary)
+            _write(temporary, partial(torch.save, dict(checkpoint)))
             files.publish(temporary, target)
         except Exception as error:
             if not files.is_storage_error(error):

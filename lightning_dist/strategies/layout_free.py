@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -48,6 +49,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     _group_names: tuple[GroupNames, ...] = ()
     _first_names: FirstNames = MappingProxyType({})
     _is_laid_out = False
+    _has_told_form = False
 
     @property
     def writes_one_file(self) -> bool:
@@ -185,6 +187,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             check_group_values(self.optimizers, everyone)
         if not self.writes_one_file:
             checkpoints.save_sharded(self._by_name(checkpoint), path, everyone)
+            self._tell_form(path)
             return
         whole = checkpoint if self._has_plain_state else self._gather(self._by_name(checkpoint))
 
@@ -196,6 +199,18 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             write()
         else:
             JointSave(path, everyone).step(write)
+
+    def _tell_form(self, path: str) -> None:
+        """Tells that checkpoints are directories, the first time that one is written."""
+        if not self._has_told_form:
+            self._has_told_form = True
+            near = os.path.relpath(path)
+            shown = path if near.startswith(os.pardir) else near
+            rank_zero_info(
+                "Checkpoints are directories here, with a part from each rank: `ckpt_path` reads"
+                " them, and `load_from_checkpoint` does not. For one file:"
+                f" `{checkpoints.merge_command(shown)}`, or save_full=True."
+            )
 
     def _by_name(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Names optimizer states, and leaves one name to each tied parameter."""

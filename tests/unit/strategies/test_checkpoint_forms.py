@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from lightning_dist import (
     PipelineStrategy,
     TensorParallelStrategy,
 )
+from lightning_dist.__main__ import main
 from lightning_dist.checkpoint import is_sharded, load_full
+from lightning_dist.strategies import layout_free
 from tests.helpers.models import Classifier, make_module, make_trainer
 
 
@@ -76,6 +79,25 @@ def test_elsewhere_it_is_saved_to_a_directory(
     saved = load_full(tmp_path / "some.ckpt")["state_dict"]
     assert saved.keys() == module.state_dict().keys()
     assert all(torch.equal(saved[n], value) for n, value in module.state_dict().items())
+
+
+def test_a_directory_says_how_to_make_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(layout_free, "rank_zero_info", told.append)
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(strategy=PipelineStrategy(), devices=2)
+    trainer.strategy.connect(make_module())
+    for name in ("epoch=0 a.ckpt", "epoch=1.ckpt"):
+        trainer.save_checkpoint(tmp_path / name)
+    (line,) = told  # the first time
+    command = "python -m lightning_dist merge 'epoch=0 a.ckpt' whole.ckpt"
+    assert line.startswith("Checkpoints are directories here")
+    assert command in line
+    assert command in (tmp_path / "epoch=0 a.ckpt" / "README.txt").read_text()
+    main(shlex.split(command)[3:])
+    Classifier.load_from_checkpoint("whole.ckpt", weights_only=True)
 
 
 class Elsewhere(TorchCheckpointIO):
