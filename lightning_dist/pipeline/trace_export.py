@@ -10,12 +10,13 @@ fixed. What reads a value, torch refuses itself; here the line of the user's cod
 
 from __future__ import annotations
 
+import io
 import logging
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -128,7 +129,8 @@ def _quiet() -> Iterator[None]:
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with redirect_stderr(io.StringIO()):  # where half a graph is printed
+            yield
     finally:
         logger.setLevel(before)
 

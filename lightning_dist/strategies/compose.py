@@ -161,7 +161,7 @@ def _find_split(
         raise ValueError(
             f"Use PipelineStrategy(num_stages={stages.size()}), which finds layers in other modules"
             f" by tracing them, or leave out pp={stages.size()}. To cut it on a mesh: {error}"
-        ) from error
+        ) from None
 
 
 def _cut_apart(split: PipelineSplit, cuts: Mapping[str, Placement]) -> list[Tie]:

@@ -276,7 +276,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         except ValueError as error:
             if not_found is None or is_traced(self.module):  # it can be traced, but not cut so
                 raise
-            raise ValueError(f"{not_found} Tracing it instead failed, too: {error}") from error
+            raise ValueError(f"{not_found} Tracing it instead failed, too: {error}") from None
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

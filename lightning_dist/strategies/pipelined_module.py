@@ -45,7 +45,7 @@ def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
         try:
             return _find_layers(module)
         except ValueError as error:
-            raise LayersNotFoundError(str(error)) from error
+            raise LayersNotFoundError(str(error)) from None
     with whole(module):
         if _is_module_list(module, layers):
             return _blocks_in_list(module, layers)
@@ -254,9 +254,9 @@ def choose_partition(
     num_layers = len(layers)
     if num_layers < num_stages:
         raise ValueError(
-            f"Use fewer devices, for at most {num_layers} stages, or layers='trace', which cuts"
-            f" inside of blocks too: num_stages={num_stages} is more than the {num_layers} layers"
-            " of the pipelined module."
+            f"Use fewer devices, for no more stages than {num_layers}, or layers='trace', which"
+            f" cuts inside of blocks too: num_stages={num_stages} is more than the {num_layers}"
+            " layers of the pipelined module."
         )
     if partition == "uniform":
         return tuple(uniform_partition(num_layers, num_stages))

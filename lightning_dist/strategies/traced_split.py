@@ -260,7 +260,7 @@ def _choose_partition(
     if len(titles) < num_stages:
         because = "; ".join(uncut)
         raise ValueError(
-            f"Use fewer devices, for at most {len(titles)} stages: layers='trace' finds"
+            f"Use fewer devices, for no more stages than {len(titles)}: layers='trace' finds"
             f" {len(titles)} layers in {path!r} ({', '.join(titles)}), which are too few for"
             f" {num_stages} stages"
             + (f", because {because}: such uses must be on one stage." if uncut else ".")
