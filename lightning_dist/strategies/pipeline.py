@@ -88,9 +88,10 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             ``"pipedream"`` and 1 per rank for ``"pipedream_2bw"``. A module with BatchNorm gets 1,
             where the schedule can: its statistics are then those of the batch.
         layers: Dotted path of the ``nn.Sequential`` whose children are the layers, or of the
-            ``nn.ModuleList`` of a model's blocks; ``"auto"`` takes the Hugging Face model (by its
-            own pipeline plan), or else the sequence, that holds the trainable parameters.
-            ``"trace"`` cuts the module that holds them with torch.export, whatever its forward is;
+            ``nn.ModuleList`` of a model's blocks. ``"auto"`` takes the Hugging Face model (by its
+            own pipeline plan), or else the sequence, or else the model that runs one list of blocks
+            in a loop, that holds the trainable parameters; any other module it traces. ``"trace"``
+            cuts the module that holds them with torch.export, whatever its forward is;
             ``"trace:path"`` the module of that path. The example is ``example_input_array``, or
             what the step calls it with, run so far on the first batch ahead of the run. Layers
             begin where parts come to their parameters.
