@@ -213,10 +213,11 @@ class ShardedModule:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             spread.forget_step()
-            if self._logits is None:
-                return step(*args, **kwargs)
-            with self._logits:
-                return joined(step(*args, **kwargs))
+            with spread.crossings.explained():
+                if self._logits is None:
+                    return step(*args, **kwargs)
+                with self._logits:
+                    return joined(step(*args, **kwargs))
 
         return run
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 from lightning_dist.tensor.plan import parse_style
 
+_EXAMPLE = "plan={'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}"
+
 
 @dataclass(frozen=True)  # without slots, which the command line's parser does not take
 class TensorConfig:
@@ -31,15 +33,15 @@ class TensorConfig:
         if isinstance(self.plan, str):
             if self.plan != "auto":
                 raise ValueError(
-                    f"plan={self.plan!r} must be 'auto' or a dictionary of patterns and styles,"
-                    " such as {'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}."
+                    f"Pass plan='auto' or {_EXAMPLE}, not plan={self.plan!r}: it must be a"
+                    " dictionary of patterns and styles."
                 )
             return
         is_plan = isinstance(self.plan, Mapping) and bool(self.plan)
         if not is_plan or not all(isinstance(pattern, str) for pattern in self.plan):
             raise ValueError(
-                f"plan={self.plan!r} must be 'auto' or a dictionary of patterns and styles, such as"
-                " {'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}."
+                f"Pass plan='auto' or {_EXAMPLE}, not plan={self.plan!r}: it must be a dictionary"
+                " of patterns and styles."
             )
         for pattern, style in self.plan.items():
             parse_style(style, pattern)

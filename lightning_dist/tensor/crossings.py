@@ -11,7 +11,8 @@ adds up. The same goes for the sequence, between where it is joined and where it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -42,9 +43,12 @@ class Crossings:
 
     Attributes:
         is_noting: Whether it is still to be seen.
+        is_open: The layer that has given each rank its own features last, if none has summed up
+            over them yet.
     """
 
     is_noting: bool = True
+    is_open: str | None = None
     _is_cut: bool = field(default=False, repr=False)
     _has_backward: bool = field(default=False, repr=False)
     _is_compiled: bool = field(default=False, repr=False)
@@ -53,6 +57,7 @@ class Crossings:
     def begin(self) -> None:
         """Notes that a step begins, whatever has become of the last one."""
         self._is_cut = False
+        self.is_open = None
 
     def begin_backward(self) -> None:
         """Notes that blocks may be called again from now on, the last one first, to recompute."""
@@ -72,8 +77,34 @@ class Crossings:
         """
         if torch.compiler.is_compiling():  # no graph of autograd's has what a compiler makes of it
             self._is_compiled = True
-        elif self.is_noting and features.grad_fn is not None:
-            self._features[features.grad_fn] = layer
+        elif self.is_noting:
+            self.is_open = layer
+            if features.grad_fn is not None:
+                self._features[features.grad_fn] = layer
+
+    def sum_up(self) -> None:
+        """Notes that a layer sums up over what the last one has given."""
+        if self.is_noting and not torch.compiler.is_compiling():
+            self.is_open = None
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Explains what goes wrong in a first step with some of the features.
+
+        Yields:
+            Nothing.
+        """
+        try:
+            yield
+        except (RuntimeError, IndexError) as error:
+            is_other = isinstance(error, torch.OutOfMemoryError | torch.distributed.DistError)
+            if self.is_open is None or not self.is_noting or is_other:
+                raise
+            raise ValueError(
+                f"Leave {self.is_open!r} and the layers that it goes with out of plan=: it gives"
+                " each rank its own features ('colwise'), and before a layer summed up over them"
+                f" ('rowwise') the step could not go on: {error}."
+            ) from error
 
     def cut(self) -> None:
         """Notes that each rank has a part of the sequence.
@@ -112,12 +143,16 @@ class Crossings:
                 raise ValueError(_leak(f"the features of {layer!r}", _REGION))
         for name in _parameters_in(outside, whole.inside):
             raise ValueError(
-                f"The parameter {name!r}, which is to meet each rank's own features, meets the same"
-                " on all ranks, so the ranks' gradients of it would be added up. Only what is"
-                " between 'colwise' and 'rowwise' layers is 'local': leave it out of the plan."
+                f"Leave {name.rpartition('.')[0]!r} out of plan=: the parameter {name!r}, which is"
+                " to meet each rank's own features, meets the same on all ranks, so the"
+                " ranks' gradients of it would be added up. Only what is between 'colwise' and"
+                " 'rowwise' layers is 'local'."
             )
         for name in _parameters_in(inside, whole.others):
-            raise ValueError(f"The parameter {name!r} meets each rank's own features, {_INSIDE}")
+            raise ValueError(
+                f"Name {name.rpartition('.')[0]!r} 'local' in plan=, or leave the layers around it"
+                f" out: the parameter {name!r} meets each rank's own features, {_INSIDE}"
+            )
         outside, inside = _sides(roots, _JOINS, _CUTS)
         if any(_CUTS(node) for node in outside):
             raise ValueError(_leak("a part of the sequence", _SEQUENCE))
@@ -137,18 +172,17 @@ class Crossings:
 
 
 _REGION = (
+    "Leave the layers out of plan=, or make the loss of what the module returns",
     "Each rank has some of the features only, and only the layer that sums up may take them: no"
-    " second output, attribute, hook, or call of some of the layers. Leave the layers out of the"
-    " plan, or make the loss of what the module returns."
+    " second output, attribute, hook, or call of some of the layers.",
 )
 _SEQUENCE = (
-    "With sequence_parallel=True only what the last block returns is whole: make the loss of that,"
-    " or leave sequence_parallel out."
+    "Make the loss of what the last block returns, or leave sequence_parallel out",
+    "With sequence_parallel=True only that is whole.",
 )
 _INSIDE = (
     "between a 'colwise' and a 'rowwise' layer, and the plan does not say so: the ranks' gradients"
-    " of it would not be added up. Name its layer 'local', or leave those around it out of the"
-    " plan."
+    " of it would not be added up."
 )
 _BETWEEN = (
     "but is in no block, so the ranks' gradients of it would not be added up. Move what uses it"
@@ -156,8 +190,9 @@ _BETWEEN = (
 )
 
 
-def _leak(what: str, fix: str) -> str:
-    return f"The loss depends on {what} by a way around the sum over the ranks. {fix}"
+def _leak(what: str, words: tuple[str, str]) -> str:
+    fix, why = words
+    return f"{fix}: the loss depends on {what} by a way around the sum over the ranks. {why}"
 
 
 def _is(kind: str) -> Callable[[Node], bool]:

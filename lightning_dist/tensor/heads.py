@@ -67,8 +67,8 @@ def check_heads(name: str, attention: nn.Module, tp_size: int) -> None:
             common = math.gcd(*counts.values())
             sizes = [size for size in range(1, common + 1) if common % size == 0]
             raise ValueError(
-                f"The {attribute}={count} of {name!r} cannot be shared out over tp_size={tp_size}"
-                f" ranks. Use one of the sizes {sizes}, or another number of heads."
+                f"Use a tp_size of {sizes}, or another number of heads: the {attribute}={count} of"
+                f" {name!r} cannot be shared out over tp_size={tp_size} ranks."
             )
 
 
@@ -133,10 +133,9 @@ def explain_shapes(name: str, attention: nn.Module, tp_size: int) -> None:
             if "invalid for input of size" not in str(error):
                 raise
             raise ValueError(
-                f"In {name!r}, a {type(attention).__name__}: {error}. Each of tp_size={tp_size}"
-                " ranks has some of its heads only, but its forward may use the width of all of"
-                " them. Write -1 there, or num_heads * head_dim, or leave its layers out of the"
-                " plan."
+                f"Write -1, or num_heads * head_dim, in {name!r}, a {type(attention).__name__}, or"
+                f" leave its layers out of plan=: {error}. Each of tp_size={tp_size} ranks has some"
+                " of its heads only, but its forward may use the width of all of them."
             ) from error
 
     attention.forward = forward

@@ -253,9 +253,9 @@ def colwise_apart(layer: nn.Linear, name: str, entry: Entry, is_asked: Callable[
 def _check_width(name: str, x: Tensor, width: int, takes: str) -> None:
     if x.shape[-1] != width:
         raise ValueError(
-            f"By the plan {name!r} {takes}, {width} of them, but it is given {x.shape[-1]}. A"
-            " 'colwise' layer, which gives each rank its own features, comes before each 'rowwise'"
-            " one, and before nothing else: check which layers the plan names."
+            "Name a 'colwise' layer, which gives each rank its own features, before each 'rowwise'"
+            f" one in plan=, and before nothing else: by the plan {name!r} {takes}, {width} of"
+            f" them, but it is given {x.shape[-1]}."
         )
 
 
@@ -270,6 +270,8 @@ def rowwise(layer: nn.Linear, name: str, region: Region) -> None:
 
     def forward(x: Tensor) -> Tensor:
         region.end()
+        if region.crossings is not None:
+            region.crossings.sum_up()
         weight = local_part(layer.weight)
         _check_width(name, x, weight.shape[input_dim(layer)], "takes each rank's own features")
         summed = region.leave(project(layer, x, weight, None))

@@ -39,7 +39,8 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]
             shown = list(dict.fromkeys(map(with_stars, names)))
             near = nearest(pattern, [*shown, *names])
             raise ValueError(
-                f"The plan's pattern {pattern!r} fits no module.{near} There are: {shorten(shown)}."
+                f"Write the name of a module for {pattern!r} in plan=: it fits no module.{near}"
+                f" There are: {shorten(shown)}."
             )
         found |= dict.fromkeys(fitting, style)
     for name, style in found.items():
@@ -60,8 +61,8 @@ def parse_style(name: str, pattern: str) -> Style:
     styles = {style.value: style for style in Style}
     if not isinstance(name, str) or name not in styles:
         raise ValueError(
-            f"The style {name!r} of {pattern!r} is unknown.{nearest(str(name), styles)} Use one of"
-            f" {', '.join(styles)}."
+            f"Use one of {', '.join(styles)} in plan=: the style {name!r} of {pattern!r} is"
+            f" unknown.{nearest(str(name), styles)}"
         )
     return styles[name]
 
@@ -76,12 +77,24 @@ def _check_kind(name: str, layer: nn.Module, style: Style) -> None:
         return
     if has_own_forward(layer):
         raise ValueError(
-            f"The plan spreads {name!r} as {style.value!r}, but that {type(layer).__name__} has a"
-            " forward of its own, which would be lost. Make it a class, or leave it out of the"
-            " plan."
+            f"Leave {name!r} out of plan=, or make its forward that of a class: as {style.value!r}"
+            f" a {type(layer).__name__} that has a forward of its own would lose it."
         )
     if not is_right:
         raise ValueError(
-            f"The plan spreads {name!r} as {style.value!r}, which needs {wanted}, but it is a"
-            f" {type(layer).__name__}. Name the layers inside it, or take another style."
+            f"{_instead(name, layer)}: the style {style.value!r} needs {wanted}, but it is a"
+            f" {type(layer).__name__}."
         )
+
+
+def _instead(name: str, layer: nn.Module) -> str:
+    """Says what to write in a plan, for a layer that another style would do for."""
+    if is_token_table(layer):
+        return f"Use 'vocab' for {name!r} in plan=, or leave it out"
+    if is_projection(layer):
+        return (
+            f"Use 'colwise', 'rowwise' or 'colwise_gather' for {name!r} in plan=, or leave it out"
+        )
+    if any(True for _ in layer.children()):
+        return f"Name the layers inside of {name!r} in plan=, or leave it out"
+    return f"Leave {name!r} out of plan="

@@ -8,19 +8,24 @@ what the whole gives to it. Nothing is sent, and all ranks find the same.
 
 What outside of regions is whole on each rank is whole here, too: the layer that sums up returns
 what the whole one has returned. A module that wants more than an activation, and more than can be
-guessed (:mod:`lightning_dist.tensor.trial_call`), cannot be run so, and is taken at its word.
+guessed (:mod:`lightning_dist.tensor.trial_call`), cannot be run so, and is taken at its word, but
+for an attention that computes with the width of all heads. So is a whole model that is large.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dist.module_tree import original_class
+from lightning_dist.suggestion import shorten
+from lightning_dist.tensor.attention import is_attention_projection
 from lightning_dist.tensor.heads import check_heads, explain_shapes, keep_own_heads, needs_proof
 from lightning_dist.tensor.own_width import behind
 from lightning_dist.tensor.projection import (
@@ -54,6 +59,8 @@ _Cuts = Mapping[str, tuple[Style, int]]
 """Style, and how many matrices are stacked, of the layers of a module by their names in it."""
 
 _BATCH, _LENGTH = 2, 4
+_LARGEST_MODEL = 2**25
+"""Parameters of a whole model that is still copied; parts of a model are, whatever their size."""
 
 
 def find_flaws(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str]:
@@ -70,13 +77,16 @@ def find_flaws(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str
     known: dict[Any, str | None] = {}
     found: dict[str, str] = {}
     all_holders = holders(module, styles)
+    met = {layer for layers in all_holders.values() for layer in layers}
+    alone = {n: style for n, style in styles.items() if style.sums_up and n not in met}
     for name, layers in all_holders.items():
         cuts = {layer: (styles[layer], stacked_in(module, styles, layer)) for layer in layers}
         inner = {_inside(name, layer): cut for layer, cut in cuts.items()}
         inner |= {_inside(name, n): (Style.LOCAL, 1) for n in local_in(name, styles, all_holders)}
+        inner |= {_inside(name, n): (s, 1) for n, s in alone.items() if _is_in(n, name)}
         holder = module.get_submodule(name)
         kind = (*kind_of(holder), *inner)
-        if not name:  # the whole model is more than a copy should be made of
+        if not name and _is_large(holder):  # more than a copy should be made of
             known[kind] = _unproven(name, holder, _styles(inner))
         elif kind not in known:
             with on_the_side():
@@ -101,11 +111,18 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
     _check_ends(styles)
     _check_local(module, styles)
     for name, flaw in find_flaws(module, styles, tp_size).items():
+        layers = holders(module, styles)[name]
+        named = shorten([repr(layer) for layer in layers], 4)
+        each = "hidden feature is computed by itself"
+        if any(map(is_attention_projection, (layer.rpartition(".")[2] for layer in layers))):
+            each = (
+                "head is computed by itself (of a fused layer: all queries, then all keys, then all"
+                " values)"
+            )
         raise ValueError(
-            f"{flaw[0].upper()}{flaw[1:]}. (The plan cuts the layers of {name!r}, and a copy of it"
-            f" with random weights was run whole and as tp_size={tp_size} parts.) Leave its layers"
-            " out of the plan, or write its forward so that each head, or each hidden feature, is"
-            " computed by itself; a fused layer has all queries, then all keys, then all values."
+            f"Leave {named} out of plan=, or write {label_of(name, module)} so that each {each}:"
+            f" {flaw}. (A copy of it with random weights was run whole and as tp_size={tp_size}"
+            " parts.)"
         )
 
 
@@ -122,8 +139,11 @@ def local_in(holder: str, styles: Styles, all_holders: Collection[str]) -> list[
 
 
 def _innermost(name: str, all_holders: Collection[str]) -> str | None:
-    around = (h for h in all_holders if name.startswith(f"{h}." if h else ""))
-    return max(around, key=len, default=None)
+    return max((h for h in all_holders if _is_in(name, h)), key=len, default=None)
+
+
+def _is_in(name: str, holder: str) -> bool:
+    return name.startswith(f"{holder}." if holder else "")
 
 
 def _check_ends(styles: Styles) -> None:
@@ -132,17 +152,18 @@ def _check_ends(styles: Styles) -> None:
     ends = [name for name, style in styles.items() if style.sums_up]
     if begins and not ends:
         raise ValueError(
-            f"The plan gives each rank its own features in {begins[0]!r} ('colwise'), and no layer"
-            " sums up over them. Name the one that takes them 'rowwise', or use 'colwise_gather'."
+            "Name the layer that takes what it gives 'rowwise' in plan=, or use 'colwise_gather':"
+            f" the plan gives each rank its own features in {begins[0]!r} ('colwise'), and no layer"
+            " sums up over them."
         )
     met = {partner_of(styles, name) for name in begins}
     parents = {name.rpartition(".")[0] for name in begins}
     for name in ends:
         if name not in met and name.rpartition(".")[0] not in parents:
             raise ValueError(
-                f"The plan sums up over the ranks' own features in {name!r}, as a"
-                f" {styles[name].value!r} layer does, and no layer beside it gives them any. Name"
-                " the one that does 'colwise'."
+                f"Name the layer that gives {name!r} its features 'colwise' in plan=, or leave it"
+                f" out: the plan sums up over the ranks' own features in {name!r}, as a"
+                f" {styles[name].value!r} layer does, and no layer beside it gives them any."
             )
 
 
@@ -152,27 +173,38 @@ def _check_local(module: nn.Module, styles: Styles) -> None:
     for name, style in styles.items():
         if style is Style.LOCAL and name not in inside:
             raise ValueError(
-                f"The plan says of {name!r} that it meets each rank's own features ('local'), but"
-                " nothing is cut in the module that has it: no 'colwise' and 'rowwise' layers are"
-                " beside it. It meets the same on all ranks. Leave it out of the plan."
+                f"Leave {name!r} out of plan=: it says that {name!r} meets each rank's own features"
+                " ('local'), but nothing is cut in the module that has it: no 'colwise' and"
+                " 'rowwise' layers are beside it. It meets the same on all ranks."
             )
 
 
+def label_of(name: str, holder: nn.Module) -> str:
+    """Names a module, or the whole model by its class."""
+    return repr(name or original_class(holder).__name__)
+
+
+def _is_large(model: nn.Module) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_MODEL
+
+
 def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str | None:
+    label = label_of(name, holder)
     for layer in cuts:
         if has_own_forward(holder.get_submodule(layer)):
-            return f"{layer!r} of {name!r} has a forward of its own, which would be lost"
+            return f"{layer!r} of {label} has a forward of its own, which would be lost"
     styles = _styles(cuts)
     try:
         for parent in attentions(styles):
             check_heads(parent, holder.get_submodule(parent), tp_size)
         copy = random_copy(holder)
-        x = _activation(copy, cuts)
+        activations = _activations(copy, cuts)
         calls = list(trial_calls(copy, styles, _LENGTH))
     except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
         return _unproven(name, holder, styles)
-    for call in calls:
-        run = partial(_Run, cuts=cuts, call=call, x=x)
+    for x, call in product(activations, calls):
+        inner: list[str] = []
+        run = partial(_Run, cuts=cuts, call=call, x=x, inner=inner)
         try:
             train_if_possible(copy, partial(call.run, copy, x))
             whole = run(shared_copy(copy))
@@ -186,8 +218,11 @@ def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str |
         except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
             if call.is_guess:
                 continue
-            return f"{name!r} cannot compute with a part of its features: {error}"
-        return _flaw_of(name, whole, parts)
+            failed = inner[-1] if inner else ""
+            kind = original_class(holder.get_submodule(failed)).__name__
+            where = f"{failed!r}, a {kind} of {label}," if failed else f"{label}, a {kind},"
+            return f"{where} cannot compute with a part of its features: {error}"
+        return _flaw_of(name, holder, whole, parts)
     return _unproven(name, holder, styles)
 
 
@@ -203,13 +238,14 @@ def _unproven(name: str, holder: nn.Module, styles: Styles) -> str | None:
     return None
 
 
-def _flaw_of(name: str, whole: _Run, parts: Sequence[_Run]) -> str | None:
+def _flaw_of(name: str, holder: nn.Module, whole: _Run, parts: Sequence[_Run]) -> str | None:
+    label = label_of(name, holder)
     if any(differ(part.returned, whole.returned) for part in parts):
-        return f"{name!r} returns something else if its layers are cut"
+        return f"{label} returns something else if its layers are cut"
     for layer, met in whole.met.items():
         if any([len(parts) * size for size in part.met[layer]] != met for part in parts):
             return (
-                f"{layer!r} of {name!r} is 'local', for what meets each rank's own features, but"
+                f"{layer!r} of {label} is 'local', for what meets each rank's own features, but"
                 " not all that it meets is cut; where it meets the same on all ranks, leave it out"
                 " of the plan"
             )
@@ -217,7 +253,7 @@ def _flaw_of(name: str, whole: _Run, parts: Sequence[_Run]) -> str | None:
         for call, sum_of_all in enumerate(wanted):
             total = torch.stack([part.sums[layer][call] for part in parts]).sum(0)
             if differ(total, sum_of_all):
-                return _not_the_sum(name, layer, total, sum_of_all)
+                return _not_the_sum(label, layer, total, sum_of_all)
     return None
 
 
@@ -229,6 +265,8 @@ class _Run:
         cuts: Of its layers.
         call: How it is called.
         x: With which activation.
+        inner: Gets the names of modules inside while they run: the last is that which fails. Both
+            the whole and the parts have hooks for that, for torch runs other code without any.
         whole: What those layers return, call by call; None where they compute it.
 
     Attributes:
@@ -243,6 +281,7 @@ class _Run:
         cuts: _Cuts,
         call: TrialCall,
         x: Tensor,
+        inner: list[str],
         whole: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> None:
         names = [name for name, (style, _) in cuts.items() if style.sums_up]
@@ -253,6 +292,8 @@ class _Run:
         local = [name for name, (style, _) in cuts.items() if style is Style.LOCAL]
         self.met: dict[str, list[int]] = {name: [] for name in local}
         hooks = [_note_sizes(module.get_submodule(name), self.met[name]) for name in local]
+        for name, part in module.named_modules():
+            hooks += _note_calls(part, name, inner) if name else ()
         self.returned = call.run(module, x)
         for hook in hooks:
             hook.remove()
@@ -294,6 +335,14 @@ def _part(name: str, copy: nn.Module, cuts: _Cuts, tp_size: int, rank: int) -> n
     return part
 
 
+def _note_calls(part: nn.Module, name: str, inner: list[str]) -> list[RemovableHandle]:
+    def end(*_: Any) -> None:
+        inner.pop()
+
+    begin = part.register_forward_pre_hook(lambda *_: inner.append(name))
+    return [begin, part.register_forward_hook(end)]
+
+
 def _project(layer: nn.Linear, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return project(layer, behind(x), weight, bias)
 
@@ -307,9 +356,15 @@ def _styles(cuts: _Cuts) -> dict[str, Style]:
     return {name: style for name, (style, _) in cuts.items()}
 
 
-def _activation(module: nn.Module, cuts: _Cuts) -> Tensor:
+def _activations(module: nn.Module, cuts: _Cuts) -> list[Tensor]:
+    """Gives sequences and batches of vectors, the likeliest first; each as wide as some layer."""
     first = next(name for name, (style, _) in cuts.items() if style.takes_whole_input)
-    return torch.randn(_BATCH, _LENGTH, input_size(_layer(module, first)))
+    layers = [_layer(module, first), *filter(is_projection, module.modules())]
+    widths = dict.fromkeys(map(input_size, layers))
+    sequences = [torch.randn(_BATCH, _LENGTH, width) for width in widths]
+    vectors = [x.flatten(0, 1) for x in sequences]
+    normalises = any(isinstance(part, nn.BatchNorm1d) for part in module.modules())
+    return [*vectors, *sequences] if normalises else [*sequences, *vectors]
 
 
 def _layer(module: nn.Module, name: str) -> nn.Linear:
@@ -318,10 +373,10 @@ def _layer(module: nn.Module, name: str) -> nn.Linear:
     return layer
 
 
-def _not_the_sum(name: str, layer: str, total: Tensor, wanted: Tensor) -> str:
+def _not_the_sum(label: str, layer: str, total: Tensor, wanted: Tensor) -> str:
     largest, reach = float((total - wanted).abs().max()), float(wanted.abs().max())
     return (
-        f"what the ranks of {name!r} give to {layer!r} does not add up to what the whole gives:"
+        f"what the ranks of {label} give to {layer!r} does not add up to what the whole gives:"
         f" it is off by {largest:.2g}, with elements up to {reach:.2g}"
     )
 

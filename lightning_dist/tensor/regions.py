@@ -60,9 +60,9 @@ def stacked_in(module: nn.Module, styles: Styles, name: str) -> int:
     taken = input_size(module.get_submodule(partner))
     if features > taken and features % taken:
         raise ValueError(
-            f"The {features} output features of {name!r} are no multiple of the {taken} input"
-            f" features of {partner!r}: queries, keys and values of different sizes in one layer"
-            " cannot be cut between heads. Leave both out of the plan, or split the layer."
+            f"Leave both out of plan=, or split the layer: the {features} output features of"
+            f" {name!r} are no multiple of the {taken} input features of {partner!r}, and queries,"
+            " keys and values of different sizes in one layer cannot be cut between heads."
         )
     return max(1, features // taken)
 

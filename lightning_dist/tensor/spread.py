@@ -40,7 +40,7 @@ from lightning_dist.tensor.sequence import (
 )
 from lightning_dist.tensor.sequence_proof import check_positions
 from lightning_dist.tensor.styles import Style
-from lightning_dist.tensor.summands import check_shared, find_summands
+from lightning_dist.tensor.summands import check_shared, check_tied, find_summands
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class SpreadModule:
         }
         summands = find_summands(module, styles, self._is_in_block)
         check_shared(module, summands, self.cuts)
+        check_tied(module, styles, self.cuts)
         self._summands = frozenset(summands)
         partial = [name for name in summands if is_kept(name)]
         self._entries: dict[str, Entry] = {}
@@ -225,8 +226,9 @@ class SpreadModule:
         if is_spread(whole):  # tied to one that came before
             if whole.placements != (placement,):
                 raise ValueError(
-                    "Two layers share a parameter, but the plan spreads them in different ways."
-                    " Spread both by rows, an embedding as 'vocab' and a head as 'colwise_gather'."
+                    "Use 'vocab' for an embedding and 'colwise_gather' for a head that share a"
+                    " weight: two layers share a parameter, but the plan spreads them in different"
+                    " ways."
                 )
             return
         part = nn.Parameter(cut(whole, self._mesh, [placement]), requires_grad=whole.requires_grad)
@@ -268,7 +270,10 @@ def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_paral
         check_heads(name, module.get_submodule(name), tp_size)
     for name, style in styles.items():
         if style.needs_sequence_parallel and not sequence_parallel:
-            raise ValueError(f"The style {style.value!r} of {name!r} needs sequence_parallel=True.")
+            raise ValueError(
+                "Pass sequence_parallel=True, or use another style in plan=: the style"
+                f" {style.value!r} of {name!r} needs sequence_parallel=True."
+            )
         layer = module.get_submodule(name)
         if style is Style.VOCAB:
             assert isinstance(layer, nn.Embedding)
@@ -283,8 +288,9 @@ def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_paral
 def _check_size(name: str, what: str, size: int, tp_size: int) -> None:
     if size % tp_size:
         raise ValueError(
-            f"The {size} {what} of {name!r} cannot be shared out over tp_size={tp_size} ranks. Use"
-            f" a size that divides them, or pad them to {-(-size // tp_size) * tp_size}."
+            f"Leave {name!r} out of plan=, or use another tp_size: the {size} {what} of {name!r}"
+            f" cannot be shared out over tp_size={tp_size} ranks; or pad them to"
+            f" {-(-size // tp_size) * tp_size}."
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor, nn
 
+from lightning_dist.tensor.projection import is_projection
 from lightning_dist.tensor.styles import Style
 
 
@@ -61,8 +62,33 @@ def check_shared(module: nn.Module, summands: list[str], cuts: Collection[str]) 
         whole = [name for name in shared if name not in summands]
         if apart and whole:
             raise ValueError(
-                f"{apart[0]!r} and {whole[0]!r} are one parameter, but tensor-parallel ranks meet"
-                " different activations at the first (a part of the features or of the sequence)"
-                " and the same ones at the second, so its gradient could not be added up. Untie"
-                " them, or leave sequence_parallel or the style 'local' out."
+                "Untie two layers, or leave sequence_parallel or the style 'local' out:"
+                f" {apart[0]!r} and {whole[0]!r} are one parameter, but ranks meet different"
+                " activations at the first (a part of the features or of the sequence) and the same"
+                " ones at the second, so its gradient could not be added up."
+            )
+
+
+def check_tied(module: nn.Module, styles: Mapping[str, Style], cuts: Collection[str]) -> None:
+    """Checks that no layer computes with all of a weight that another layer has a part of.
+
+    Args:
+        module: The model, of which nothing has been cut yet.
+        styles: By module name.
+        cuts: Names of parameters that will be cut.
+
+    Raises:
+        ValueError: One does.
+    """
+    cut = {module.get_parameter(name): name for name in cuts}
+    for path, part in module.named_modules():
+        computes = is_projection(part) or isinstance(part, nn.Embedding)
+        weight = part._parameters.get("weight")
+        if computes and path not in styles and weight is not None and weight in cut:
+            other = cut[weight].rpartition(".")[0]
+            style = "vocab" if isinstance(part, nn.Embedding) else "colwise_gather"
+            raise ValueError(
+                f"Name {path!r} in plan=, too, as {style!r} say, or leave {other!r} out: they have"
+                f" one weight, and by the plan each rank has a part of it in {other!r}"
+                f" ({styles[other].value!r}) and all of it in {path!r}."
             )

@@ -96,8 +96,9 @@ def check_head(module: nn.Module, styles: Mapping[str, Style], tp_size: int) -> 
         else " None was found that has an output for each row of a token embedding."
     )
     raise ValueError(
-        "loss_parallel=True leaves each rank its part of the logits, but no head is spread as"
-        f" 'colwise_gather'.{reason} Or name the head in plan={{...}}, or leave loss_parallel out."
+        "Leave loss_parallel out, or name the head 'colwise_gather' in plan={...}:"
+        " loss_parallel=True leaves each rank its part of the logits, but no head is spread as"
+        f" 'colwise_gather'.{reason}"
     )
 
 

@@ -173,7 +173,8 @@ def test_a_layer_that_may_need_the_whole_sequence_must_be_spread(workers: Worker
 
 def test_a_wrong_width_is_explained(workers: WorkerPool) -> None:
     for message in workers.run(2, case_refused, WideAttention, False, PLAN, False):
-        assert message.startswith("In 'blocks.0.attention', a WideAttention: shape '[1, 2, 8]'")
+        assert message.startswith("Write -1, or num_heads * head_dim, in 'blocks.0.attention', a")
+        assert "a WideAttention, or leave its layers out of plan=: shape '[1, 2, 8]'" in message
         assert "Each of tp_size=2 ranks has some of its heads only" in message
 
 

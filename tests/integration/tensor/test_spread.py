@@ -156,7 +156,7 @@ def width_refusals() -> list[str]:
     ):
         network = gpt()
         SpreadModule(network, resolve_plan(network, plan), mesh, SpreadOptions())
-        with pytest.raises(ValueError, match="By the plan") as caught:
+        with pytest.raises(ValueError, match="by the plan") as caught:
             loss_of(network)
         texts.append(str(caught.value))
     return texts
