@@ -38,6 +38,7 @@ from lightning_dist.named_optimizer import (
 )
 from lightning_dist.shards import gather, is_spread, shard_like
 from lightning_dist.strategies.distributed import DistributedStrategy
+from lightning_dist.strategies.part_warning import warn_of_part, without_warning
 from lightning_dist.strategies.whole_file_io import WholeFileIO, is_local
 from lightning_dist.strategies.whole_model_checks import check_group_values
 from lightning_dist.tied_names import FirstNames, first_names, fold
@@ -83,6 +84,20 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     def begin_run(self) -> None:
         super().begin_run()
         self._is_laid_out = False
+
+    def warn_of_part(self) -> None:
+        """Lets the module warn if a script takes its state dict for the whole model's."""
+        if not self._has_plain_state:
+            warn_of_part(self.module)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with without_warning(self.module):
+            return super().lightning_module_state_dict()
+
+    def _own_state(self) -> dict[str, Any]:
+        with without_warning(self.module):
+            return self.module.state_dict()
 
     # --- plugins -----------------------------------------------------------------------------
 
@@ -263,7 +278,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         if not checkpoints.is_sharded(path):
             return super().load_checkpoint(path, weights_only)
         parameters = self._parameters()
-        own = parameters.keys() | self.module.state_dict().keys()
+        own = parameters.keys() | self._own_state().keys()
         foreign = self.foreign_names()
         # What nobody has is loaded too, for `load_state_dict` to complain about.
         return checkpoints.load_sharded(
@@ -284,7 +299,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             if name not in foreign
         }
         if foreign:  # a module that has not been cut yet keeps what it has of them
-            present = module.state_dict()
+            present = self._own_state()
             own |= {name: present[name] for name in foreign & present.keys()}
         module.load_state_dict(own, strict=strict)
 

@@ -247,6 +247,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         if trainer.state.fn == TrainerFn.FITTING:
             self._setup_optimizers_of_whole_model(trainer)
         self._split.cut()
+        self.warn_of_part()
         for optimizer in self.optimizers:
             keep_own_parameters(optimizer, module)
         self.model_to_device()

@@ -175,6 +175,7 @@ class ShardedStrategy(DataParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.lay_out_once()
+        self.warn_of_part()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.hook_into(trainer)
         if self.num_readers > 1:
