@@ -19,12 +19,14 @@ last stage nothing is left: norm, head and loss follow.
 *Placeholders are not numbers.* A module with parameters that runs before the blocks, an embedding,
 is elsewhere on later stages. There its structure on the meta device says what it would return, and
 as many NaNs are returned. All that is made of them ends at the first own block, unless the model
-hands some value past the blocks. Then the block's arguments, which are looked at once, tell; and
-what they cannot tell ends in a loss that is NaN, never in a wrong number.
+hands some value past the blocks. Then the block's arguments, which are looked at once, tell; or the
+result does: it is NaN with NaNs in the placeholders, and a number with zeros. What neither can tell
+ends in a loss that is NaN, never in a wrong number.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +37,11 @@ from torch import Tensor, nn
 
 from lightning_dist.pipeline.cut import ForeignLayer
 from lightning_dist.tree import flatten, map_tensors
+
+_INSTEAD = (
+    "Let PipelineStrategy trace the model with layers='trace', or put an `nn.Sequential` of layers"
+    " that hand on all they need into your module."
+)
 
 
 class _BlocksLeft(BaseException):  # noqa: N818  (it is not an error)
@@ -64,12 +71,14 @@ class _Course:
     Attributes:
         span: The blocks to run.
         received: From the stage before.
+        fill: Of placeholders.
         next_block: The block whose call comes next.
         output: What the last own block returned.
     """
 
     span: Span
     received: Any
+    fill: float = math.nan
     next_block: int = 0
     output: Any = None
     _placeholder: Any = None
@@ -77,7 +86,7 @@ class _Course:
     def placeholder(self) -> Any:
         """Gives what looks like an output of a block."""
         if self._placeholder is None:
-            self._placeholder = map_tensors(_unknown, self.received)
+            self._placeholder = map_tensors(partial(_unknown, fill=self.fill), self.received)
         return self._placeholder
 
 
@@ -102,6 +111,7 @@ class BlockRoute:
         self._forward: Callable[..., Any] = model.forward
         self._course: _Course | None = None
         self._inspected: set[Span] = set()
+        self._finished: set[Span] = set()
 
     def attach(self) -> None:
         """Puts itself in between; the model is cut by now, and its forward its own."""
@@ -139,16 +149,37 @@ class BlockRoute:
             ValueError: The forward does not call each block once and in order, or something that
                 lives elsewhere.
         """
-        course = self._course = _Course(span, received)
+        result = self._run(_Course(span, received), arguments, keywords)
+        is_last = span.end == len(self._blocks)
+        if is_last and span.first > 0 and span not in self._finished:
+            self._finished.add(span)
+            if _has_nan(result) and not _has_nan(received):
+                self._refuse_leak(_Course(span, received, fill=0.0), arguments, keywords)
+        return result
+
+    def _run(self, course: _Course, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        self._course = course
         try:
             result = self._forward(*arguments, **keywords)
         except _BlocksLeft:
             return course.output
         finally:
             self._course = None
-        if course.next_block < span.end:
+        if course.next_block < course.span.end:
             raise ValueError(self._out_of_order(course, "ended"))
         return result
+
+    def _refuse_leak(
+        self, course: _Course, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        """Refuses a result that is NaN because of placeholders, and not of its own."""
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            if _has_nan(self._run(course, arguments, keywords)):
+                return
+        raise ValueError(
+            f"{_INSTEAD} {type(self._model).__name__} uses a value from before the blocks of"
+            f" {self._path!r} behind them, and only what a block returns travels between stages."
+        )
 
     def _call(self, index: int, block: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         course = self._course
@@ -193,7 +224,7 @@ class BlockRoute:
                 f" in the model's pipeline plan: `model.pp_plan = {{...}}`, with its inputs and"
                 " outputs like those of the other parts."
             )
-        return _placeholder(empty, arguments, keywords)
+        return _placeholder(empty, arguments, keywords, course.fill)
 
     def _inspect(self, index: int, received: Any, given: list[tuple[int | str, Any]]) -> None:
         """Looks for values that come from elsewhere, and not with what was received."""
@@ -202,11 +233,10 @@ class BlockRoute:
         leaks = [str(name) for name, value in given if _has_nan(value)]
         if leaks:
             raise ValueError(
-                f"Block {index} of {self._path!r} is given the arguments {leaks} that depend on"
-                f" one of {sorted(self._before)}, which live on the first stage. Only what a block"
-                f" returns travels from stage to stage, so {type(self._model).__name__} cannot be"
-                " cut between its blocks. Put an `nn.Sequential` of layers into your module that"
-                " hand on all they need."
+                f"{_INSTEAD} Block {index} of {self._path!r} is given the arguments {leaks} that"
+                f" depend on one of {sorted(self._before)}, which live on the first stage. Only"
+                f" what a block returns travels between stages, so {type(self._model).__name__}"
+                " cannot be cut between its blocks."
             )
 
     def _set_blocks(self, blocks: nn.ModuleList) -> None:
@@ -246,21 +276,19 @@ class _GuardedBlock:
         return getattr(self._block.described if is_foreign else self._block, name)
 
 
-def _placeholder(skeleton: nn.Module, arguments: Any, keywords: Any) -> Any:
+def _placeholder(skeleton: nn.Module, arguments: Any, keywords: Any, fill: float) -> Any:
     """Makes what a module would return, without its values."""
     given = flatten((arguments, keywords))[0]
     device = given[0].device if given else torch.device("cpu")
     on_meta = map_tensors(lambda t: t.to("meta"), (arguments, keywords))
     with torch.no_grad():
         returned = skeleton(*on_meta[0], **on_meta[1])
-    return map_tensors(lambda t: _unknown(t, device), returned)
+    return map_tensors(lambda t: _unknown(t, fill, device), returned)
 
 
-def _unknown(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+def _unknown(tensor: Tensor, fill: float, device: torch.device | None = None) -> Tensor:
     has_nan = tensor.is_floating_point() or tensor.is_complex()
-    return torch.full_like(
-        tensor, float("nan") if has_nan else 0, device=device, requires_grad=False
-    )
+    return torch.full_like(tensor, fill if has_nan else 0, device=device, requires_grad=False)
 
 
 def _has_nan(tree: Any) -> bool:

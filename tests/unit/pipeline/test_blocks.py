@@ -179,7 +179,11 @@ class Unsaid(Parts):
 @pytest.mark.parametrize(
     ("body", "error", "message"),
     [
-        (Leaking, ValueError, r"Block \d of 'body.blocks' .*\['scale'\].*'body.embed'"),
+        (
+            Leaking,
+            ValueError,
+            r"^Let PipelineStrategy .* Block \d of 'body.blocks' .*\['scale'\].*'body.embed'",
+        ),
         (Reversed, ValueError, r"called block 4 when block 0 of 'body.blocks'"),
         (Dropping, ValueError, r"ended when block 4 .*layerdrop"),
         (Reading, ValueError, r"'weight' of layer 'body.embed' .*lives on stage 0.*'trace'"),
@@ -226,7 +230,16 @@ def test_a_value_past_the_blocks_is_never_a_wrong_number() -> None:
                 hidden = block(hidden, scale=torch.tensor(scale))
             return self.norm(hidden) + start
 
-    assert math.isnan(difference(Model(Around), "1f1b"))
+    with pytest.raises(ValueError, match=r"^Let PipelineStrategy trace .* Model uses a value"):
+        difference(Model(Around), "1f1b")
+
+
+def test_a_nan_of_the_models_own_stays_one() -> None:
+    class Broken(Body):
+        def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(tokens, scale) * torch.nan
+
+    assert math.isnan(difference(Model(Broken), "1f1b"))
 
 
 def test_the_model_is_left_as_it_was() -> None:
