@@ -67,7 +67,7 @@ from lightning_dist.strategies.session import Session, open_session
 from lightning_dist.strategies.stage_gradients import StageGradients
 from lightning_dist.strategies.staleness_log import LoggedStaleness
 from lightning_dist.strategies.start_line import StartLine
-from lightning_dist.strategies.traced_split import find_traced_split, is_traced
+from lightning_dist.strategies.traced_split import UncutError, find_traced_split, is_traced
 from lightning_dist.strategies.training_stop import stop_training_together
 
 _PROGRESS_KEY = "lightning_dist"
@@ -276,7 +276,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
                 self.module, self._config, self.mesh.pp, place, half, first_call
             )
         except ValueError as error:
-            if not_found is None or is_traced(self.module):  # it can be traced, but not cut so
+            is_traced_well = is_traced(self.module) and not isinstance(error, UncutError)
+            if not_found is None or is_traced_well:
                 raise
             raise ValueError(f"{not_found} Tracing it instead failed, too: {error}") from None
 

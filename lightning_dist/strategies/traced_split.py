@@ -34,6 +34,10 @@ from lightning_dist.strategies.pipelined_module import choose_partition, refuse_
 from lightning_dist.strategies.whole_split import keep_whole
 
 
+class UncutError(ValueError):
+    """Says that a traced module has too few layers because parts of it cannot be cut apart."""
+
+
 @dataclass(frozen=True)
 class TracedSplit(PipelineSplit):
     """One rank's part of a module that was traced."""
@@ -258,13 +262,15 @@ def _choose_partition(
 ) -> tuple[int, ...]:
     titles, uncut = program.titles, program.uncut
     if len(titles) < num_stages:
-        because = "; ".join(uncut)
-        raise ValueError(
+        found = (
             f"Use fewer devices, for no more stages than {len(titles)}: layers='trace' finds"
             f" {len(titles)} layers in {path!r} ({', '.join(titles)}), which are too few for"
             f" {num_stages} stages"
-            + (f", because {because}: such uses must be on one stage." if uncut else ".")
         )
+        if uncut:
+            because = "; ".join(uncut)
+            raise UncutError(f"{found}, because {because}: what lies between must be on one stage.")
+        raise ValueError(f"{found}.")
     try:
         return choose_partition(layers, config.partition, num_stages)
     except ValueError as error:

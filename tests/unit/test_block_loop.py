@@ -162,6 +162,13 @@ class Twice(Base):
         return x
 
 
+class Again(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.blocks[0](x)
+
+
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +186,7 @@ def test_a_loop_that_hands_on_is_a_chain() -> None:
 
 
 def test_branches_are_no_chain() -> None:
-    others = (Base, Branches, Comprehension, Experts, Twice)
+    others = (Base, Branches, Comprehension, Experts, Twice, Again)
     assert not any(loops_over(model(), "blocks") for model in others)
 
 
