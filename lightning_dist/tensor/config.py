@@ -33,14 +33,14 @@ class TensorConfig:
         if isinstance(self.plan, str):
             if self.plan != "auto":
                 raise ValueError(
-                    f"Pass plan='auto' or {_EXAMPLE}, not plan={self.plan!r}: it must be a"
+                    f"Pass plan='auto' or {_EXAMPLE}: plan={self.plan!r} must be 'auto' or a"
                     " dictionary of patterns and styles."
                 )
             return
         is_plan = isinstance(self.plan, Mapping) and bool(self.plan)
         if not is_plan or not all(isinstance(pattern, str) for pattern in self.plan):
             raise ValueError(
-                f"Pass plan='auto' or {_EXAMPLE}, not plan={self.plan!r}: it must be a dictionary"
+                f"Pass plan='auto' or {_EXAMPLE}: plan={self.plan!r} must be 'auto' or a dictionary"
                 " of patterns and styles."
             )
         for pattern, style in self.plan.items():

@@ -11,9 +11,11 @@ adds up. The same goes for the sequence, between where it is joined and where it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import extract_tb
 
 import torch
 from torch import Tensor
@@ -98,7 +100,7 @@ class Crossings:
             yield
         except (RuntimeError, IndexError) as error:
             is_other = isinstance(error, torch.OutOfMemoryError | torch.distributed.DistError)
-            if self.is_open is None or not self.is_noting or is_other:
+            if self.is_open is None or not self.is_noting or is_other or _is_raised_by_user(error):
                 raise
             raise ValueError(
                 f"Leave {self.is_open!r} and the layers that it goes with out of plan=: it gives"
@@ -188,6 +190,13 @@ _BETWEEN = (
     "but is in no block, so the ranks' gradients of it would not be added up. Move what uses it"
     " into the blocks or behind the last one, or leave sequence_parallel out."
 )
+
+
+def _is_raised_by_user(error: Exception) -> bool:
+    """Whether an error is of a ``raise`` outside of torch, and not of torch's own code."""
+    last = extract_tb(error.__traceback__)[-1]
+    is_of_torch = f"{os.sep}torch{os.sep}" in last.filename
+    return not is_of_torch and (last.line or "").startswith("raise")
 
 
 def _leak(what: str, words: tuple[str, str]) -> str:

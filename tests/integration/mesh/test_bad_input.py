@@ -76,6 +76,8 @@ def refusal(
     return str(caught.value)
 
 
+CUT_IN_TWO_WAYS = {"model.0.token": "vocab", "model.2.up": "colwise", "model.3.logits": "rowwise"}
+
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
     "sizes": (make_gpt, {"pp": 3}, {}, 8, ["pp=3", "world size of 4", "pp=2 x dp_shard=2"]),
     "pipedream": (
@@ -129,7 +131,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
     ),
     "tied over stages that cut it in different ways": (
         tied,
-        {"pp": 2, "tp": 2, "tensor": TensorConfig(plan={"model.0.token": "vocab"})},
+        {"pp": 2, "tp": 2, "tensor": TensorConfig(plan=CUT_IN_TWO_WAYS)},
         {},
         8,
         ["'0.token.weight' (stage 0)", "'3.logits.weight' (stage 1)", "cuts one", "colwise_gather"],
@@ -157,7 +159,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
     ),
     "a vocabulary": (
         odd_vocabulary,
-        {"pp": 2, "tp": 2, "tensor": TensorConfig(plan={"model.0.token": "vocab"})},
+        {"pp": 2, "tp": 2, "tensor": TensorConfig(plan=CUT_IN_TWO_WAYS)},
         {},
         8,
         ["255 rows", "'model.0.token'", "256"],
