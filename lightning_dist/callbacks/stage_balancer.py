@@ -161,7 +161,11 @@ class StageBalancer(pl.Callback):
         profiles = gather_profiles(profiler.profile(states), strategy.group(*strategy.mesh.sizes))
         steps = [p.step_seconds for p in profiles if p.step_seconds == p.step_seconds]
         measured = median(steps) if steps else float("nan")
-        balance = self._balance = self._compare(pipeline, StepCosts.of_ranks(profiles), measured)
+        last = self._num_batches - 1
+        balance = self._balance = replace(
+            self._compare(pipeline, StepCosts.of_ranks(profiles), measured),
+            batches=(last + 1 - self._measured_steps, last),
+        )
         module.log_dict(_metrics_of(balance), batch_size=1)
         if trainer.is_global_zero:
             conclusion, is_balanced = self._conclude(balance), balance.gain < self._min_gain
@@ -200,10 +204,11 @@ class StageBalancer(pl.Callback):
             )
 
     def _conclude(self, balance: Balance) -> str:
-        last = self._num_batches - 1
+        assert balance.batches is not None
+        first, last = balance.batches
         measured = (
             f"a step took {balance.measured_step_seconds * 1e3:.2f} ms"
-            f" (median of batches {last + 1 - self._measured_steps} to {last})"
+            f" (median of batches {first} to {last})"
         )
         if balance.gain < self._min_gain:
             return f"The stages are balanced: {measured}, and no cut saves {self._min_gain:.0%}."

@@ -29,6 +29,7 @@ class Balance:
         step_seconds: Predicted for a training batch as it is.
         better_step_seconds: And as it should be.
         measured_step_seconds: What a training batch took; nan where nobody has measured it.
+        batches: The first and the last training batch that were measured, if that is known.
     """
 
     costs: StepCosts
@@ -37,6 +38,12 @@ class Balance:
     step_seconds: float
     better_step_seconds: float
     measured_step_seconds: float = float("nan")
+    batches: tuple[int, int] | None = None
+
+    @property
+    def measured_in(self) -> str:
+        """Names the batches behind a title; empty where they are not known."""
+        return "" if self.batches is None else ", batches {} to {}".format(*self.batches)
 
     @property
     def gain(self) -> float:
@@ -75,7 +82,12 @@ class Balance:
                 )
             )
         headings = ("layer", "stage", "better", "forward", "backward", "sends", "keeps")
-        return Table("Layers, per micro-batch", headings, tuple(rows), frozenset(range(1, 7)))
+        return Table(
+            f"Layers, per micro-batch{self.measured_in}",
+            headings,
+            tuple(rows),
+            frozenset(range(1, 7)),
+        )
 
     @property
     def stage_table(self) -> Table:
@@ -96,7 +108,7 @@ class Balance:
                 )
             )
         headings = ("cut", "layers per stage", "slowest stage", "mean stage", "step")
-        return Table("Stages", headings, tuple(rows), frozenset(range(2, 5)))
+        return Table(f"Stages{self.measured_in}", headings, tuple(rows), frozenset(range(2, 5)))
 
 
 def find_balance(

@@ -103,8 +103,8 @@ def _abridge(name: str) -> str:
 
 def _title(balance: Balance) -> str:
     if balance.cut == balance.better_cut:
-        return "Layers: no cut is faster"
-    return f"Layers: the better cut saves {balance.gain:.0%} of a step"
+        return f"Layers{balance.measured_in}: no cut is faster"
+    return f"Layers{balance.measured_in}: the better cut saves {balance.gain:.0%} of a step"
 
 
 def _draw_stages(axes: Axes, balance: Balance) -> None:

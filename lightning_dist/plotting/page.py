@@ -67,7 +67,7 @@ def write_page(report: ProfileReport, path: str | os.PathLike[str]) -> None:
         raise ImportError("The page needs plotly: pip install 'lightning-dist[plots]'") from error
     figures = [
         _timeline(report),
-        _stacked("Where the time of a step goes", Bars.of_uses(report)),
+        _stacked(f"Where the time of a step goes, {report.batches()}", Bars.of_uses(report)),
         _stacked("Memory at its peak", Bars.of_memory(report)),
     ]
     if report.layers:

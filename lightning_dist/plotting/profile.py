@@ -48,7 +48,7 @@ def plot_profile(report: ProfileReport, path: str | os.PathLike[str] | None = No
     figure.legend(
         handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
     )
-    _stack(panels[-2], "A step's time by use", Bars.of_uses(report))
+    _stack(panels[-2], f"A step's time by use, {report.batches()}", Bars.of_uses(report))
     _stack(panels[-1], "Memory at its peak", Bars.of_memory(report))
     if path is not None:
         figure.savefig(path, dpi=110)
@@ -65,7 +65,7 @@ def drawn_timelines(report: ProfileReport) -> dict[str, Timeline]:
     start = min(record.steps[0][0] for record in report.records)
     end = max(record.steps[count - 1][1] for record in report.records)
     shown = report.timeline.between(start, end)
-    title = f"Measured, {count} step{'s' if count > 1 else ''}"
+    title, whole = f"Measured, {report.batches(count)}", report.batches()
     predicted = report.predicted_timeline
     if predicted is None:
         return {title: shown}
@@ -73,7 +73,7 @@ def drawn_timelines(report: ProfileReport) -> dict[str, Timeline]:
     clipped = predicted.between(0.0, max(shown.makespan_seconds, 1e-9))
     prediction = "Predicted from the measured costs"
     return {
-        f"{title} (bubble {report.bubble_fraction:.1%})": shown,
+        f"{title} (bubble of {whole}: {report.bubble_fraction:.1%})": shown,
         f"{prediction} (bubble {report.predicted_bubble_fraction:.1%})": clipped,
     }
 

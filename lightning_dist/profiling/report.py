@@ -69,6 +69,16 @@ class ProfileReport:
         moved = tuple(record.on_clock(offset) for record, offset in pairs)
         return cls(moved, tuple(offsets), first_batch)
 
+    def batches(self, count: int | None = None) -> str:
+        """Names the first batches that were timed, or all.
+
+        Args:
+            count: How many; None for all.
+        """
+        number = self.num_steps if count is None else count
+        first, last = self.first_batch, self.first_batch + number - 1
+        return f"batch {first}" if number == 1 else f"batches {first} to {last}"
+
     # --- time --------------------------------------------------------------------------------
 
     @cached_property

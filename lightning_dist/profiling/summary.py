@@ -56,7 +56,7 @@ def time_table(report: ProfileReport) -> Table:
     ]
     headings = ("rank", "host", *(use.value for use in uses), "step")
     right = frozenset({0, *range(2, len(headings))})
-    return Table("Milliseconds per step", headings, tuple(rows), right)
+    return Table(f"Milliseconds per step, {report.batches()}", headings, tuple(rows), right)
 
 
 def memory_table(report: ProfileReport) -> Table:

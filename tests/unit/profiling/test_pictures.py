@@ -20,13 +20,16 @@ from tests.unit.profiling.reports import STEP_SECONDS, report_of
 
 def test_a_profile_has_a_panel_for_each_question(tmp_path: Path) -> None:
     path = tmp_path / "profile.png"
-    report = report_of()
+    report = replace(report_of(), first_batch=4)
+    last = 3 + report.num_steps
     figure = plot_profile(report, path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size < 200_000
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     bubble = f"(bubble {report.bubble_fraction:.1%})"  # what lies between steps is none
-    assert titles[0] == f"Measured, 2 steps {bubble}"
+    measured = bubble.replace("(bubble", f"(bubble of batches 4 to {last}:")
+    assert titles[0] == f"Measured, batches 4 to 5 {measured}"
+    assert titles[2] == f"A step's time by use, batches 4 to {last}"
     assert titles[1] == f"Predicted from the measured costs {bubble}"
     assert [axes.get_xlabel() for axes in figure.axes] == ["time (ms)"] * 2 + ["ms per step", "MB"]
     widths = sum(bar.get_width() for bar in figure.axes[2].patches)
@@ -37,7 +40,8 @@ def test_without_a_pipeline_there_is_no_bubble() -> None:
     records = tuple(replace(r, place=replace(r.place, shape=None)) for r in report_of().records)
     figure = plot_profile(ProfileReport(records, ()))
     titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles == ["Measured, 2 steps", "A step's time by use", "Memory at its peak"]
+    use = f"A step's time by use, batches 0 to {len(records[0].steps) - 1}"
+    assert titles == ["Measured, batches 0 to 1", use, "Memory at its peak"]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend[-1] == "in between (numbers: batches)"
 
@@ -77,6 +81,10 @@ def test_a_balance_shows_both_cuts(tmp_path: Path, cut: tuple[int, int], title: 
     figure = plot_balance(balance, tmp_path / "balance.png")
     layers, stages = figure.axes
     assert title in layers.get_title(loc="left")
+    measured = replace(balance, batches=(2, 6))
+    shown = plot_balance(measured).axes[0].get_title(loc="left")
+    assert shown.startswith("Layers, batches 2 to 6: ")
+    assert measured.layer_table.title == "Layers, per micro-batch, batches 2 to 6"
     assert (layers.get_xlabel(), layers.get_ylabel()) == ("layer", "ms per micro-batch")
     heights = sum(bar.get_height() for bar in layers.patches)
     assert heights == pytest.approx(24.0)
