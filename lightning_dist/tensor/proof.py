@@ -87,7 +87,7 @@ def find_flaws(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str
         holder = module.get_submodule(name)
         kind = (*kind_of(holder), *inner)
         if not name and _is_large(holder):  # more than a copy should be made of
-            known[kind] = _unproven(name, holder, _styles(inner))
+            known[kind] = _unproven(name, holder, _styles(inner), tp_size)
         elif kind not in known:
             with on_the_side():
                 known[kind] = _find_flaw(name, holder, inner, tp_size)
@@ -201,7 +201,7 @@ def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str |
         activations = _activations(copy, cuts)
         calls = list(trial_calls(copy, styles, _LENGTH))
     except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
-        return _unproven(name, holder, styles)
+        return _unproven(name, holder, styles, tp_size)
     for x, call in product(activations, calls):
         inner: list[str] = []
         run = partial(_Run, cuts=cuts, call=call, x=x, inner=inner)
@@ -223,17 +223,22 @@ def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str |
             where = f"{failed!r}, a {kind} of {label}," if failed else f"{label}, a {kind},"
             return f"{where} cannot compute with a part of its features: {error}"
         return _flaw_of(name, holder, whole, parts)
-    return _unproven(name, holder, styles)
+    return _unproven(name, holder, styles, tp_size)
 
 
-def _unproven(name: str, holder: nn.Module, styles: Styles) -> str | None:
+def _unproven(name: str, holder: nn.Module, styles: Styles, tp_size: int) -> str | None:
     """Says what cannot be taken at its word."""
     for parent in attentions(styles):
         attention = holder.get_submodule(parent)
         if needs_proof(attention, head_features(holder, styles, parent)):
+            path = ".".join(filter(None, (name, parent)))
+            try:
+                check_heads(path, attention, tp_size)
+            except ValueError as error:
+                return str(error)
             return (
-                f"{'.'.join(filter(None, (name, parent)))!r} computes with the width of all heads,"
-                " and could not be run on its own to see what it does with that of some"
+                f"{path!r} computes with the width of all heads, and could not be run on its own to"
+                " see what it does with that of some"
             )
     return None
 

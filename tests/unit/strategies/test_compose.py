@@ -66,6 +66,31 @@ def made(
         yield compose(Module(), build_mesh(shape, "cpu"), asked)
 
 
+class Spread(L.LightningModule):
+    """Has an MLP, and a layer that is left whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(SIZE, 2 * SIZE), nn.GELU(), nn.Linear(2 * SIZE, SIZE))
+        self.other = nn.Linear(SIZE, 3, bias=False)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(tp=2), MeshShape(dp_shard=2, tp=2)])
+def test_a_plan_that_was_found_says_why_a_part_is_left_whole(shape: MeshShape) -> None:
+    with fake_rank(0, shape.world_size):
+        shard = ShardConfig()
+        asked = Parallelism(PipelineConfig(), TensorConfig(), shard, shard.under(Precision()))
+        words = compose(Spread(), build_mesh(shape, "cpu"), asked).plan
+        own = TensorConfig({"mlp.0": "colwise", "mlp.2": "rowwise"})
+        asked = Parallelism(PipelineConfig(), own, shard, shard.under(Precision()))
+        assert not compose(Spread(), build_mesh(shape, "cpu"), asked).plan
+    spread, whole = words.splitlines()
+    assert spread == "mlp: mlp.* (colwise), mlp.* (rowwise)"
+    assert whole.startswith(
+        "left whole: other (14% of the parameters): no other layer by whose name"
+    )
+
+
 class Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

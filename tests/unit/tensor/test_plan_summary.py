@@ -47,6 +47,18 @@ class WritesWidth(NanoGPT):
         return self.c_proj(q + k + v)
 
 
+class OddHeads(NanoGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head = 3
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 18), nn.Linear(6, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        heads = self.c_attn(x).view(B, T, 3, self.n_head, -1)
+        return self.c_proj(heads[:, :, 0].reshape(B, T, -1)) + x.new_zeros(C)
+
+
 class NeedsMore(NanoGPT):
     def forward(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
         B, T, C = x.shape
@@ -87,6 +99,7 @@ ATTENTIONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "width in the code": (WritesWidth, "cannot compute with a part of its features"),
     "cannot be run": (NeedsMore, "computes with the width of all heads, and could not be run"),
     "count in the config": (AsksConfig, "counts its heads in more than one place; read only self."),
+    "odd heads": (OddHeads, "Use a tp_size of [1, 3], or another number of heads: the n_head=3 of"),
     "no count": (lambda: Knows(n_head=None), "does not say in an attribute how many heads it has"),
     "odd count": (lambda: Knows(n_head=3), "its 3 heads do not divide the 16 features"),
     "gate": (lambda: Knows(gate=nn.Parameter(torch.ones(4))), "its gate is no projection's"),
