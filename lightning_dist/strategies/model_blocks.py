@@ -148,10 +148,9 @@ def _refuse_own_parameters(holder: nn.Module, name: str, path: str) -> None:
     for own in _trainable_of_its_own(holder):
         full_name = ".".join(filter(None, (path, name, own)))
         raise ValueError(
-            f"The trainable parameter {full_name!r} is of a {type(holder).__name__} that runs on"
-            " all stages, for it holds the blocks, so it would belong to no stage. Freeze it with"
-            " `requires_grad_(False)`, or move it into a submodule that runs before or behind the"
-            " blocks."
+            f"Move {full_name!r} into a submodule that runs before or behind the blocks, or freeze"
+            f" it with `requires_grad_(False)`: it is of a {type(holder).__name__} that runs on all"
+            " stages, for it holds the blocks, so it would belong to no stage."
         )
 
 

@@ -262,7 +262,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
     def _find_split(self, trainer: pl.Trainer, place: int) -> PipelineSplit:
         not_found: LayersNotFoundError | None = None
-        if not (self._config.is_traced or is_traced(self.module)):
+        goes_on = self._config.layers == "auto" and is_traced(self.module)
+        if not (self._config.is_traced or goes_on):
             try:
                 return find_split(self.module, self._config, self.mesh.pp, place)
             except LayersNotFoundError as error:

@@ -105,9 +105,9 @@ def _blocks_in_list(module: nn.Module, layers: str) -> tuple[str, Layers]:
     path, _, list_path = layers.partition(".")
     if not list_path:
         raise ValueError(
-            f"layers={layers!r} is an `nn.ModuleList` of the LightningModule itself, which has"
-            " steps, but no forward of the model to cut. Put the model into a module of its own,"
-            " whose forward runs the blocks."
+            "Put the model into a module of its own, whose forward runs the blocks:"
+            f" layers={layers!r} is an `nn.ModuleList` of the LightningModule itself, which has"
+            " steps, but no forward of the model to cut."
         )
     model = module.get_submodule(path)
     refuse_outside(module, path, model)
@@ -166,13 +166,15 @@ def _get(module: nn.Module, path: str) -> tuple[str, nn.Sequential]:
         found = module.get_submodule(path)
     except AttributeError:
         raise ValueError(
-            f"layers={path!r}: the module has no submodule of that path. It has the"
-            f" `nn.Sequential`s {_sequences(module)}."
+            "Leave out `layers=`, or name an `nn.Sequential` or a list of blocks with it:"
+            f" layers={path!r} is no path of a submodule. The module has the `nn.Sequential`s"
+            f" {_sequences(module)}."
         ) from None
     if not isinstance(found, nn.Sequential):
         raise ValueError(
-            f"layers={path!r} is a {type(found).__name__}. Name an `nn.Sequential`, whose children"
-            f" are run one after the other; the module has {_sequences(module)}."
+            "Leave out `layers=`, or name an `nn.Sequential`, whose children are run one after the"
+            f" other: layers={path!r} is a {type(found).__name__}. The module has"
+            f" {_sequences(module)}."
         )
     return path, found
 

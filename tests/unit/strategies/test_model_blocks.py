@@ -133,7 +133,7 @@ def test_a_sequence_that_holds_a_model_is_still_a_sequence() -> None:
             r"'head.weight' is outside of the model 'model'",
         ),
         (Holder(Model(), head=nn.Linear(3, 3)), "model.body.blocks", r"'head.weight' is outside"),
-        (Holder(nn.ModuleList([Block(), Block()])), "model", r"layers='model' .*of its own"),
+        (Holder(nn.ModuleList([Block(), Block()])), "model", r"^Put .*layers='model' is"),
         (Holder(Model()), "auto", r"^Build .*layers=.*'model.body.blocks'.*No `nn.Sequential`"),
         (Holder(Model()), "model.body", r"layers='model.body' is a Body"),
     ],
@@ -146,7 +146,9 @@ def test_what_is_not_clear_is_refused(module: nn.Module, layers: str, message: s
 def test_a_parameter_beside_the_blocks_belongs_to_no_stage() -> None:
     model = Model()
     model.body.register_parameter("scale", nn.Parameter(model.head.bias.detach().clone()))
-    with pytest.raises(ValueError, match=r"'net.body.scale' is of a Body that runs on all stages"):
+    with pytest.raises(
+        ValueError, match=r"^Move 'net.body.scale' .* is of a Body that runs on all stages"
+    ):
         blocks_of(model, "body.blocks", "net")
     model.body.scale.requires_grad_(False)
     cut(blocks_of(model, "body.blocks", "net"), [2, 3], [0])
