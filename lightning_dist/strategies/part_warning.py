@@ -30,7 +30,7 @@ class PartWarning:
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Is called by torch before it makes the state dict of a module."""
-        if self.is_muted or not self._is_due:
+        if prefix or self.is_muted or not self._is_due:  # what is around it may know better
             return
         self._is_due = False
         warnings.warn(
