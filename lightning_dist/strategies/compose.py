@@ -39,7 +39,7 @@ from lightning_dist.strategies.step_module import StepModule
 from lightning_dist.tensor.config import TensorConfig
 from lightning_dist.tensor.discovery import find_plan
 from lightning_dist.tensor.plan import resolve_plan
-from lightning_dist.tensor.plan_summary import describe_plan
+from lightning_dist.tensor.plan_summary import PlanSummary, describe_plan
 from lightning_dist.tensor.proof import check_parts
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions, refuse_spread
 from lightning_dist.tensor.styles import Style
@@ -91,7 +91,7 @@ class Composed:
         shards: The roots, if they are sharded.
         summary: Of the units on this rank.
         sharding: How units are treated that say nothing else.
-        plan: Which layers are spread in a plan that was found, and why not the rest, in words.
+        plan: Which layers are spread by a plan that was found, and why not the rest.
     """
 
     module: pl.LightningModule
@@ -102,7 +102,7 @@ class Composed:
     shards: tuple[FSDPModule, ...]
     summary: WrapSummary
     sharding: ShardingOptions
-    plan: str = ""
+    plan: PlanSummary | None = None
 
 
 def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) -> Composed:
@@ -250,7 +250,7 @@ def _choose_recomputed(module: nn.Module, units: list[Unit], shard: ShardConfig)
 
 def _spread(
     module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig, split: PipelineSplit | None
-) -> tuple[SpreadModule | None, str]:
+) -> tuple[SpreadModule | None, PlanSummary | None]:
     """Spreads layers, if they shall be, and describes a plan that was found."""
     if mesh is not None:
         refuse_spread(module)
@@ -258,8 +258,8 @@ def _spread(
     if config.plan != "auto":
         styles = resolve_plan(module, config.plan)
     if mesh is None:
-        return None, ""
-    words = ""
+        return None, None
+    words: PlanSummary | None = None
     if config.plan == "auto":
         found = find_plan(module, mesh.size())
         styles, words = found.styles, describe_plan(module, found.styles, found.reasons)

@@ -113,9 +113,9 @@ class ShardedStrategy(DataParallelStrategy):
         return self._device_mesh
 
     def describe(self) -> WrapSummary | TensorSummary:
-        """Tells how the model is spread: which modules are units, or what a rank holds of a layer.
+        """Describes how the model is spread: which modules are units, or what a rank has of layers.
 
-        Known once a run has been set up. As text, a table.
+        Known once a run has been set up. As text, the plan that was found, and a table.
 
         Raises:
             ValueError: None has been.
@@ -135,9 +135,8 @@ class ShardedStrategy(DataParallelStrategy):
         if self.mesh.pp == 1:  # of stages the first batch tells
             self.explain_batch_statistics()
         found = self.sharded.plan
-        if found:
-            rank_zero_info(f"The tensor-parallel plan that was found:\n{found}")
-        rank_zero_info(str(self.describe()))
+        if found is not None and found.whole:
+            rank_zero_info("\n".join(found.whole))
 
     # --- the model ---------------------------------------------------------------------------
 

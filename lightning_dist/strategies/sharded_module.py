@@ -45,7 +45,7 @@ class ShardedModule:
 
     Attributes:
         early: Its parameters before; None where no optimizer can have them.
-        plan: Which layers are spread in a plan that was found, and why not the rest, in words.
+        plan: Which layers are spread by a plan that was found, and why not the rest.
     """
 
     early: EarlyParameters | None = None
@@ -84,7 +84,9 @@ class ShardedModule:
     @property
     def tensor_summary(self) -> TensorSummary | None:
         """What this rank holds of each layer, if layers are spread."""
-        return None if self._spread is None else summarise(self.module, self._spread.styles)
+        return (
+            None if self._spread is None else summarise(self.module, self._spread.styles, self.plan)
+        )
 
     def layout_line(self, mesh: MeshShape, *, is_manual: bool) -> str:
         """Describes in one line how the model is spread.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -16,27 +17,40 @@ _SMALL = 0.01
 """A share of the parameters; for less no reason is given."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """A plan in a few lines.
+
+    Attributes:
+        spread: For each kind of layer, the layers and their styles.
+        whole: For each reason why parts are left whole, the parts and their size.
+    """
+
+    spread: tuple[str, ...]
+    whole: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Joins the lines."""
+        return "\n".join([*self.spread, *self.whole])
+
+
 def describe_plan(
     module: nn.Module, styles: Mapping[str, Style], reasons: Mapping[str, str]
-) -> str:
+) -> PlanSummary:
     """Describes a plan, the likes of a layer once.
 
     Args:
         module: The model, whole.
         styles: By module name, in the order of the model.
         reasons: Why a module is left whole, by the name of some.
-
-    Returns:
-        A line for each kind of layer, and one for each reason why parts are left whole.
     """
     entries: dict[str, list[str]] = {}
     for name, style in styles.items():
         is_attention = "att" in name.lower()
         kind = _KINDS.get(style, "attention" if is_attention else "mlp")
         entries.setdefault(kind, []).append(f"{with_stars(name)} ({style.value})")
-    lines = [f"{kind}: {_list(names)}" for kind, names in entries.items()]
     parts = left_whole(module, styles, reasons)
-    lines += [
+    lines = [
         f"left whole: {_list(part.patterns)} ({part.share:.0%} of the parameters): {part.reason}"
         for part in parts
         if part.share >= _SMALL
@@ -44,7 +58,8 @@ def describe_plan(
     small = [pattern for part in parts if part.share < _SMALL for pattern in part.patterns]
     if small:
         lines.append(f"left whole, less than {_SMALL:.0%} for each reason: {_list(small)}")
-    return "\n".join(lines)
+    spread = [f"{kind}: {_list(names)}" for kind, names in entries.items()]
+    return PlanSummary(tuple(spread), tuple(lines))
 
 
 def _list(names: Sequence[str]) -> str:

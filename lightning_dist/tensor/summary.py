@@ -12,6 +12,7 @@ from lightning_dist.local_part import local_part
 from lightning_dist.name_pattern import with_stars
 from lightning_dist.table import draw_table
 from lightning_dist.tensor.placements import stacked_dim
+from lightning_dist.tensor.plan_summary import PlanSummary
 from lightning_dist.tensor.styles import Style
 
 
@@ -44,9 +45,11 @@ class TensorSummary:
 
     Attributes:
         rows: In the order of the model.
+        plan: That was found; None where the user has given one.
     """
 
     rows: tuple[TensorRow, ...]
+    plan: PlanSummary | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -60,15 +63,19 @@ class TensorSummary:
         ]
         lines += [_line(row) for row in self.rows]
         lines.append(("all", "", "", "", "", "", f"{self.num_bytes:,}"))
-        return draw_table(lines, right=(1, 6))
+        table = draw_table(lines, right=(1, 6))
+        return table if self.plan is None else f"{self.plan}\n{table}"
 
 
-def summarise(module: nn.Module, styles: Mapping[str, Style]) -> TensorSummary:
+def summarise(
+    module: nn.Module, styles: Mapping[str, Style], plan: PlanSummary | None = None
+) -> TensorSummary:
     """Describes a module that has been spread.
 
     Args:
         module: The model.
         styles: By module name, as it was spread.
+        plan: That was found; None where the user has given one.
     """
     rows: dict[TensorRow, int] = {}
     for name, parameter in module.named_parameters():
@@ -87,7 +94,8 @@ def summarise(module: nn.Module, styles: Mapping[str, Style]) -> TensorSummary:
         tuple(
             replace(row, count=count, num_bytes=count * row.num_bytes)
             for row, count in rows.items()
-        )
+        ),
+        plan,
     )
 
 

@@ -83,8 +83,9 @@ def test_a_plan_that_was_found_says_why_a_part_is_left_whole(shape: MeshShape) -
         words = compose(Spread(), build_mesh(shape, "cpu"), asked).plan
         own = TensorConfig({"mlp.0": "colwise", "mlp.2": "rowwise"})
         asked = Parallelism(PipelineConfig(), own, shard, shard.under(Precision()))
-        assert not compose(Spread(), build_mesh(shape, "cpu"), asked).plan
-    spread, whole = words.splitlines()
+        assert compose(Spread(), build_mesh(shape, "cpu"), asked).plan is None
+    assert words is not None
+    (spread,), (whole,) = words.spread, words.whole
     assert spread == "mlp: mlp.* (colwise), mlp.* (rowwise)"
     assert whole.startswith(
         "left whole: other (14% of the parameters): no other layer by whose name"

@@ -21,7 +21,7 @@ TP = 2
 
 def table_of(module: nn.Module) -> str:
     found = find_plan(module, TP)
-    return describe_plan(module, found.styles, found.reasons)
+    return str(describe_plan(module, found.styles, found.reasons))
 
 
 def test_what_was_found_is_said_once_for_all_layers() -> None:
