@@ -160,6 +160,24 @@ def attempt(class_: type[Task]) -> str:
     return ""
 
 
+def name_a_traced_module() -> str:
+    """Trains a module as layers="auto" finds it, and then names it as what it is not."""
+    module = make_module(Task)
+    for layers in ("auto", "net"):
+        strategy = PipelineStrategy(layers=layers, num_microbatches=2)
+        trainer = make_trainer(devices=2, strategy=strategy, num_sanity_val_steps=0, max_epochs=1)
+        try:
+            trainer.fit(module, make_images(), make_images(8))
+        except ValueError as error:
+            return f"{layers}: {str(error).removeprefix('ValueError: ')}"
+    return ""
+
+
+def test_a_path_wins_over_an_earlier_trace(workers: WorkerPool) -> None:
+    for refusal in workers.run(2, name_a_traced_module):
+        assert refusal.startswith("net: Leave out `layers=`, or name an `nn.Sequential`"), refusal
+
+
 def test_another_input_is_refused_alike_on_each_rank(workers: WorkerPool) -> None:
     first, second = workers.run(2, attempt, Wide)
     assert first == second
