@@ -120,8 +120,9 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
     def tell(self) -> None:
         super().tell()
         everyone = self.group(*self.mesh.sizes)
-        layers = self.sharded.layers
-        rank_zero_info(str(gather_rank_table(self.module, self.mesh, layers, everyone)))
+        table = gather_rank_table(self.module, self.mesh, self.sharded.layers, everyone)
+        if table.num_hosts > 1:
+            rank_zero_info(str(table))
 
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:

@@ -50,6 +50,11 @@ class RankTable:
     mesh: MeshShape
     rows: tuple[RankRow, ...]
 
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that have ranks."""
+        return len({row.host for row in self.rows})
+
     def __str__(self) -> str:
         """Draws the table, with the axes that have more than one rank."""
         axes = [name for name in AXES if self.mesh.sizes[name] > 1]

@@ -68,3 +68,12 @@ def test_a_rank_counts_what_it_holds(spread: nn.Linear, alone: dist.ProcessGroup
     mesh = MeshShape()
     (row,) = gather_rank_table(spread, mesh, "all", alone).rows
     assert row == RankRow(0, socket.gethostname(), mesh.coordinates(0), "all", 12 + 6, 18 * 4)
+
+
+def test_hosts_are_counted() -> None:
+    mesh = MeshShape(dp_shard=2)
+    rows = [
+        RankRow(rank, host, mesh.coordinates(rank), "all", 1, 4) for rank, host in enumerate("ab")
+    ]
+    assert RankTable(mesh, tuple(rows)).num_hosts == 2
+    assert RankTable(mesh, tuple(rows[:1])).num_hosts == 1
