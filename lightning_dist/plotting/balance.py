@@ -25,6 +25,8 @@ _LONGEST_NAME = 18
 def plot_balance(balance: Balance, path: str | os.PathLike[str] | None = None) -> Figure:
     """Draws a balance: layers with both cuts above, the stages of both below.
 
+    Where no cut is faster than today's, only that one is drawn.
+
     Args:
         balance: What was measured.
         path: Where to write the picture; its ending chooses the format. None writes nothing.
@@ -51,11 +53,11 @@ def _draw_layers(axes: Axes, balance: Balance) -> None:
     backward = [layer.backward_seconds * 1e3 for layer in costs]
     axes.bar(places, forward, color=SKY, label="forward")
     axes.bar(places, backward, bottom=forward, color=BLUE, label="backward")
-    # Dashes over a solid line, so that both show where the cuts agree.
-    for cut, colour, style, width, name in (
-        (balance.cut, GREY, "-", 3.5, "cut today"),
-        (balance.better_cut, VERMILION, "--", 1.8, "better cut"),
-    ):
+    # Dashes over a solid line, so that both show where the cuts agree in part.
+    lines = [(balance.cut, GREY, "-", 3.5, "cut today")]
+    if balance.cut != balance.better_cut:
+        lines.append((balance.better_cut, VERMILION, "--", 1.8, "better cut"))
+    for cut, colour, style, width, name in lines:
         for index, place in enumerate(list(accumulate(cut))[:-1]):
             label = name if index == 0 else None
             axes.axvline(place - 0.5, color=colour, ls=style, lw=width, label=label)
@@ -108,17 +110,16 @@ def _title(balance: Balance) -> str:
 
 
 def _draw_stages(axes: Axes, balance: Balance) -> None:
-    today, better = (
-        [seconds * 1e3 for seconds in balance.stage_seconds(cut)]
-        for cut in (balance.cut, balance.better_cut)
-    )
-    places = range(len(today))
-    for shift, times, colour, name, step in (
-        (-0.2, today, GREY, "today", balance.step_seconds),
-        (0.2, better, ORANGE, "better", balance.better_step_seconds),
-    ):
+    bars = [(balance.cut, GREY, "today", balance.step_seconds)]
+    if balance.cut != balance.better_cut:
+        bars.append((balance.better_cut, ORANGE, "better", balance.better_step_seconds))
+    height, places = 0.8 / len(bars), range(len(balance.cut))
+    for number, (cut, colour, name, step) in enumerate(bars):
         label = f"{name}: a step of {step * 1e3:.1f} ms (predicted)"
-        axes.barh([p + shift for p in places], times, height=0.38, color=colour, label=label)
+        times = [seconds * 1e3 for seconds in balance.stage_seconds(cut)]
+        shift = height * (number - (len(bars) - 1) / 2)
+        beside = [place + shift for place in places]
+        axes.barh(beside, times, height=0.95 * height, color=colour, label=label)
     axes.set_yticks(places, [f"stage {place}" for place in places])
     axes.invert_yaxis()
     axes.set_xlabel("ms per micro-batch")

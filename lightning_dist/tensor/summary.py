@@ -102,6 +102,9 @@ def summarise(
 def _placement(parameter: Tensor) -> str:
     if not isinstance(parameter, DTensor):
         return "the whole"
+    axes = parameter.device_mesh.mesh_dim_names
+    if axes is not None and "tp" not in axes:  # sharded over data ranks only
+        return "the whole"
     dim = stacked_dim(parameter)
     if dim is not None:
         return f"several pieces along dim {dim}"

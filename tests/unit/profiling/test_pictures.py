@@ -76,7 +76,9 @@ COSTS = StepCosts(
 
 
 @pytest.mark.parametrize(("cut", "title"), [((3, 1), "saves 2"), ((1, 3), "no cut is faster")])
-def test_a_balance_shows_both_cuts(tmp_path: Path, cut: tuple[int, int], title: str) -> None:
+def test_a_balance_shows_both_cuts_where_one_is_better(
+    tmp_path: Path, cut: tuple[int, int], title: str
+) -> None:
     balance = find_balance(COSTS, PipelineShape("1f1b", 8, cut, rank=0))
     figure = plot_balance(balance, tmp_path / "balance.png")
     layers, stages = figure.axes
@@ -89,8 +91,10 @@ def test_a_balance_shows_both_cuts(tmp_path: Path, cut: tuple[int, int], title: 
     heights = sum(bar.get_height() for bar in layers.patches)
     assert heights == pytest.approx(24.0)
     lines = {line.get_label(): line.get_xdata()[0] for line in layers.lines}
-    assert lines == {"cut today": cut[0] - 0.5, "better cut": 0.5}
-    assert [bar.get_width() for bar in stages.patches][2:] == pytest.approx([12.0, 12.0])
+    better = {} if cut == (1, 3) else {"better cut": 0.5}
+    assert lines == {"cut today": cut[0] - 0.5} | better
+    assert len(stages.patches) == 2 * len(lines)
+    assert [bar.get_width() for bar in stages.patches][-2:] == pytest.approx([12.0, 12.0])
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from lightning_dist.fake_ranks import fake_rank
+from lightning_dist.shards import cut
 from lightning_dist.tensor.plan import resolve_plan
 from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
 from lightning_dist.tensor.summary import TensorRow, summarise
@@ -50,3 +52,14 @@ def test_each_parameter_has_its_placement_and_the_bytes_of_a_rank() -> None:
     assert f"{VOCABULARY} x {WIDTH}" in lines[1]
     assert f"{VOCABULARY // 2} x {WIDTH}" in lines[1]
     assert lines[-1].split() == ["all", f"{held * FLOAT:,}"]
+
+
+def test_a_shard_of_data_ranks_is_the_whole_of_a_tensor_rank() -> None:
+    placements = []
+    for axis in ("dp_shard", "tp"):
+        module = nn.LayerNorm(4, bias=False)
+        with fake_rank(0, 2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+            module.weight = nn.Parameter(cut(torch.ones(4), mesh, [Shard(0)]))
+        placements += [row.placement for row in summarise(module, {}).rows]
+    assert placements == ["the whole", "a piece along dim 0"]
