@@ -47,4 +47,6 @@ def without_cache(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, An
         keywords: As the user's step gives them.
     """
     takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
-    return {"use_cache": False, **keywords} if takes_cache else dict(keywords)
+    if takes_cache and keywords.get("use_cache") is None:  # else the model's `config` decides
+        return {**keywords, "use_cache": False}
+    return dict(keywords)

@@ -6,11 +6,9 @@ wakes the stage; and all of them want the cores on which the stages compute. Her
 packet where the receiver looks for it when it needs it, and no thread wakes up who need not.
 
 Nobody waits for an agreement. The sender *offers* memory in a message that it sends anyway. A
-receiver that can open it says so in the memory itself, where the sender looks before each packet.
-On another host, in another container, as another user or without Linux nothing is said, and packets
-go on by the socket.
-
-The memory is a file without a name, so nothing is left behind when a process is killed.
+receiver that can open it (:mod:`lightning_dist.pipeline.memory_file`) says so in the memory itself,
+where the sender looks before each packet. Where none can, nothing is said, and packets go on by the
+socket.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_dist.pipeline.memory_file import SECRET_BYTES, open_file
 from lightning_dist.pipeline.packet import Memory
 from lightning_dist.pipeline.semaphore import SEMAPHORE_BYTES, Semaphore
 
@@ -29,9 +28,8 @@ NUM_SLOTS = 8
 """Packets that can be under way; memory that none has been in costs nothing."""
 
 _NAME = "lightning_dist"
-_SECRET_BYTES = 16
 # Of the first page, behind the secret: whether the offer is accepted, and the semaphores.
-_ACCEPTED = _SECRET_BYTES
+_ACCEPTED = SECRET_BYTES
 _ROOM, _FILLED, _ARRIVED = (SEMAPHORE_BYTES * place for place in (1, 2, 3))
 
 
@@ -93,8 +91,8 @@ class OfferedRing(_Ring):
         self._room.begin(NUM_SLOTS)
         self._filled.begin(0)
         self.arrived.begin(0)
-        secret = secrets.token_bytes(_SECRET_BYTES)
-        self._pages[:_SECRET_BYTES] = secret
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self._pages[:SECRET_BYTES] = secret
         self.offer = Offer(os.getpid(), self._descriptor, secret, slot_bytes)
 
     @property
@@ -133,12 +131,8 @@ class AcceptedRing(_Ring):
         Returns:
             None where this process cannot.
         """
-        path = f"/proc/{offer.process}/fd/{offer.descriptor}"
         try:
-            # Looked at first: to open what is not the sender's may wait for ever, or do something.
-            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-                return None
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = open_file(offer.process, offer.descriptor, _NAME)
         except OSError:
             return None
         try:
@@ -147,7 +141,7 @@ class AcceptedRing(_Ring):
             ring = cls(descriptor, offer.slot_bytes)
         finally:
             os.close(descriptor)
-        if ring._pages[:_SECRET_BYTES] != offer.secret:
+        if ring._pages[:SECRET_BYTES] != offer.secret:
             return None
         ring._pages[_ACCEPTED] = 1
         return ring
@@ -159,11 +153,6 @@ class AcceptedRing(_Ring):
     def release(self) -> None:
         """Lets the sender have the slot again that was taken before all others."""
         self._room.post()
-
-
-def can_offer() -> bool:
-    """Tells whether this system has memory that can be offered."""
-    return hasattr(os, "memfd_create")
 
 
 def _file_bytes(slot_bytes: int) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_dist.pipeline.shared_ring import Offer, OfferedRing, can_offer
+from lightning_dist.pipeline.memory_file import can_make_files
+from lightning_dist.pipeline.shared_ring import Offer, OfferedRing
 
 LARGEST_PACKET_BYTES = 1 << 24
 """To copy more takes longer than the wakings that it saves, and all slots may be touched."""
@@ -17,7 +18,7 @@ class SharedRoom:
 
     def __init__(self) -> None:
         self._ring: OfferedRing | None = None
-        self._can_offer = can_offer()
+        self._can_offer = can_make_files()
 
     @property
     def offer(self) -> Offer | None:

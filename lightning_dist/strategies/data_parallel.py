@@ -78,7 +78,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         lightning_private.apply_layer_sync(self, self.module)
 
     def explain_batch_statistics(self) -> None:
-        """Tells which modules normalise by a rank's own batch, where that is not the whole one."""
+        """Prints which modules normalise by a rank's own batch, where that is not the whole one."""
         found = [] if self._layer_sync is not None else find_batch_statistics(self.module)
         if self.mesh.data_size > 1 and found:
             rank_zero_info(explain_own_statistics(found))

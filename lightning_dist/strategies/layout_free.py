@@ -216,7 +216,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             JointSave(path, everyone).step(write)
 
     def _tell_form(self, path: str) -> None:
-        """Tells that checkpoints are directories, the first time that one is written."""
+        """Prints that checkpoints are directories, the first time that one is written."""
         if not self._has_told_form:
             self._has_told_form = True
             near = os.path.relpath(path)

@@ -1,6 +1,6 @@
 """Say in one line at the start of training how a model is spread, where it is not by stages only.
 
-The tables that follow have the details; this is the line to look for in a log. What the stages of a
+``strategy.describe()`` has the details; this is the line to look for in a log. What the stages of a
 pipeline are is known with the first batch: see :mod:`lightning_dist.strategies.start_line`.
 """
 

@@ -4,8 +4,7 @@ A batch of images that goes from rank to rank by a socket is copied four times o
 and most stages never look at it. Here it is written once, and a message says where. A tensor whose
 elements a rank does not touch costs that rank a mapping, whatever its size.
 
-Mappings are private: what a rank writes into its batch, no other rank sees. The file has no name,
-so nothing is left behind when a process is killed.
+Mappings are private: what a rank writes into its batch, no other rank sees.
 """
 
 from __future__ import annotations
@@ -20,6 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist.pipeline.memory_file import (
+    SECRET_BYTES,
+    can_make_files,
+    open_file,
+    path_of,
+)
 from lightning_dist.pipeline.packet import PacketLayout, TensorInfo
 
 MOST_UNREAD_FILES = 64
@@ -29,9 +34,8 @@ LARGE_BYTES = 1 << 20
 """Smaller tensors travel in their message: a file costs more than their bytes."""
 
 _NAME = "lightning_dist_batch"
-_SECRET_BYTES = 16
 # Of what a packet begins with, behind the secret: whether all ranks have mapped the file.
-_MAPPED_BY_ALL = _SECRET_BYTES
+_MAPPED_BY_ALL = SECRET_BYTES
 _HEADER_STEP_BYTES = 1024  # so that most headers are as long as the one before
 
 
@@ -62,15 +66,12 @@ class MappedFile:
             OSError: The file cannot be opened here, or is another one.
         """
         layout = PacketLayout(self.infos)
-        path = f"/proc/{self.process}/fd/{self.descriptor}"
-        # Looked at first: to open what is not the sender's may wait for ever, or do something.
-        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-            raise OSError(f"{path} is another file.")
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = open_file(self.process, self.descriptor, _NAME)
         try:
-            if os.pread(descriptor, _SECRET_BYTES, 0) != self.secret:
-                raise OSError(f"{path} is of another process.")
+            if os.pread(descriptor, SECRET_BYTES, 0) != self.secret:
+                raise OSError(f"File {self.descriptor} is of another process.")
             # Private, and by torch: Python's own mapping would keep a file open.
+            path = path_of(self.process, self.descriptor)
             pages = torch.from_file(path, size=layout.num_bytes, dtype=torch.uint8)
             if is_last:
                 os.pwrite(descriptor, b"\1", _MAPPED_BY_ALL)
@@ -87,7 +88,7 @@ class TensorFiles:
     """
 
     def __init__(self) -> None:
-        self.secret = secrets.token_bytes(_SECRET_BYTES)
+        self.secret = secrets.token_bytes(SECRET_BYTES)
         self._unread: list[int] = []
 
     def write(self, tensors: Sequence[Tensor]) -> MappedFile | None:
@@ -100,7 +101,7 @@ class TensorFiles:
             None where this system has no such files, or no room for one more.
         """
         self._unread = [descriptor for descriptor in self._unread if not _close_read(descriptor)]
-        if not hasattr(os, "memfd_create") or len(self._unread) >= MOST_UNREAD_FILES:
+        if not can_make_files() or len(self._unread) >= MOST_UNREAD_FILES:
             return None
         infos = tuple(TensorInfo.of(tensor) for tensor in tensors)
         try:
@@ -221,7 +222,8 @@ def find_mappable(files: TensorFiles, group: dist.ProcessGroup) -> frozenset[byt
     by_rank: list[frozenset[bytes]] = [frozenset()] * len(probes)
     dist.all_gather_object(by_rank, mapped, group=group)
     files.close()
-    return frozenset([*by_rank, frozenset()][dist.get_rank(group) + 1])
+    next_rank = dist.get_rank(group) + 1
+    return by_rank[next_rank] if next_rank < len(by_rank) else frozenset()
 
 
 def _can_map(file: MappedFile) -> bool:

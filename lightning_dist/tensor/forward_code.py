@@ -58,7 +58,7 @@ def reads_width(module: nn.Module) -> bool:
 
 
 def input_name(module: nn.Module) -> str:
-    """Gives the name of the first argument of a module's forward; empty if it has none.
+    """Returns the name of the first argument of a module's forward; empty if it has none.
 
     Args:
         module: Any.
@@ -69,7 +69,7 @@ def input_name(module: nn.Module) -> str:
 
 
 def attributes_read(module: nn.Module) -> set[str]:
-    """Gives the names of the attributes of anything that a module's forward reads.
+    """Returns the names of the attributes of anything that a module's forward reads.
 
     Args:
         module: Any.

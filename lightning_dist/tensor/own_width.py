@@ -50,7 +50,7 @@ def show_own_width(attention: nn.Module, features: int, tp_size: int) -> None:
 
 
 def behind(x: Tensor) -> Tensor:
-    """Gives what a stand-in stands for, or else the tensor itself.
+    """Returns the tensor that a stand-in stands for, or else the argument itself.
 
     Args:
         x: Given to a projection.

@@ -362,7 +362,7 @@ def _styles(cuts: _Cuts) -> dict[str, Style]:
 
 
 def _activations(module: nn.Module, cuts: _Cuts) -> list[Tensor]:
-    """Gives sequences and batches of vectors, the likeliest first; each as wide as some layer."""
+    """Creates sequences and batches of vectors, the likeliest first; each as wide as some layer."""
     first = next(name for name, (style, _) in cuts.items() if style.takes_whole_input)
     layers = [_layer(module, first), *filter(is_projection, module.modules())]
     widths = dict.fromkeys(map(input_size, layers))

@@ -80,7 +80,7 @@ def attentions(styles: Styles) -> list[str]:
 
 
 def head_features(module: nn.Module, styles: Styles, attention: str) -> int:
-    """Gives the width of all heads of an attention together.
+    """Returns the width of all heads of an attention together.
 
     Args:
         module: The model.

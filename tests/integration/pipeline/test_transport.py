@@ -24,7 +24,7 @@ from tests.helpers.workers import WorkerPool
 
 @contextmanager
 def only_sockets() -> Iterator[None]:
-    with mock.patch.object(shared_room, "can_offer", return_value=False):
+    with mock.patch.object(shared_room, "can_make_files", return_value=False):
         yield
 
 

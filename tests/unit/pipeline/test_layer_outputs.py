@@ -20,6 +20,7 @@ class Caching(nn.Module):
 
 def test_a_cache_is_left_out_where_there_is_one() -> None:
     assert keywords_of_a_stage(Caching(), {"mask": 1}) == {"mask": 1, "use_cache": False}
+    assert keywords_of_a_stage(Caching(), {"use_cache": None}) == {"use_cache": False}
     assert keywords_of_a_stage(nn.Linear(1, 1), {"mask": 1}) == {"mask": 1}
 
 

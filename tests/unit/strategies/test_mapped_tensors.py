@@ -26,7 +26,7 @@ def large(*, seed: int = 0) -> Tensor:
 
 
 def chain(size: int) -> list[MessageFiles]:
-    """Gives ranks that can map the files of all ranks before."""
+    """Creates ranks that can map the files of all ranks before."""
     files = [TensorFiles() for _ in range(size)]
     mappable = frozenset(own.secret for own in files)
     return [MessageFiles(mappable, own) for own in files[:-1]] + [
@@ -90,7 +90,7 @@ def test_the_last_rank_that_maps_a_file_lets_its_owner_close_it() -> None:
     assert torch.equal(kept, large(seed=9))
 
 
-def test_files_that_nobody_has_mapped_yet_do_not_take_all_descriptors() -> None:
+def test_files_that_are_not_mapped_yet_do_not_take_all_descriptors() -> None:
     first, last = chain(2)
     before = num_descriptors()
     messages = [first.put([large()]) for _ in range(MOST_UNREAD_FILES + 5)]
