@@ -222,9 +222,8 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             near = os.path.relpath(path)
             shown = path if near.startswith(os.pardir) else near
             rank_zero_info(
-                "Checkpoints are directories here, with a part from each rank: `ckpt_path` reads"
-                " them, and `load_from_checkpoint` does not. For one file:"
-                f" `{checkpoints.merge_command(shown)}`, or save_full=True."
+                "Checkpoints are directories, for `ckpt_path`; `load_from_checkpoint` wants one"
+                f" file: save_full=True, or `{checkpoints.merge_command(shown)}`."
             )
 
     def _by_name(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

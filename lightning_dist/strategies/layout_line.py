@@ -7,7 +7,7 @@ pipeline are is known with the first batch: see :mod:`lightning_dist.strategies.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,7 +16,6 @@ from lightning_dist.quantity import format_count
 from lightning_dist.sharding import ShardingOptions
 from lightning_dist.strategies.gradient_exchange import GradientExchange
 from lightning_dist.suggestion import shorten
-from lightning_dist.tensor.styles import Style
 from lightning_dist.wrap_summary import WrapSummary
 
 _ALONE = "One rank holds the whole model."
@@ -36,18 +35,16 @@ def describe_layout(mesh: MeshShape, parts: Sequence[str]) -> str:
     return f"{_axes(mesh)}: {said}; {_batches(mesh.data_size)}."
 
 
-def describe_tensor(styles: Iterable[Style], num_cut: int, num_parameters: int) -> str:
+def describe_tensor(num_layers: int, num_cut: int, num_parameters: int) -> str:
     """Describes what a tensor-parallel plan cuts.
 
     Args:
-        styles: Of the layers.
+        num_layers: Those that the plan names.
         num_cut: Parameters of which each rank has a part.
         num_parameters: All that a rank has, or has a part of.
     """
-    counts = Counter(style.value for style in styles)
-    kinds = [f"{count} {style}" for style, count in counts.items()]
     share = num_cut / max(num_parameters, 1)
-    return f"layers {shorten(kinds, _MOST_NAMES)}, {share:.0%} of parameters cut"
+    return f"{num_layers} layers with {share:.0%} of the parameters cut"
 
 
 def describe_shards(summary: WrapSummary, options: ShardingOptions, *, is_manual: bool) -> str:
@@ -64,7 +61,7 @@ def describe_shards(summary: WrapSummary, options: ShardingOptions, *, is_manual
     said = [f"units {shown} and the root" if units else "the root is the only unit"]
     if is_manual:
         return f"{said[0]}, as configure_model has sharded them"
-    said.append(_describe_resharding(summary, options.reshard_after_forward))
+    said += _describe_resharding(summary, options.reshard_after_forward)
     if options.param_dtype is not None:
         gradients = options.reduce_dtype or options.param_dtype
         said.append(f"{_name(options.param_dtype)} with {_name(gradients)} gradients")
@@ -73,17 +70,20 @@ def describe_shards(summary: WrapSummary, options: ShardingOptions, *, is_manual
     return ", ".join(said)
 
 
-def _describe_resharding(summary: WrapSummary, default: bool | int | None) -> str:
+def _describe_resharding(summary: WrapSummary, default: bool | int | None) -> list[str]:
+    """Gives what becomes of units behind the forward; nothing of what torch does unasked."""
     own = [row.unit.reshard_after_forward for row in summary.rows[1:]]
     usual = True if default is None else default
     kinds = Counter(_kept(usual if chosen is None else chosen) for chosen in own)
     of_root = _kept(default or False)
+    if {*kinds} == {_kept(True)} and default is None:
+        return []
     if not {*kinds} - {of_root}:
-        return of_root
+        return [of_root] if kinds else []
     if len(kinds) > 1:
-        return ", ".join(f"{kind} x{n}" for kind, n in (kinds + Counter([of_root])).items())
+        return [f"{kind} x{n}" for kind, n in (kinds + Counter([of_root])).items()]
     (of_units,) = kinds
-    return f"{of_units} but for the root"
+    return [f"{of_units} but for the root"]
 
 
 def describe_replicas(

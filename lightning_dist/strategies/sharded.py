@@ -135,8 +135,8 @@ class ShardedStrategy(DataParallelStrategy):
         if self.mesh.pp == 1:  # of stages the first batch tells
             self.explain_batch_statistics()
         found = self.sharded.plan
-        if found is not None and found.whole:
-            rank_zero_info("\n".join(found.whole))
+        if found is not None and found.largest:
+            rank_zero_info(found.largest)
 
     # --- the model ---------------------------------------------------------------------------
 

@@ -99,8 +99,7 @@ class ShardedModule:
         if self._spread is not None:
             sizes = {name: p.numel() for name, p in self.module.named_parameters()}
             cut = sum(size for name, size in sizes.items() if name in self._spread.cuts)
-            styles = self._spread.styles.values()
-            parts.append(describe_tensor(styles, cut, sum(sizes.values())))
+            parts.append(describe_tensor(len(self._spread.styles), cut, sum(sizes.values())))
         if mesh.dp_shard > 1:
             parts.append(describe_shards(self.summary, self._sharding, is_manual=is_manual))
         return describe_layout(mesh, parts)

@@ -61,15 +61,15 @@ def describe_pipeline(
     """
     shape = pipeline.shape
     versions = [1 + copies for copies in pipeline.stages.num_copies]
-    is_one = max(versions) == 1
     parts = [
         f"Pipeline of {_counted(shape.num_stages, 'stage')} on {_counted(mesh.pp, 'rank')}",
         f"{_joined(shape.layers_per_stage, '+')} layers of {source}",
         f"schedule {shape.schedule!r}",
         f"{_counted(len(sizes), 'micro-batch')} of {_joined(sorted({*sizes}), ' or ')} sample"
         f"{'' if {*sizes} == {1} else 's'}",
-        f"{1 if is_one else _joined(versions, '+')} version{'' if is_one else 's'} of the weights",
     ]
+    if max(versions) > 1:
+        parts.append(f"{_joined(versions, '+')} versions of the weights")
     if mesh.data_size > 1:
         parts.append(f"{mesh.data_size} data replicas")
     return ", ".join(parts) + "."

@@ -68,16 +68,13 @@ def test_one_line_tells_how_a_model_is_spread(workers: WorkerPool) -> None:
     )
     for lines in workers.run(2, told_by_all):
         shards, whole, tensor, stages, ddp_alone, ddp_synced = lines
-        assert shards == [
-            "FSDP: shards on 2 ranks: units Block x2 and the root, resharded after forward but for"
-            " the root; 2 batches a step."
-        ]
+        assert shards == ["FSDP: shards on 2 ranks: units Block x2 and the root; 2 batches a step."]
         assert whole == [
             "Mesh of 2 ranks, dp_replicate=2: the whole model on each rank; 2 batches a step."
         ]
         assert tensor == [
-            "Tensor parallelism on 2 ranks: layers 2 colwise, 2 rowwise, 95% of parameters cut;"
-            " 1 batch a step."
+            "Tensor parallelism on 2 ranks: 4 layers with 95% of the parameters cut; 1 batch a"
+            " step."
         ]
         assert stages == []  # the line of a pipeline has all of it
         assert ddp_synced == [replicas]

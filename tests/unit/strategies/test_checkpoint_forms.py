@@ -93,7 +93,7 @@ def test_a_directory_says_how_to_make_one_file(
         trainer.save_checkpoint(tmp_path / name)
     (line,) = told  # the first time
     command = "python -m lightning_dist merge 'epoch=0 a.ckpt' whole.ckpt"
-    assert line.startswith("Checkpoints are directories here")
+    assert line.startswith("Checkpoints are directories, for `ckpt_path`")
     assert command in line
     assert command in (tmp_path / "epoch=0 a.ckpt" / "README.txt").read_text()
     main(shlex.split(command)[3:])

@@ -14,11 +14,8 @@ from lightning_dist.strategies.layout_line import (
     describe_tensor,
     explain_own_statistics,
 )
-from lightning_dist.tensor.styles import Style
 from lightning_dist.wrap_policy import Unit
 from lightning_dist.wrap_summary import describe
-
-STYLES = [Style.COLWISE, Style.ROWWISE] * 4
 
 
 def shards(options: ShardingOptions, *reshard: bool | int | None, is_manual: bool = False) -> str:
@@ -30,14 +27,14 @@ def shards(options: ShardingOptions, *reshard: bool | int | None, is_manual: boo
 @pytest.mark.parametrize(
     ("default", "own", "said"),
     [
-        (None, (None, None, None), "resharded after forward but for the root"),
-        (True, (None, None, None), "resharded after forward"),
-        (False, (None, None, None), "gathered until backward"),
-        (2, (None, None, None), "resharded to 2 ranks after forward"),
+        (None, (None, None, None), ""),
+        (True, (None, None, None), ", resharded after forward"),
+        (False, (None, None, None), ", gathered until backward"),
+        (2, (None, None, None), ", resharded to 2 ranks after forward"),
         (
             None,
             (None, False, 2),
-            "resharded after forward x1, gathered until backward x2,"
+            ", resharded after forward x1, gathered until backward x2,"
             " resharded to 2 ranks after forward x1",
         ),
     ],
@@ -46,11 +43,11 @@ def test_what_stays_gathered_is_told(
     default: bool | int | None, own: tuple[bool | int | None, ...], said: str
 ) -> None:
     line = shards(ShardingOptions(default), *own)
-    assert line == f"units Linear x2, Conv1d x1 and the root, {said}"
+    assert line == f"units Linear x2, Conv1d x1 and the root{said}"
 
 
 def test_a_model_without_units_is_one() -> None:
-    assert shards(ShardingOptions()) == "the root is the only unit, gathered until backward"
+    assert shards(ShardingOptions()) == "the root is the only unit"
 
 
 def test_what_the_user_has_sharded_is_not_guessed_at() -> None:
@@ -60,12 +57,12 @@ def test_what_the_user_has_sharded_is_not_guessed_at() -> None:
 
 def test_one_line_says_how_a_mesh_spreads_a_model() -> None:
     half = ShardingOptions(None, torch.bfloat16, torch.float32, offload=False)
-    parts = [describe_tensor(STYLES, 195, 200), shards(half, None, None, None)]
+    parts = [describe_tensor(8, 195, 200), shards(half, None, None, None)]
     line = describe_layout(MeshShape(dp_replicate=2, dp_shard=2, tp=2), parts)
     assert line == (
-        "Mesh of 8 ranks, dp_replicate=2 x dp_shard=2 x tp=2: layers 4 colwise, 4 rowwise,"
-        " 98% of parameters cut; units Linear x2, Conv1d x1 and the root, resharded after forward"
-        " but for the root, bfloat16 with float32 gradients; 4 batches a step."
+        "Mesh of 8 ranks, dp_replicate=2 x dp_shard=2 x tp=2: 8 layers with 98% of the parameters"
+        " cut; units Linear x2, Conv1d x1 and the root, bfloat16 with float32 gradients;"
+        " 4 batches a step."
     )
 
 

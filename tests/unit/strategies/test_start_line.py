@@ -20,8 +20,7 @@ from lightning_dist.strategies.start_line import describe_pipeline, explain_stat
             8,
             (4, 4, 3),
             "Pipeline of 3 stages on 3 ranks, 1+2+1 layers of net (the blocks of h),"
-            " schedule '1f1b', 3 micro-batches of 3 or 4 samples, 1 version of the weights,"
-            " 2 data replicas.",
+            " schedule '1f1b', 3 micro-batches of 3 or 4 samples, 2 data replicas.",
         ),
         (
             "pipedream",

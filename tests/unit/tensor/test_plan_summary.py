@@ -175,6 +175,22 @@ def test_shares_are_of_all_parameters_and_a_tied_one_counts_once() -> None:
     assert f"left whole: other ({300 / total:.0%} of the parameters)" in table_of(model)
 
 
+def test_the_largest_part_is_one_line_and_small_ones_are_none() -> None:
+    def largest_of(module: nn.Module) -> str:
+        found = find_plan(module, TP)
+        return describe_plan(module, found.styles, found.reasons).largest
+
+    assert largest_of(GPT(depth=3)) == ""
+    model = Two(nn.Linear(30, 10, bias=False))
+    alone = largest_of(model)
+    assert alone.startswith("left whole: other (")
+    model.small = nn.Embedding(3, 30)
+    line = largest_of(model)
+    assert line.startswith("left whole: other (")
+    assert line.endswith("% more: trainer.strategy.describe()")
+    assert "\n" not in line
+
+
 def test_a_plan_of_the_module_s_own_is_its_reason() -> None:
     class Own(Two):
         def tensor_parallel_plan(self) -> dict[str, str]:
