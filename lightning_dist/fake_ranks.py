@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from typing_extensions import override
@@ -69,26 +68,6 @@ def _forget_meshes() -> None:
     _clear_sharding_prop_cache()
     _redistribute._planner_cache.clear()
     _redistribute._gen_transform_infos.cache_clear()
-
-
-def ranks_of_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Finds who takes part in a collective.
-
-    Args:
-        func: Of torch's namespaces for collectives.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-
-    Returns:
-        Global ranks.
-    """
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if "process_group" in given:
-        group = dist.ProcessGroup.unbox(given["process_group"])
-    else:
-        group = _resolve_process_group(given["group_name"])
-    return dist.get_process_group_ranks(group)
 
 
 @contextmanager

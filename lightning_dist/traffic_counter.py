@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from lightning_dist.fake_ranks import ranks_of_collective
 from lightning_dist.mesh import MeshShape
 from lightning_dist.traffic import MessageKind, TrafficLedger
 from lightning_dist.tree import flatten
@@ -87,6 +88,26 @@ class TrafficCounter:
         if axes:
             num_bytes = max(map(_bytes_of, (*args, *kwargs.values(), result)))
             self._ledger.add(kind, axes, num_bytes)
+
+
+def ranks_of_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Finds who takes part in a collective.
+
+    Args:
+        func: Of torch's namespaces for collectives.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+
+    Returns:
+        Global ranks.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if "process_group" in given:
+        group = dist.ProcessGroup.unbox(given["process_group"])
+    else:
+        group = _resolve_process_group(given["group_name"])
+    return dist.get_process_group_ranks(group)
 
 
 def _kind_of(func: Any) -> MessageKind | None:

@@ -20,6 +20,7 @@ name                  stages per rank  in short
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 
 from lightning_dist.pipeline import orders, zero_bubble
@@ -27,7 +28,6 @@ from lightning_dist.pipeline.schedule import Schedule, UpdateRule
 from lightning_dist.pipeline.schedule_family import MicrobatchRule, ScheduleFamily
 from lightning_dist.pipeline.schedule_file import ScheduleFile, read_schedule
 from lightning_dist.pipeline.seat import seats, vee
-from lightning_dist.suggestion import nearest
 
 _FILE = "file:"
 
@@ -94,8 +94,10 @@ def find_schedules(name: str) -> ScheduleFamily | ScheduleFile:
     if name.startswith(_FILE):
         return ScheduleFile(name, read_schedule(name.removeprefix(_FILE)))
     if name not in FAMILIES:
+        near = get_close_matches(name.casefold(), FAMILIES)
+        meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ValueError(
-            f"schedule={name!r} is unknown.{nearest(name, FAMILIES)} Use one of {list(FAMILIES)},"
+            f"schedule={name!r} is unknown.{meant} Use one of {list(FAMILIES)},"
             " or 'file:my_schedule.csv'."
         )
     return FAMILIES[name]

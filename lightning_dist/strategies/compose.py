@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -69,6 +68,7 @@ class Parallelism:
         shard: How parameters are sharded.
         sharding: What follows from that and from the precision.
         half: What computes in half precision, as ``MixedPrecision`` says.
+        is_manual: Whether a step calls backward and updates by itself.
     """
 
     pipeline: PipelineConfig
@@ -76,6 +76,7 @@ class Parallelism:
     shard: ShardConfig
     sharding: ShardingOptions
     half: HalfPrecision | None = None
+    is_manual: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,10 @@ class Composed:
         summary: Of the units on this rank.
         sharding: How units are treated that say nothing else.
         plan: Which layers are spread by a plan that was found, and why not the rest.
+        is_manual: Whether a step calls backward and updates by itself.
     """
 
-    module: pl.LightningModule
+    module: nn.Module
     roots: tuple[nn.Module, ...]
     split: PipelineSplit | None
     spread: SpreadModule | None
@@ -103,9 +105,10 @@ class Composed:
     summary: WrapSummary
     sharding: ShardingOptions
     plan: PlanSummary | None = None
+    is_manual: bool = False
 
 
-def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) -> Composed:
+def compose(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Composed:
     """Makes a module parallel in place.
 
     Args:
@@ -119,7 +122,7 @@ def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) ->
     split = _find_split(module, axis(mesh, "pp"), asked.pipeline)
     keeps = _keep_all if split is None else split.keeps
     units = _choose_units(module, asked, split)
-    if not module.automatic_optimization:
+    if asked.is_manual:
         check_called(module, [unit.name for unit in units])
     recomputed = _choose_recomputed(module, units, asked.shard)
     spread, plan = _spread(module, axis(mesh, "tp"), asked.tensor, split)
@@ -147,7 +150,9 @@ def compose(module: pl.LightningModule, mesh: DeviceMesh, asked: Parallelism) ->
         new = [] if asked.shard.policy.is_manual else own
         shards = fully_shard(roots, module, new, data_mesh, sharding)
     names = [unit.name for unit in own]
-    return Composed(module, roots, split, spread, names, shards, summary, sharding, plan)
+    return Composed(
+        module, roots, split, spread, names, shards, summary, sharding, plan, asked.is_manual
+    )
 
 
 def _find_split(
@@ -220,15 +225,13 @@ def _kept_whole(sharding: ShardingOptions) -> ShardingOptions:
     return replace(sharding, reshard_after_forward=False)
 
 
-def _choose_units(
-    module: pl.LightningModule, asked: Parallelism, split: PipelineSplit | None
-) -> list[Unit]:
+def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | None) -> list[Unit]:
     policy = asked.shard.policy
     if policy.is_manual:
         parts = module.named_modules()
         return [Unit(name) for name, part in parts if name and isinstance(part, FSDPModule)]
     is_possible = _keep_all if split is None else split.is_in_a_layer
-    if not module.automatic_optimization:
+    if asked.is_manual:
         policy = WithCalled(policy)
     units = BesideKept(policy, asked.half, is_possible).select(module)
     astray = [u.name for u in units if split is not None and not split.is_in_a_layer(u.name)]

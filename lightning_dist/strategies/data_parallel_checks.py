@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from inspect import signature
 from typing import Any, get_args
 
@@ -16,6 +15,7 @@ from torchmetrics import Metric
 from lightning_dist.count import check_count, check_positive
 from lightning_dist.shards import is_spread
 from lightning_dist.strategies.compression import Compression
+from lightning_dist.suggestion import shorten
 
 
 def check_arguments(
@@ -75,7 +75,7 @@ def check_compressible(module: nn.Module, compression: str) -> None:
     without = [n for n, p in module.named_parameters() if p.ndim == 0 or p.numel() == 0]
     if compression == "powersgd" and without:
         raise ValueError(
-            f"compression='powersgd' cannot make matrices of {_some(without)}, which have no"
+            f"compression='powersgd' cannot make matrices of {shorten(without)}, which have no"
             " dimension or no elements. Give them one: `torch.zeros(1)` in place of"
             " `torch.tensor(0.0)`; or use another compression."
         )
@@ -253,51 +253,3 @@ def check_whole(module: nn.Module) -> None:
             " with whole parameters. Give both Trainers the same strategy, or load a checkpoint of"
             " the module into a new one."
         )
-
-
-def check_gradients(without: Sequence[str]) -> None:
-    """Checks that the backward has reached each trainable parameter.
-
-    Args:
-        without: Names of those that it has not, the same on all ranks.
-
-    Raises:
-        ValueError: There are some.
-    """
-    if without:
-        raise ValueError(
-            f"The loss does not depend on {_some(without)}. Freeze what is not trained with"
-            " `requires_grad_(False)`, or, if other steps use it, pass"
-            " find_unused_parameters=True (to a MeshStrategy in shard=ShardConfig(...), which with"
-            " tp=... is what TensorParallelStrategy is)."
-        )
-
-
-def parameters_without_gradient(module: nn.Module) -> list[str]:
-    """Names the trainable parameters that this rank's backward has not reached.
-
-    Args:
-        module: After a synchronised backward.
-    """
-    return [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-
-
-def check_toggled(toggled: Sequence[str]) -> None:
-    """Checks that no gradients are waited for that cannot come.
-
-    Args:
-        toggled: Names of parameters that are frozen for the moment, in the middle of a step.
-
-    Raises:
-        ValueError: They are.
-    """
-    if toggled:
-        raise ValueError(
-            f"The step has frozen {_some(toggled)}, as `toggle_optimizer` does, and called"
-            " backward: the gradients of the others would wait for theirs. Pass"
-            " find_unused_parameters=True."
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{list(names[:8])}{' and more' if len(names) > 8 else ''}"

@@ -213,7 +213,14 @@ class DDPStrategy(DataParallelStrategy):
             self._undo += (add_first_callback(trainer, self._communication),)
         group, meter = self.data_group, self._meter
         make_notes = partial(self.make_notes, group)
-        self._replica = WrappedReplica(self.module, self._exchange, group, make_notes, meter)
+        self._replica = WrappedReplica(
+            self.module,
+            self._exchange,
+            group,
+            make_notes,
+            meter,
+            lambda: self.module.automatic_optimization,
+        )
         self._local = LocalSGD(self.module, group, self._sync_every, self._sync_warmup_steps, meter)
 
     @property

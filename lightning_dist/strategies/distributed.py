@@ -21,7 +21,6 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from lightning_dist.pipeline.pipeline import OnComplete
 from lightning_dist.rng import seed_all
 from lightning_dist.strategies import lightning_private
 from lightning_dist.strategies.bracket import (
@@ -38,7 +37,6 @@ from lightning_dist.strategies.rank_notes import RankNotes
 from lightning_dist.strategies.replica_channel import open_channel
 from lightning_dist.strategies.replica_loaders import ReplicaLoaders
 from lightning_dist.strategies.run_guard import RunGuard
-from lightning_dist.strategies.session import RunContext
 from lightning_dist.strategies.shared_failure import SharedFailure
 
 Read = Literal["first", "each"]
@@ -199,29 +197,15 @@ class DistributedStrategy(ProcessMesh):
         """Makes what all ranks decide by which steps are left out; each rank must ask alike."""
         return Agreed(self.group(*self.mesh.sizes))
 
-    def run_context(
-        self,
-        complete_gradients: Callable[[], None],
-        complete_early: OnComplete = _ignore,
-    ) -> RunContext:
-        """Gives what a pipeline of this mesh runs in; each rank must ask alike.
+    @property
+    def seed(self) -> int:
+        """Base of the random numbers; the same on all ranks."""
+        return self._seed
 
-        Args:
-            complete_gradients: Called before each update with the rank's gradients in place.
-            complete_early: Called instead where gradients are complete before their update is due.
-        """
-        return RunContext(
-            self.mesh,
-            self.global_rank,
-            self.root_device,
-            self._seed,
-            self._timeout_seconds,
-            self.group("pp"),
-            self.data_group,
-            self.precision_plugin,
-            complete_gradients,
-            complete_early,
-        )
+    @property
+    def timeout_seconds(self) -> float:
+        """How long a rank waits for another."""
+        return self._timeout_seconds
 
     # --- how a run ends ----------------------------------------------------------------------
 

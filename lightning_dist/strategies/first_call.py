@@ -24,47 +24,12 @@ from lightning_dist.half_precision import HalfPrecision
 from lightning_dist.replaced_method import replace_method
 from lightning_dist.rng import random_state_kept
 from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.call_example import SET_AN_EXAMPLE, Arguments, watch_call
 from lightning_dist.strategies.first_batch import BegunLoaders, read_first_batch
 from lightning_dist.strategies.module_state import state_kept
 from lightning_dist.tree import map_tensors
 
 _Value = TypeVar("_Value")
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and named ones of a call."""
-
-SET_AN_EXAMPLE = (
-    " Set `self.example_input_array` in the LightningModule: a tensor, a tuple of positional"
-    " arguments or a dict of named ones, like a small batch, in shape and dtype."
-)
-
-
-class CallSeen(BaseException):  # noqa: N818  (it is not an error)
-    """Leaves a forward where it calls the module that is looked at."""
-
-
-@contextmanager
-def watch_call(module: nn.Module) -> Iterator[list[Arguments]]:
-    """Leaves what runs inside at the call of a module.
-
-    Args:
-        module: Its forward is not run.
-
-    Yields:
-        A list that gets the arguments of the call.
-    """
-    seen: list[Arguments] = []
-
-    def forward(*args: Any, **kwargs: Any) -> None:
-        seen.append((args, kwargs))
-        raise CallSeen
-
-    undo = replace_method(module, "forward", forward)
-    try:
-        yield seen
-    except CallSeen:
-        pass
-    finally:
-        undo()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import lightning.pytorch as pl
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.strategies.communication_meter import CommunicationMeter
@@ -34,9 +34,7 @@ class GradientExchange:
     static_graph: bool
     find_unused_parameters: bool
 
-    def wrap(
-        self, module: pl.LightningModule, meter: CommunicationMeter | None
-    ) -> DistributedDataParallel:
+    def wrap(self, module: nn.Module, meter: CommunicationMeter | None) -> DistributedDataParallel:
         """Wraps a module, whose replicas are equal already.
 
         Args:
@@ -63,7 +61,7 @@ class GradientExchange:
         ddp.register_comm_hook(compressor.state, hook)
         return ddp
 
-    def _megabytes(self, module: pl.LightningModule) -> float:
+    def _megabytes(self, module: nn.Module) -> float:
         if self.overlap:
             return self.bucket_megabytes
         # One bucket (of each dtype) has room for all: it leaves when the last gradient is there.

@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -225,6 +225,19 @@ class HalfPrecisionPlugin(Precision):
             for gradient in found:
                 gradient.div_(self.loss_scale.value)
         return found
+
+
+def param_dtype_of(plugin: Precision) -> torch.dtype | None:
+    """Returns what sharded units compute in; None if in the parameters' own dtype.
+
+    Args:
+        plugin: The Trainer's.
+    """
+    half = half_precision_of(plugin)
+    if half is not None and half.half.master_weights:
+        return half.half.dtype
+    known = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    return known[plugin.precision] if isinstance(plugin, MixedPrecision) else None
 
 
 def half_precision_of(precision: Precision) -> HalfPrecisionPlugin | None:

@@ -41,7 +41,6 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -214,15 +213,6 @@ def revert_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) ->
     """Undoes :func:`apply_layer_sync`."""
     if strategy._layer_sync is not None:
         strategy._layer_sync.revert(module)
-
-
-def remove_gradient_hooks(ddp: DistributedDataParallel) -> None:
-    """Takes a wrapper off its parameters; ``_remove_autograd_hooks`` has no public name.
-
-    Args:
-        ddp: Will not be used again.
-    """
-    ddp._remove_autograd_hooks()
 
 
 def default_store() -> dist.Store:

@@ -8,9 +8,10 @@ time, which is what an optimizer does by itself that has not been told how.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_dist.shards import is_spread
@@ -42,11 +43,13 @@ def update_mixed_groups_singly(optimizer: Optimizer) -> None:
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-    if any(_ways_that_fail(group) for group in optimizer.param_groups):
-        rank_zero_warn(
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if is_first and any(_ways_that_fail(group) for group in optimizer.param_groups):
+        warnings.warn(
             f"{type(optimizer).__name__} was asked for `fused` or `foreach`, but torch cannot"
             " update tensor-parallel parameters and others in one call. Groups that have both are"
-            " updated one parameter at a time; give either kind a group of its own to avoid that."
+            " updated one parameter at a time; give either kind a group of its own to avoid that.",
+            stacklevel=2,
         )
 
 

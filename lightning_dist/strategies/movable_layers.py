@@ -32,7 +32,7 @@ from lightning_dist.strategies.repartition import (
     agree_on_cut,
     refuse_shared_parameters,
 )
-from lightning_dist.strategies.session import Session
+from lightning_dist.strategies.session import Session, run_context
 
 
 class MovableLayers(LayoutFreeCheckpoints):
@@ -106,7 +106,7 @@ class MovableLayers(LayoutFreeCheckpoints):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._config.partition == "profile":
             everyone = self.group(*self.mesh.sizes)
-            rehearsal = Rehearsal(self.module, self.session, self.run_context(lambda: None))
+            rehearsal = Rehearsal(self.module, self.session, run_context(self, lambda: None))
             profiles = gather_profiles(rehearsal.profile(batch, batch_idx), everyone)
             costs = StepCosts.of_ranks(profiles)
             balance = find_balance(costs, self.session.pipeline.shape)

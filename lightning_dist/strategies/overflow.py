@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.local_part import local_part
-from lightning_dist.pipeline.pipeline import Pipeline
 
 
 class Overflow(Protocol):
@@ -122,6 +121,29 @@ class _Posted:
     found: Tensor
 
 
+class Progress(Protocol):
+    """How far an asynchronous pipeline has come on this rank.
+
+    Attributes:
+        num_batches: Batches that this rank has begun.
+        batches_since_drain: Those of them since the last drain.
+        gradients_of_batch: The batch whose gradients are at hand.
+        lag: By how many batches an update can be late.
+    """
+
+    @property
+    def num_batches(self) -> int: ...  # noqa: D102
+
+    @property
+    def batches_since_drain(self) -> int: ...  # noqa: D102
+
+    @property
+    def gradients_of_batch(self) -> int: ...  # noqa: D102
+
+    @property
+    def lag(self) -> int: ...  # noqa: D102
+
+
 class Apart:
     """Each stage updates for a batch at another time than the others.
 
@@ -130,7 +152,7 @@ class Apart:
         pipeline: This rank's stages at work.
     """
 
-    def __init__(self, group: dist.ProcessGroup, pipeline: Callable[[], Pipeline]) -> None:
+    def __init__(self, group: dist.ProcessGroup, pipeline: Callable[[], Progress]) -> None:
         self._group = group
         self._pipeline = pipeline
         self._posted: deque[_Posted] = deque()

@@ -29,6 +29,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -43,12 +44,14 @@ from lightning_dist.strategies import lightning_private, pipeline_checks, whole_
 from lightning_dist.strategies.batch_statistics import find_batch_statistics, with_whole_batches
 from lightning_dist.strategies.bracket import add_first_callback, bracket_callbacks
 from lightning_dist.strategies.brief_errors import brief_mistakes
-from lightning_dist.strategies.clipping import NormsAhead, clip_whole_gradient
+from lightning_dist.strategies.call_example import CallExample
+from lightning_dist.strategies.clipping import clip_whole_gradient
 from lightning_dist.strategies.data_parallel_checks import check_whole
 from lightning_dist.strategies.distributed import Read
 from lightning_dist.strategies.drain_hook import drain_before_validation
 from lightning_dist.strategies.first_batch import BegunLoaders
 from lightning_dist.strategies.first_call import FirstCall
+from lightning_dist.strategies.gradient_norm import NormsAhead
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.measured import MeasuredStages, gather_measurements
 from lightning_dist.strategies.movable_layers import MovableLayers
@@ -63,7 +66,7 @@ from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
 from lightning_dist.strategies.pipelined_module import LayersNotFoundError
 from lightning_dist.strategies.process_mesh import StartMethod
 from lightning_dist.strategies.replicas import broadcast_state
-from lightning_dist.strategies.session import Session, open_session
+from lightning_dist.strategies.session import Session, open_session, run_context
 from lightning_dist.strategies.stage_gradients import StageGradients
 from lightning_dist.strategies.staleness_log import LoggedStaleness
 from lightning_dist.strategies.start_line import StartLine
@@ -271,11 +274,13 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         plugin = half_precision_of(self.precision_plugin)
         half = None if plugin is None else plugin.half
         self._begun = BegunLoaders()
-        first_call = FirstCall(trainer, half, self._begun)
+        example = CallExample(
+            self.module.example_input_array,
+            is_overridden("forward", self.module),
+            FirstCall(trainer, half, self._begun).of,
+        )
         try:
-            return find_traced_split(
-                self.module, self._config, self.mesh.pp, place, half, first_call
-            )
+            return find_traced_split(self.module, self._config, self.mesh.pp, place, half, example)
         except ValueError as error:
             is_traced_well = is_traced(self.module) and not isinstance(error, UncutError)
             if not_found is None or is_traced_well:
@@ -329,7 +334,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             self._split.layers,
             self._split.layers_per_stage,
             self._config,
-            self.run_context(gradients.complete, gradients.complete_early),
+            run_context(self, gradients.complete, gradients.complete_early),
             optimizer=next(iter(self.optimizers), None),
             logged=self._logged_staleness(),
         )

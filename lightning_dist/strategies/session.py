@@ -24,6 +24,7 @@ from lightning_dist.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.pipeline.shape import PipelineShape
 from lightning_dist.pipeline.tied_sums import TiedSums, keep
 from lightning_dist.pipeline.ties import Tie, find_ties
+from lightning_dist.strategies.distributed import DistributedStrategy
 from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.strategies.hook_log import HookLog
 from lightning_dist.strategies.pipeline_config import PipelineConfig
@@ -32,6 +33,10 @@ from lightning_dist.strategies.stage_metrics import StageMetrics
 from lightning_dist.strategies.staleness_log import LoggedStaleness, StalenessLog
 from lightning_dist.strategies.step_runner import StepRunner
 from lightning_dist.strategies.updates import Updates
+
+
+def _ignore(*_: object) -> None:
+    """Does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,32 @@ class RunContext:
     precision_plugin: Precision
     complete_gradients: Callable[[], None]
     complete_early: OnComplete
+
+
+def run_context(
+    strategy: DistributedStrategy,
+    complete_gradients: Callable[[], None],
+    complete_early: OnComplete = _ignore,
+) -> RunContext:
+    """Returns what a pipeline on a strategy's mesh runs in. Collective: every rank must call it.
+
+    Args:
+        strategy: Has met the other ranks.
+        complete_gradients: Called before each update with the rank's gradients in place.
+        complete_early: Called instead of it when gradients are final before their update is due.
+    """
+    return RunContext(
+        strategy.mesh,
+        strategy.global_rank,
+        strategy.root_device,
+        strategy.seed,
+        strategy.timeout_seconds,
+        strategy.group("pp"),
+        strategy.data_group,
+        strategy.precision_plugin,
+        complete_gradients,
+        complete_early,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +250,3 @@ def _run_hooks(module: nn.Module, name: str, gradient: Tensor) -> Tensor | None:
 
 def _one() -> float:
     return 1.0
-
-
-def _ignore() -> None:
-    """Does nothing."""

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from lightning_dist.count import check_count
 from lightning_dist.sharding import ShardingOptions
-from lightning_dist.strategies.half_precision_plugin import half_precision_of
 from lightning_dist.wrap import WrapPolicy, parse_policy
 
 Offload = Literal["none", "cpu"]
@@ -69,17 +67,12 @@ class ShardConfig:
         """Chooses the units."""
         return parse_policy(self.wrap)
 
-    def under(self, precision: Precision) -> ShardingOptions:
-        """Says how units are treated under a precision.
+    def options(self, param_dtype: torch.dtype | None) -> ShardingOptions:
+        """Returns how units are treated.
 
         Args:
-            precision: The Trainer's.
+            param_dtype: What units compute in, under mixed precision.
         """
-        known = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-        param_dtype = known[precision.precision] if isinstance(precision, MixedPrecision) else None
-        half = half_precision_of(precision)
-        if half is not None and half.half.master_weights:
-            param_dtype = half.half.dtype
         return ShardingOptions(
             None if self.reshard_after_forward == "auto" else self.reshard_after_forward,
             param_dtype,

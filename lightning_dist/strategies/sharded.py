@@ -28,15 +28,17 @@ from lightning_dist.strategies import data_parallel_checks
 from lightning_dist.strategies import fsdp_checks as checks
 from lightning_dist.strategies.batch_statistics import find_batch_statistics, with_whole_batches
 from lightning_dist.strategies.bracket import add_first_callback
-from lightning_dist.strategies.clipping import clip_whole_gradient, leaving_out, norm_over
+from lightning_dist.strategies.clipping import clip_whole_gradient
 from lightning_dist.strategies.compose import Parallelism, compose
 from lightning_dist.strategies.data_metrics import reduce_metrics_over
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.deferred_model import DeferredModel
 from lightning_dist.strategies.early_optimizers import EarlyParameters
 from lightning_dist.strategies.evaluation_lengths import check_evaluation_lengths
+from lightning_dist.strategies.gradient_checks import check_gradients
+from lightning_dist.strategies.gradient_norm import leaving_out, norm_over
 from lightning_dist.strategies.group_pool import pool_of_world
-from lightning_dist.strategies.half_precision_plugin import half_precision_of
+from lightning_dist.strategies.half_precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.kept_sharding import (
     KeptSharding,
     Layout,
@@ -48,6 +50,7 @@ from lightning_dist.strategies.pipeline_checks import check_trainer, one_optimiz
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.random_state import first_ranks_numbers
 from lightning_dist.strategies.replicas import broadcast_state
+from lightning_dist.strategies.session import run_context
 from lightning_dist.strategies.shard_config import ShardConfig
 from lightning_dist.strategies.sharded_module import ShardedModule
 from lightning_dist.strategies.staged_module import StagedModule
@@ -195,7 +198,7 @@ class ShardedStrategy(DataParallelStrategy):
         if half is not None and self.sharded.is_sharded:
             half.leave_to_shards()
         if self.mesh.pp > 1:
-            self.sharded.open(self.run_context(self._complete_gradients))
+            self.sharded.open(run_context(self, self._complete_gradients))
             assert isinstance(self.sharded, StagedModule)
             line = self.sharded.start_line(self.mesh)
             self._undo += (add_first_callback(trainer, line),)
@@ -286,7 +289,7 @@ class ShardedStrategy(DataParallelStrategy):
             self._pipeline_config,
             self._tensor_config,
             self._shard_config,
-            self._shard_config.under(self.precision_plugin),
+            self._shard_config.options(param_dtype_of(self.precision_plugin)),
             None if plugin is None else plugin.half,
         )
 
@@ -295,7 +298,8 @@ class ShardedStrategy(DataParallelStrategy):
         statistics = find_batch_statistics(self.module) if self.mesh.pp > 1 else ()
         if statistics:
             config = with_whole_batches(config, self.mesh.pp)
-        asked = replace(self.parallelism, pipeline=config)
+        is_manual = not self.module.automatic_optimization
+        asked = replace(self.parallelism, pipeline=config, is_manual=is_manual)
         composed = compose(self.module, self._mesh_of_ranks, asked)
         used = UsedParts(
             composed,
@@ -455,7 +459,7 @@ class ShardedStrategy(DataParallelStrategy):
         if is_usual or self.world_size == 1:
             self.sharded.forget_gradients(without)
         else:
-            data_parallel_checks.check_gradients(without)
+            check_gradients(without)
 
     @override
     @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ class ShardedModule:
     early: EarlyParameters | None = None
 
     def __init__(self, composed: Composed, used: UsedParts | None) -> None:
+        assert isinstance(composed.module, pl.LightningModule)
         self.module = composed.module
         self.summary: WrapSummary = composed.summary
         self._sharding = composed.sharding
@@ -63,8 +65,7 @@ class ShardedModule:
         for root in self._roots if self._shards else ():
             root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
         self._used = used
-        is_automatic = composed.module.automatic_optimization
-        self._manual = None if is_automatic else ManualSteps(self._roots[0])
+        self._manual = ManualSteps(self._roots[0]) if composed.is_manual else None
 
     @property
     def is_manual(self) -> bool:

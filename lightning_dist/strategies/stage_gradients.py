@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.strategies.clipping import FindNorm, NormsAhead, leaving_out, norm_over
+from lightning_dist.strategies.gradient_norm import FindNorm, NormsAhead, leaving_out, norm_over
 from lightning_dist.strategies.overflow import Ahead
 from lightning_dist.strategies.replicas import average, average_gradients
 from lightning_dist.strategies.session import Session

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import nn
 
 
@@ -20,7 +19,7 @@ class StepModule(nn.Module):
         module: The user's module; its parameters are this one's.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 

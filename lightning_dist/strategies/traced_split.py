@@ -12,9 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -27,11 +25,18 @@ from lightning_dist.pipeline.layers import Layers
 from lightning_dist.pipeline.trace_call import bind, example_of
 from lightning_dist.pipeline.trace_program import TraceProgram
 from lightning_dist.pipeline.traced_layers import TracedLayers, TracedSequence, sequence_of
-from lightning_dist.strategies.first_call import SET_AN_EXAMPLE, Arguments, FirstCall, watch_call
+from lightning_dist.strategies.call_example import (
+    SET_AN_EXAMPLE,
+    Arguments,
+    CallExample,
+    watch_call,
+)
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.pipeline_split import PipelineSplit
 from lightning_dist.strategies.pipelined_module import choose_partition, refuse_outside
 from lightning_dist.strategies.whole_split import keep_whole
+
+_NO_EXAMPLE = CallExample()
 
 
 class UncutError(ValueError):
@@ -88,12 +93,12 @@ class TracedSplit(PipelineSplit):
 
 
 def find_traced_split(
-    module: pl.LightningModule,
+    module: nn.Module,
     config: PipelineConfig,
     num_ranks: int,
     rank: int,
     half: HalfPrecision | None = None,
-    first_call: FirstCall | None = None,
+    example: CallExample = _NO_EXAMPLE,
 ) -> PipelineSplit:
     """Traces a module, or takes an earlier trace of it, and decides where it is cut.
 
@@ -105,7 +110,7 @@ def find_traced_split(
         num_ranks: Ranks of the pipeline.
         rank: This one, in the pipeline.
         half: What computes in half precision, which is built into the graphs.
-        first_call: Shows what steps call a module with, where there is no ``example_input_array``.
+        example: Shows what steps call a module with.
 
     Raises:
         ValueError: It cannot be traced or cut so.
@@ -115,13 +120,13 @@ def find_traced_split(
         return keep_whole(module)
     path = config.layers.partition(":")[2]
     if config.layers in ("auto", "trace"):
-        path = _find_trainable(module)
+        path = _find_trainable(module, example.has_forward)
     traced = _get(module, path)
     dress = None if half is None else HalfDress(half, path)
     sequence = sequence_of(traced)
     if sequence is None:
         refuse_outside(module, path, traced, kind="traced")
-        sequence = _trace(module, traced, path, dress, first_call)
+        sequence = _trace(module, traced, path, dress, example)
     if sequence.program.dress != dress:
         raise ValueError(
             f"{path!r} was traced for an earlier run in another precision, which is built into its"
@@ -149,7 +154,7 @@ def is_traced(module: nn.Module) -> bool:
     return any(sequence_of(part) is not None for part in module.modules())
 
 
-def _find_trainable(module: pl.LightningModule) -> str:
+def _find_trainable(module: nn.Module, has_forward: bool) -> str:
     """Finds the one attribute that holds all trainable parameters."""
     traced = [n for n, child in module.named_children() if sequence_of(child) is not None]
     if traced:  # by an earlier run
@@ -164,7 +169,7 @@ def _find_trainable(module: pl.LightningModule) -> str:
     has_own = any(p.requires_grad for p in module.parameters(recurse=False))
     if len(holders) == 1 and not has_own:
         return holders[0]
-    if is_overridden("forward", module):
+    if has_forward:
         return ""
     raise ValueError(
         f"layers='trace' found trainable parameters in {holders or 'no submodule'}"
@@ -175,7 +180,7 @@ def _find_trainable(module: pl.LightningModule) -> str:
     )
 
 
-def _get(module: pl.LightningModule, path: str) -> nn.Module:
+def _get(module: nn.Module, path: str) -> nn.Module:
     try:
         return module.get_submodule(path)
     except AttributeError:
@@ -187,16 +192,16 @@ def _get(module: pl.LightningModule, path: str) -> nn.Module:
 
 
 def _trace(
-    module: pl.LightningModule,
+    module: nn.Module,
     traced: nn.Module,
     path: str,
     dress: HalfDress | None,
-    first_call: FirstCall | None,
+    example: CallExample,
 ) -> TracedSequence:
-    if module.example_input_array is None and first_call is not None:
-        args, kwargs = first_call.of(traced, path)
+    if example.inputs is None and example.observe is not None:
+        args, kwargs = example.observe(traced, path)
     else:
-        args, kwargs = _example_of(module, traced, path, dress)
+        args, kwargs = _example_of(module, traced, path, dress, example)
     try:
         return TracedSequence(traced, args, kwargs, dress)
     except ValueError as error:
@@ -205,10 +210,14 @@ def _trace(
 
 
 def _example_of(
-    module: pl.LightningModule, traced: nn.Module, path: str, dress: HalfDress | None
+    module: nn.Module,
+    traced: nn.Module,
+    path: str,
+    dress: HalfDress | None,
+    example: CallExample,
 ) -> Arguments:
-    example = module.example_input_array
-    if example is None:
+    inputs = example.inputs
+    if inputs is None:
         raise ValueError(
             "layers='trace' needs an example of what the traced module is called with."
             f"{SET_AN_EXAMPLE}"
@@ -217,33 +226,32 @@ def _example_of(
     if dress is None and len(dtypes) == 1:
         # As Lightning's precision plugins make batches, which have converted the parameters.
         (dtype,) = dtypes
-        example = cast(example, dtype)
-    arguments = _arguments_of(example)
+        inputs = cast(inputs, dtype)
+    arguments = _arguments_of(inputs)
     if traced is module:
         return arguments
-    if not is_overridden("forward", module):
+    if not example.has_forward:
         return arguments if dress is None else cast(arguments, dress.half.dtype_into(module, path))
     with nullcontext() if dress is None else as_in_step(module, dress.half):
         return _watch_call(module, traced, path, arguments)
 
 
-def _arguments_of(example: Any) -> Arguments:
+def _arguments_of(inputs: Any) -> Arguments:
     """Gives an example's arguments, as Lightning's summary does."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example), {}) if isinstance(example, list | tuple) else ((example,), {})
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, list | tuple) else ((inputs,), {})
 
 
-def _watch_call(
-    module: pl.LightningModule, traced: nn.Module, path: str, arguments: Arguments
-) -> Arguments:
+def _watch_call(module: nn.Module, traced: nn.Module, path: str, arguments: Arguments) -> Arguments:
     """Runs the LightningModule's own forward as far as to the call of the traced module."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]  # norms on the way count
     with watch_call(traced) as seen, torch.random.fork_rng(devices=()), torch.no_grad():
         signature = inspect.signature(module.forward)
         call = example_of(signature, bind(signature, *arguments))
+        device = next(module.parameters()).device
         args, kwargs = pytree.tree_map(
-            lambda leaf: leaf.to(module.device) if isinstance(leaf, Tensor) else leaf,
+            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
             (call.args, call.kwargs),
         )
         module.forward(*args, **kwargs)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch.distributed as dist
 
 from lightning_dist.strategies.compose import Composed
-from lightning_dist.strategies.data_parallel_checks import (
+from lightning_dist.strategies.gradient_checks import (
     check_gradients,
     parameters_without_gradient,
 )
@@ -50,7 +50,7 @@ class UsedParts:
             if UnusedParameters.are_supported_by(root):
                 # Gradients that are not there must be none before an update that needs them. Steps
                 # of manual optimization leave some out in each backward, and a rank alone may.
-                waits = always or is_alone or not composed.module.automatic_optimization
+                waits = always or is_alone or composed.is_manual
                 notes = make_notes(groups[0])
                 self._unused = UnusedParameters(
                     composed.module, root, composed.units, notes, groups[0], always=waits

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -39,7 +38,7 @@ class WholeSplit(PipelineSplit):
         return 0
 
 
-def keep_whole(module: pl.LightningModule) -> WholeSplit:
+def keep_whole(module: nn.Module) -> WholeSplit:
     """Takes a module as the one layer of a pipeline of one stage.
 
     Args:

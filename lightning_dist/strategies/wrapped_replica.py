@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.overrides.distributed import prepare_for_backward
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies.communication_meter import CommunicationMeter
+from lightning_dist.strategies.ddp_internals import prepare_for_backward, remove_gradient_hooks
+from lightning_dist.strategies.gradient_checks import (
+    check_gradients,
+    check_toggled,
+    parameters_without_gradient,
+)
 from lightning_dist.strategies.gradient_exchange import GradientExchange
-from lightning_dist.strategies.lightning_private import remove_gradient_hooks
 from lightning_dist.strategies.missing_gradients import MissingGradients
 from lightning_dist.strategies.rank_notes import RankNotes
 from lightning_dist.strategies.trainable_set import TrainableSet, average_left_gradients
@@ -36,20 +38,23 @@ class WrappedReplica:
         group: The replicas; a gloo group.
         make_notes: Makes what the replicas leave notes in.
         meter: Is told of what travels, if anybody wants to know.
+        is_automatic: Whether backward is called behind a step, and not in it.
     """
 
     def __init__(
         self,
-        module: pl.LightningModule,
+        module: nn.Module,
         exchange: GradientExchange,
         group: dist.ProcessGroup,
         make_notes: Callable[[], RankNotes],
         meter: CommunicationMeter | None,
+        is_automatic: Callable[[], bool],
     ) -> None:
         self._module = module
         self._exchange = exchange
         self._group = group
         self._meter = meter
+        self._is_automatic = is_automatic
         self._ddp = self._first_wrapper()
         self._keeps_gradients = False
         self._trainable = TrainableSet(module, group)
@@ -72,10 +77,6 @@ class WrappedReplica:
     def _unwrap(self) -> None:
         if self._ddp is not None:
             remove_gradient_hooks(self._ddp)
-
-    @property
-    def _is_automatic(self) -> bool:
-        return self._module.automatic_optimization
 
     def begin_batch(self, *, is_local: bool) -> None:
         """Looks whether other parameters are trained now; each rank must call it before each batch.
@@ -104,7 +105,7 @@ class WrappedReplica:
         """
         if self._ddp is None and self._keeps_gradients:
             return step(*arguments, **keywords)
-        if self._is_automatic:
+        if self._is_automatic():
             return self.ddp(step, *arguments, **keywords)
         # The step calls backward itself; when it has returned there is nothing to prepare.
         self.ddp.require_backward_grad_sync = False
@@ -120,7 +121,7 @@ class WrappedReplica:
             loss: Where it begins.
             is_local: As for :meth:`begin_batch`.
         """
-        if not self._is_automatic and not is_local:
+        if not self._is_automatic() and not is_local:
             self.ddp.require_backward_grad_sync = True
             prepare_for_backward(self.ddp, loss)
             self.ddp.require_backward_grad_sync = False
@@ -137,16 +138,16 @@ class WrappedReplica:
             ValueError: The step has changed which parameters are trained, or no rank has a gradient
                 of one.
         """
-        if is_local or (self._is_automatic and self._keeps_gradients):
+        if is_local or (self._is_automatic() and self._keeps_gradients):
             return
-        self._trainable.check_step(exactly=self._is_automatic)
+        self._trainable.check_step(exactly=self._is_automatic())
         if not self._exchange.find_unused_parameters:
-            checks.check_toggled(self._trainable.left_out())
-            checks.check_gradients(self._complete_gradients())
+            check_toggled(self._trainable.left_out())
+            check_gradients(self._complete_gradients())
 
     def _complete_gradients(self) -> list[str]:
         if self._missing is None:  # a static graph's are known, and no others are waited for
-            return checks.parameters_without_gradient(self._module)
+            return parameters_without_gradient(self._module)
         without = self._missing.end_backward()
         if self._meter is not None:
             self._meter.end_backward()

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_dist.fake_ranks import fake_rank, ranks_of_collective, without_values
+from lightning_dist.fake_ranks import fake_rank, without_values
 from lightning_dist.mesh import MeshShape
 from lightning_dist.traffic import MessageKind, Traffic, TrafficLedger
-from lightning_dist.traffic_counter import TrafficCounter
+from lightning_dist.traffic_counter import TrafficCounter, ranks_of_collective
 
 
 def ignore(*_: Any) -> None:

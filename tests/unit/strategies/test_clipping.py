@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_dist.strategies.clipping import clip_whole_gradient, leaving_out, norm_over
+from lightning_dist.strategies.clipping import clip_whole_gradient
+from lightning_dist.strategies.gradient_norm import leaving_out, norm_over
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -62,7 +61,7 @@ def made(
 ) -> Iterator[Composed]:
     with fake_rank(rank, shape.world_size):
         config = PipelineConfig(schedule, partition="uniform")
-        asked = Parallelism(config, TensorConfig(), shard, shard.under(Precision()))
+        asked = Parallelism(config, TensorConfig(), shard, shard.options(None))
         yield compose(Module(), build_mesh(shape, "cpu"), asked)
 
 
@@ -79,10 +78,10 @@ class Spread(L.LightningModule):
 def test_a_plan_that_was_found_says_why_a_part_is_left_whole(shape: MeshShape) -> None:
     with fake_rank(0, shape.world_size):
         shard = ShardConfig()
-        asked = Parallelism(PipelineConfig(), TensorConfig(), shard, shard.under(Precision()))
+        asked = Parallelism(PipelineConfig(), TensorConfig(), shard, shard.options(None))
         words = compose(Spread(), build_mesh(shape, "cpu"), asked).plan
         own = TensorConfig({"mlp.0": "colwise", "mlp.2": "rowwise"})
-        asked = Parallelism(PipelineConfig(), own, shard, shard.under(Precision()))
+        asked = Parallelism(PipelineConfig(), own, shard, shard.options(None))
         assert compose(Spread(), build_mesh(shape, "cpu"), asked).plan is None
     assert words is not None
     (spread,), (whole,) = words.spread, words.whole
@@ -187,7 +186,7 @@ def test_what_crosses_from_stage_to_stage_is_not_cut() -> None:
     with fake_rank(0, 4):
         pipeline = PipelineConfig("interleaved_1f1b", partition="uniform")
         tensor, shard = TensorConfig(sequence_parallel=True), ShardConfig()
-        asked = Parallelism(pipeline, tensor, shard, shard.under(Precision()))
+        asked = Parallelism(pipeline, tensor, shard, shard.options(None))
         module = GPT(width=width, depth=6, num_heads=2)
         first, third = compose(module, build_mesh(MeshShape(pp=2, tp=2), "cpu"), asked).roots
         for root in (first, third):

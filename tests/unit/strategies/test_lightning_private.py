@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_dist.strategies import lightning_private
+from lightning_dist.strategies.ddp_internals import remove_gradient_hooks
 
 
 def test_a_module_can_be_told_its_device() -> None:
@@ -186,7 +187,7 @@ def test_a_wrapper_that_is_taken_off_leaves_its_parameters_alone() -> None:
         ddp.register_comm_hook(None, lambda _, bucket: hear(bucket))
         ddp(torch.ones(1, 2)).sum().backward()
         assert heard == ["gradients"]
-        lightning_private.remove_gradient_hooks(ddp)
+        remove_gradient_hooks(ddp)
         ddp(torch.ones(1, 2)).sum().backward()
     finally:
         dist.destroy_process_group()

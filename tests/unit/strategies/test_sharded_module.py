@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_dist.device_mesh import build_mesh
@@ -36,7 +35,7 @@ class Dropping(L.LightningModule):
 
 def sharded() -> ShardedModule:
     config, shard = TensorConfig(PLAN), ShardConfig()
-    asked = Parallelism(PipelineConfig(), config, shard, shard.under(Precision()))
+    asked = Parallelism(PipelineConfig(), config, shard, shard.options(None))
     composed = compose(Dropping(), build_mesh(MeshShape(tp=2), "cpu"), asked)
     return ShardedModule(composed, None)
 

@@ -7,9 +7,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_dist import MeshStrategy
+from lightning_dist.strategies.call_example import CallExample
 from lightning_dist.strategies.pipeline_config import PipelineConfig
 from lightning_dist.strategies.traced_split import TracedSplit, find_traced_split
 from tests.helpers.traced_models import Pair, Task
@@ -44,8 +46,9 @@ class WithForward(Small):
 def find(
     module: L.LightningModule, rank: int = 0, num_ranks: int = 2, **config: Any
 ) -> TracedSplit:
+    example = CallExample(module.example_input_array, is_overridden("forward", module))
     return find_traced_split(
-        module, PipelineConfig(**{"layers": "trace", **config}), num_ranks, rank
+        module, PipelineConfig(**{"layers": "trace", **config}), num_ranks, rank, example=example
     )
 
 

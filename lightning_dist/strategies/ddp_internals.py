@@ -1,0 +1,35 @@
+"""What torch's DistributedDataParallel does by itself only for a backward behind its forward.
+
+A step that calls backward itself does so inside the wrapper's forward, and the wrapper prepares
+nothing for that. The names have no public counterpart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
+
+def prepare_for_backward(ddp: DistributedDataParallel, outputs: object) -> None:
+    """Makes the reducer expect a backward, as the wrapper's forward does when it returns.
+
+    Args:
+        ddp: Averages gradients in this backward.
+        outputs: Where the backward begins.
+    """
+    if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+        return
+    ddp.require_forward_param_sync = True
+    finds_unused = ddp.find_unused_parameters and not ddp.static_graph
+    ddp.reducer._rebuild_buckets()
+    ddp.reducer.prepare_for_backward(list(_find_tensors(outputs)) if finds_unused else [])
+
+
+def remove_gradient_hooks(ddp: DistributedDataParallel) -> None:
+    """Takes a wrapper off its parameters; ``_remove_autograd_hooks`` has no public name.
+
+    Args:
+        ddp: Will not be used again.
+    """
+    ddp._remove_autograd_hooks()
