@@ -28,13 +28,14 @@ class CallExample:
         inputs: What the whole module's ``forward`` takes, or the traced module's where that is not
             defined: a tensor, a tuple of positional arguments or a dict of named ones. None where
             no example was given.
-        has_forward: Whether the whole module defines ``forward``.
+        has_forward: Tells whether the whole module defines ``forward``; asked where no earlier
+            trace has replaced it.
         observe: Takes the traced module and its path, and returns the arguments of the call;
             asked where no example was given.
     """
 
     inputs: Any = None
-    has_forward: bool = False
+    has_forward: Callable[[], bool] = lambda: False
     observe: Callable[[nn.Module, str], Arguments] | None = None
 
 

@@ -15,7 +15,6 @@ from torchmetrics import Metric
 from lightning_dist.count import check_count, check_positive
 from lightning_dist.shards import is_spread
 from lightning_dist.strategies.compression import Compression
-from lightning_dist.suggestion import shorten
 
 
 def check_arguments(
@@ -75,7 +74,7 @@ def check_compressible(module: nn.Module, compression: str) -> None:
     without = [n for n, p in module.named_parameters() if p.ndim == 0 or p.numel() == 0]
     if compression == "powersgd" and without:
         raise ValueError(
-            f"compression='powersgd' cannot make matrices of {shorten(without)}, which have no"
+            f"compression='powersgd' cannot make matrices of {without}, which have no"
             " dimension or no elements. Give them one: `torch.zeros(1)` in place of"
             " `torch.tensor(0.0)`; or use another compression."
         )

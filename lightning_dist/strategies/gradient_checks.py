@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_dist.suggestion import shorten
-
 
 def check_gradients(without: Sequence[str]) -> None:
     """Checks that the backward has reached each trainable parameter.
@@ -20,7 +18,7 @@ def check_gradients(without: Sequence[str]) -> None:
     """
     if without:
         raise ValueError(
-            f"The loss does not depend on {shorten(without)}. Freeze what is not trained with"
+            f"The loss does not depend on {_some(without)}. Freeze what is not trained with"
             " `requires_grad_(False)`, or, if other steps use it, pass"
             " find_unused_parameters=True (to a MeshStrategy in shard=ShardConfig(...), which with"
             " tp=... is what TensorParallelStrategy is)."
@@ -47,7 +45,11 @@ def check_toggled(toggled: Sequence[str]) -> None:
     """
     if toggled:
         raise ValueError(
-            f"The step has frozen {shorten(toggled)}, as `toggle_optimizer` does, and called"
+            f"The step has frozen {_some(toggled)}, as `toggle_optimizer` does, and called"
             " backward: the gradients of the others would wait for theirs. Pass"
             " find_unused_parameters=True."
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{list(names[:8])}{' and more' if len(names) > 8 else ''}"

@@ -7,7 +7,7 @@ what the first step calls the module with: the layers must be known before the o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +154,7 @@ def is_traced(module: nn.Module) -> bool:
     return any(sequence_of(part) is not None for part in module.modules())
 
 
-def _find_trainable(module: nn.Module, has_forward: bool) -> str:
+def _find_trainable(module: nn.Module, has_forward: Callable[[], bool]) -> str:
     """Finds the one attribute that holds all trainable parameters."""
     traced = [n for n, child in module.named_children() if sequence_of(child) is not None]
     if traced:  # by an earlier run
@@ -169,7 +169,7 @@ def _find_trainable(module: nn.Module, has_forward: bool) -> str:
     has_own = any(p.requires_grad for p in module.parameters(recurse=False))
     if len(holders) == 1 and not has_own:
         return holders[0]
-    if has_forward:
+    if has_forward():
         return ""
     raise ValueError(
         f"layers='trace' found trainable parameters in {holders or 'no submodule'}"
@@ -230,7 +230,7 @@ def _example_of(
     arguments = _arguments_of(inputs)
     if traced is module:
         return arguments
-    if not example.has_forward:
+    if not example.has_forward():
         return arguments if dress is None else cast(arguments, dress.half.dtype_into(module, path))
     with nullcontext() if dress is None else as_in_step(module, dress.half):
         return _watch_call(module, traced, path, arguments)

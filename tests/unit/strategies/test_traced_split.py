@@ -46,7 +46,7 @@ class WithForward(Small):
 def find(
     module: L.LightningModule, rank: int = 0, num_ranks: int = 2, **config: Any
 ) -> TracedSplit:
-    example = CallExample(module.example_input_array, is_overridden("forward", module))
+    example = CallExample(module.example_input_array, lambda: is_overridden("forward", module))
     return find_traced_split(
         module, PipelineConfig(**{"layers": "trace", **config}), num_ranks, rank, example=example
     )
