@@ -7,8 +7,8 @@ import os
 import pickle
 from collections.abc import Sequence
 
-from lightning_dist.checkpoint import load_full, save_full
-from lightning_dist.checkpoint_metadata import reason_of
+from lightning_dist.engine.checkpoint.files import load_full, save_full
+from lightning_dist.engine.checkpoint.metadata import reason_of
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_dist.pipeline.schedules import SCHEDULE_NAMES
-from lightning_dist.strategies.lightning_private import watch_precision
+from lightning_dist.engine.schedules.schedules import SCHEDULE_NAMES
+from lightning_dist.precision_checks import check_asked_precision
+from lightning_dist.strategies.base.lightning_internals import watch_precision
 from lightning_dist.strategies.pipeline import PipelineStrategy
-from lightning_dist.strategies.precision_checks import check_asked_precision
 
 
 def register_strategies() -> None:

@@ -43,13 +43,13 @@ import torch.nn.functional as F
 from IPython.display import display
 from torch import Tensor, nn
 
-from lightning_dist.chrome_trace import read_chrome_trace
-from lightning_dist.pipeline.actions import ActionKind
-from lightning_dist.pipeline.lowering import lower
-from lightning_dist.pipeline.schedules import build_schedule
-from lightning_dist.pipeline.simulator import StageCosts, simulate
-from lightning_dist.pipeline.timeline import SpanKind, Timeline
+from lightning_dist.engine.schedules.actions import ActionKind
+from lightning_dist.engine.schedules.lowering import lower
+from lightning_dist.engine.schedules.schedules import build_schedule
+from lightning_dist.engine.schedules.simulator import StageCosts, simulate
+from lightning_dist.engine.schedules.timeline import SpanKind, Timeline
 from lightning_dist.plotting import plot_timelines
+from lightning_dist.plotting.chrome_trace import read_chrome_trace
 from recipes.gpt import build_gpt
 
 # %matplotlib inline

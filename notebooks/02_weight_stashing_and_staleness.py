@@ -45,10 +45,10 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_dist.pipeline.actions import ActionKind
-from lightning_dist.pipeline.lowering import lower
-from lightning_dist.pipeline.schedules import build_schedule
-from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.engine.schedules.actions import ActionKind
+from lightning_dist.engine.schedules.lowering import lower
+from lightning_dist.engine.schedules.schedules import build_schedule
+from lightning_dist.engine.splitting.config import PipelineConfig
 from recipes.staleness.lockstep import Lockstep
 
 # %matplotlib inline

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_dist.chrome_trace import read_chrome_trace
 from lightning_dist.plotting import plot_timelines
+from lightning_dist.plotting.chrome_trace import read_chrome_trace
 from recipes.run_summary import newest_part
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from typing_extensions import override
 
 import lightning_dist
-from lightning_dist.chrome_trace import write_chrome_trace
-from lightning_dist.pipeline.actions import ActionKind
-from lightning_dist.pipeline.timeline import Timeline
+from lightning_dist.engine.schedules.actions import ActionKind
+from lightning_dist.engine.schedules.timeline import Timeline
 from lightning_dist.plotting import plot_timeline
+from lightning_dist.plotting.chrome_trace import write_chrome_trace
 from recipes.baselines import bigram_bits_per_byte, unigram_bits_per_byte
 from recipes.text import TextDataModule
 

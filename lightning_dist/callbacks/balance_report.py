@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_dist.callbacks import console
 from lightning_dist.callbacks.media import Media
-from lightning_dist.pipeline.balance import Balance
+from lightning_dist.engine.planning.balance import Balance
 from lightning_dist.plotting import plot_balance
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_dist.table import Table
+from lightning_dist.engine.common.table import Table
 
 _WIDEST = 1000
 

@@ -14,12 +14,12 @@ from typing import Any
 from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
-from lightning_dist.pipeline.actions import Action, ActionKind
-from lightning_dist.pipeline.recorder import Recorder
-from lightning_dist.pipeline.timeline import SpanKind
-from lightning_dist.profiling.account import Use
-from lightning_dist.profiling.collective_trace import part_of_step
-from lightning_dist.profiling.phase import Phase, PhaseKind
+from lightning_dist.engine.profiling.account import Use
+from lightning_dist.engine.profiling.meters.collective_trace import part_of_step
+from lightning_dist.engine.profiling.meters.recorder import Recorder
+from lightning_dist.engine.profiling.phase import Phase, PhaseKind
+from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.timeline import SpanKind
 
 _FORWARD = (SpanKind.COMPUTE, ActionKind.FORWARD)
 _BACKWARD = (SpanKind.COMPUTE, ActionKind.BACKWARD)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from lightning_dist.pipeline.timeline import Timeline
-from lightning_dist.table import Table
+from lightning_dist.engine.common.table import Table
+from lightning_dist.engine.schedules.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,7 +2,7 @@
 
 A callback, for a precision depends on no strategy: it gives the strategy a precision plugin before
 anything is set up, and takes it back at the end. What the plugin does is in
-:mod:`lightning_dist.strategies.half_precision_plugin`.
+:mod:`.base.precision_plugin`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.gradient_range import Ranges, merge
-from lightning_dist.half_precision import HalfPrecision
-from lightning_dist.loss_scale import LossScale
-from lightning_dist.strategies.distributed import DistributedStrategy
-from lightning_dist.strategies.half_precision_plugin import HalfPrecisionPlugin
+from lightning_dist.engine.precision.gradient_range import Ranges, merge
+from lightning_dist.engine.precision.loss_scale import LossScale
+from lightning_dist.engine.precision.policy import HalfPrecision
+from lightning_dist.strategies.base.distributed import DistributedStrategy
+from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
 
 Compute = Literal["bf16", "fp16"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,10 +10,10 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_dist.callbacks.console import print_tables
 from lightning_dist.callbacks.media import Media
-from lightning_dist.chrome_trace import write_chrome_trace
+from lightning_dist.engine.profiling.report import ProfileReport
+from lightning_dist.engine.profiling.summary import memory_table, summary_table, time_table
 from lightning_dist.plotting import plot_profile, write_page
-from lightning_dist.profiling.report import ProfileReport
-from lightning_dist.profiling.summary import memory_table, summary_table, time_table
+from lightning_dist.plotting.chrome_trace import write_chrome_trace
 
 _NAME = "step_profile"
 

@@ -10,18 +10,28 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.callbacks.stages_at_work import session_of
-from lightning_dist.memory import RankMemory, TrainedPart, pipelined, replicated, sharded
-from lightning_dist.mesh import MeshShape
-from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.pipeline.recorder import Recorder
-from lightning_dist.pipeline.schedule import UpdateRule
-from lightning_dist.pipeline.schedules import find_schedules
-from lightning_dist.profiling.held_bytes import bytes_of, gradient_bytes, optimizer_bytes
-from lightning_dist.profiling.rank_record import RankPlace, StepCount
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.planning.memory import (
+    RankMemory,
+    TrainedPart,
+    pipelined,
+    replicated,
+    sharded,
+)
+from lightning_dist.engine.profiling.meters.held_bytes import (
+    bytes_of,
+    gradient_bytes,
+    optimizer_bytes,
+)
+from lightning_dist.engine.profiling.meters.recorder import Recorder
+from lightning_dist.engine.profiling.rank_record import RankPlace, StepCount
+from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.schedules import find_schedules
+from lightning_dist.engine.sharding.wrap_summary import WrapSummary
+from lightning_dist.strategies.base.process_mesh import ProcessMesh
 from lightning_dist.strategies.ddp import DDPStrategy
 from lightning_dist.strategies.fsdp import FSDPStrategy
-from lightning_dist.strategies.process_mesh import ProcessMesh
-from lightning_dist.wrap_summary import WrapSummary
 
 
 class RankProbe:

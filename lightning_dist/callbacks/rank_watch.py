@@ -9,17 +9,17 @@ from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_dist.callbacks.loop_profiler import LoopProfiler
 from lightning_dist.callbacks.rank_probe import RankProbe
-from lightning_dist.pipeline.layer_profiler import LayerProfiler
-from lightning_dist.pipeline.recorder import Recorder
-from lightning_dist.pipeline.timeline import Span
-from lightning_dist.profiling.batch_size import num_samples, num_tokens
-from lightning_dist.profiling.collective_trace import CollectiveTrace
-from lightning_dist.profiling.exposure import Exposure
-from lightning_dist.profiling.phase import Phase, PhaseKind
-from lightning_dist.profiling.rank_record import MemoryUse, RankRecord, StepCount
-from lightning_dist.profiling.step_counter import StepCounter
-from lightning_dist.profiling.step_plan import Role, StepPlan
-from lightning_dist.strategies.lightning_private import profiler_of, set_profiler
+from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
+from lightning_dist.engine.profiling.exposure import Exposure
+from lightning_dist.engine.profiling.meters.batch_size import num_samples, num_tokens
+from lightning_dist.engine.profiling.meters.collective_trace import CollectiveTrace
+from lightning_dist.engine.profiling.meters.recorder import Recorder
+from lightning_dist.engine.profiling.meters.step_counter import StepCounter
+from lightning_dist.engine.profiling.phase import Phase, PhaseKind
+from lightning_dist.engine.profiling.rank_record import MemoryUse, RankRecord, StepCount
+from lightning_dist.engine.profiling.step_plan import Role, StepPlan
+from lightning_dist.engine.schedules.timeline import Span
+from lightning_dist.strategies.base.lightning_internals import profiler_of, set_profiler
 
 
 class RankWatch:

@@ -21,16 +21,16 @@ from typing_extensions import override
 from lightning_dist.callbacks.balance_report import draw_balance, tell_balance
 from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging
 from lightning_dist.callbacks.stages_at_work import pipeline_of
-from lightning_dist.pipeline.balance import Balance, find_balance, step_seconds
-from lightning_dist.pipeline.layer_costs import StepCosts
-from lightning_dist.pipeline.layer_profiler import LayerProfiler
-from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.pipeline.stage_memory import memory_limit
-from lightning_dist.strategies.lightning_private import callbacks_of
-from lightning_dist.strategies.measured import gather_profiles
+from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
+from lightning_dist.engine.pipeline.measurements import gather_profiles
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.planning.balance import Balance, find_balance, step_seconds
+from lightning_dist.engine.planning.layer_costs import StepCosts
+from lightning_dist.engine.planning.stage_memory import memory_limit
+from lightning_dist.strategies.base.lightning_internals import callbacks_of
+from lightning_dist.strategies.base.process_mesh import ProcessMesh
 from lightning_dist.strategies.mesh import MeshStrategy
 from lightning_dist.strategies.pipeline import PipelineStrategy
-from lightning_dist.strategies.process_mesh import ProcessMesh
 
 _MOVED_LAYERS = "balance/moved_layers"
 _MOVE_SECONDS = "balance/move_seconds"
@@ -40,7 +40,7 @@ class StageBalancer(pl.Callback):
     """Reports how well the stages of a pipeline are balanced, one of a mesh too.
 
     With ``action="rebalance"`` it also moves layers while training runs, where that saves
-    ``min_gain``; see :meth:`~lightning_dist.PipelineStrategy.repartition`. That takes a
+    ``min_gain``; see :meth:`.PipelineStrategy.repartition`. That takes a
     :class:`~lightning_dist.PipelineStrategy`.
 
     Each report is metrics for all loggers: ``balance/stage_0_seconds`` and so on (forward and

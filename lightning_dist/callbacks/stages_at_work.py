@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.strategies.mesh import MeshStrategy
+from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 from lightning_dist.strategies.pipeline import PipelineStrategy
-from lightning_dist.strategies.session import Session
-from lightning_dist.strategies.staged_module import StagedModule
+from lightning_dist.strategies.pipelining.session import Session
 
 
 def pipeline_of(strategy: Strategy) -> Pipeline | None:

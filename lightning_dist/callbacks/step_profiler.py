@@ -21,15 +21,15 @@ from typing_extensions import override
 from lightning_dist.callbacks.profile_files import publish
 from lightning_dist.callbacks.rank_probe import RankProbe
 from lightning_dist.callbacks.rank_watch import RankWatch
-from lightning_dist.pipeline.timeline import Timeline
-from lightning_dist.profiling.clock_offset import ClockOffset
-from lightning_dist.profiling.phase import PhaseKind
-from lightning_dist.profiling.ping import exchange_pings
-from lightning_dist.profiling.rank_record import RankRecord
-from lightning_dist.profiling.report import ProfileReport
-from lightning_dist.profiling.step_plan import Role, StepPlan
-from lightning_dist.profiling.torch_trace import TorchTrace
-from lightning_dist.strategies.lightning_private import callbacks_of, profiler_of
+from lightning_dist.engine.profiling.clock_offset import ClockOffset
+from lightning_dist.engine.profiling.meters.clock_sync import exchange_pings
+from lightning_dist.engine.profiling.meters.torch_trace import TorchTrace
+from lightning_dist.engine.profiling.phase import PhaseKind
+from lightning_dist.engine.profiling.rank_record import RankRecord
+from lightning_dist.engine.profiling.report import ProfileReport
+from lightning_dist.engine.profiling.step_plan import Role, StepPlan
+from lightning_dist.engine.schedules.timeline import Timeline
+from lightning_dist.strategies.base.lightning_internals import callbacks_of, profiler_of
 
 
 class StepProfiler(pl.Callback):
@@ -37,7 +37,7 @@ class StepProfiler(pl.Callback):
 
     Each time ``profile/step_seconds``, ``profile/samples_per_second``, ``profile/waiting_share``
     and so on go to all loggers (:attr:`ProfileReport.metrics
-    <lightning_dist.profiling.report.ProfileReport.metrics>` lists them). At the end of training
+    <.ProfileReport.metrics>` lists them). At the end of training
     rank 0 prints tables and writes ``step_profile.html``, ``step_profile.png`` and
     ``step_profile.json`` (for Perfetto) of the newest report.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from lightning_dist.pipeline.balance import Balance
+from lightning_dist.engine.planning.balance import Balance
 from lightning_dist.plotting.canvas import clear_frame, new_figure
 from lightning_dist.plotting.colours import BLUE, GREY, ORANGE, SKY, VERMILION
 

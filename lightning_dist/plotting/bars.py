@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from lightning_dist.memory import RankMemory
+from lightning_dist.engine.common.quantity import scale_of_bytes
+from lightning_dist.engine.planning.memory import RankMemory
+from lightning_dist.engine.profiling.account import Use
+from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.plotting.colours import OF_MEMORY, OF_USES
-from lightning_dist.profiling.account import Use
-from lightning_dist.profiling.report import ProfileReport
-from lightning_dist.quantity import scale_of_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from lightning_dist.profiling.account import Use
+from lightning_dist.engine.profiling.account import Use
 
 SKY, BLUE, ORANGE, GREEN = "#56B4E9", "#0072B2", "#E69F00", "#009E73"
 VERMILION, PURPLE, YELLOW, PALE, GREY = "#D55E00", "#CC79A7", "#F0E442", "#E8E8E8", "#999999"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from lightning_dist.pipeline.timeline import Timeline
+from lightning_dist.engine.profiling.report import ProfileReport
+from lightning_dist.engine.schedules.timeline import Timeline
 from lightning_dist.plotting.bars import Bars
 from lightning_dist.plotting.canvas import clear_frame, new_figure
 from lightning_dist.plotting.timelines import draw_timeline, legend_of
-from lightning_dist.profiling.report import ProfileReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,8 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from lightning_dist.pipeline.actions import ActionKind
-from lightning_dist.pipeline.timeline import Span, SpanKind, Timeline
+from lightning_dist.engine.schedules.actions import ActionKind
+from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
 from lightning_dist.plotting.canvas import clear_frame, new_figure
 from lightning_dist.plotting.colours import (
     BLUE,

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.pipeline.actions import Action, ActionKind
-from lightning_dist.pipeline.recorder import Recorder
-from lightning_dist.pipeline.timeline import SpanKind
-from lightning_dist.strategies.communication_meter import CommunicationMeter
-from lightning_dist.strategies.measured import MeasuredTimelines
+from lightning_dist.engine.data_parallel.meter import CommunicationMeter
+from lightning_dist.engine.pipeline.measurements import MeasuredTimelines
+from lightning_dist.engine.profiling.meters.recorder import Recorder
+from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.timeline import SpanKind
 
 BYTES = "communication/bytes"
 WAITING_SHARE = "communication/waiting_share"

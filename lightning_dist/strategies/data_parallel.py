@@ -20,22 +20,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_dist.rng import seed_all
+from lightning_dist.engine.data_parallel.replicas import broadcast_state
+from lightning_dist.engine.splitting.batch_statistics import find_batch_statistics
+from lightning_dist.engine.tensors.random_state import RandomStream
+from lightning_dist.engine.tensors.rng import seed_all
 from lightning_dist.strategies import data_parallel_checks as checks
-from lightning_dist.strategies import lightning_private
-from lightning_dist.strategies.batch_statistics import find_batch_statistics
-from lightning_dist.strategies.bracket import bracket_callbacks
-from lightning_dist.strategies.drain_hook import drain_before_validation
-from lightning_dist.strategies.early_ends import EarlyEnds
-from lightning_dist.strategies.epoch_ends import EpochEnds
-from lightning_dist.strategies.evaluation_stop import stop_evaluations_together
-from lightning_dist.strategies.layout_free import LayoutFreeCheckpoints
-from lightning_dist.strategies.layout_line import explain_own_statistics
-from lightning_dist.strategies.random_state import RandomStream
-from lightning_dist.strategies.replicas import broadcast_state
-from lightning_dist.strategies.shared_order import share_order, with_shared_draws
+from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.callback_order import bracket_callbacks
+from lightning_dist.strategies.base.checkpointing import LayoutFreeCheckpoints
+from lightning_dist.strategies.base.ending.drain_hook import drain_before_validation
+from lightning_dist.strategies.base.ending.evaluation_stop import stop_evaluations_together
+from lightning_dist.strategies.base.ending.training_stop import stop_training_together
+from lightning_dist.strategies.base.loaders.early_ends import EarlyEnds
+from lightning_dist.strategies.base.loaders.epoch_ends import EpochEnds
+from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
+from lightning_dist.strategies.mesh_runtime.layout_line import explain_own_statistics
 from lightning_dist.strategies.synced_batch_norm import SyncedBatchNorm
-from lightning_dist.strategies.training_stop import stop_training_together
 
 _HOOKS, _ITERATORS, _ORDER = range(3)  # what random numbers that all ranks share are for
 
@@ -74,8 +74,8 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
     def synchronise_layers(self) -> None:
         """Makes BatchNorm see all ranks where the Trainer was asked for ``sync_batchnorm``."""
         if self.root_device.type == "cpu":
-            lightning_private.replace_torch_layer_sync(self, SyncedBatchNorm(self.data_group))
-        lightning_private.apply_layer_sync(self, self.module)
+            lightning_internals.replace_torch_layer_sync(self, SyncedBatchNorm(self.data_group))
+        lightning_internals.apply_layer_sync(self, self.module)
 
     def explain_batch_statistics(self) -> None:
         """Prints which modules normalise by a rank's own batch, where that is not the whole one."""
@@ -117,7 +117,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         if self.mesh.data_size > 1:
             streams = partial(self._shared_stream, _HOOKS)
             wrap = partial(with_shared_draws, open_stream=streams)
-            self._undo += (lightning_private.replace_loader_hooks(trainer, wrap),)
+            self._undo += (lightning_internals.replace_loader_hooks(trainer, wrap),)
 
     def _check_early_end(self, trainer: pl.Trainer) -> Callable[[], None]:
         if self.num_readers == 1:

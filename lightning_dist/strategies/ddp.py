@@ -27,24 +27,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.mesh import MeshShape
-from lightning_dist.pipeline.recorder import Recorder
-from lightning_dist.pipeline.timeline import Timeline
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.data_parallel.compression import Compression
+from lightning_dist.engine.data_parallel.gradient_exchange import GradientExchange
+from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
+from lightning_dist.engine.data_parallel.meter import CommunicationMeter
+from lightning_dist.engine.data_parallel.replicas import broadcast_state
+from lightning_dist.engine.data_parallel.wrapped_replica import WrappedReplica
+from lightning_dist.engine.pipeline.measurements import MeasuredTimelines
+from lightning_dist.engine.profiling.meters.recorder import Recorder
+from lightning_dist.engine.schedules.timeline import Timeline
 from lightning_dist.strategies import data_parallel_checks as checks
-from lightning_dist.strategies import lightning_private
-from lightning_dist.strategies.bracket import add_first_callback
+from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.callback_order import add_first_callback
+from lightning_dist.strategies.base.loaders.uneven_inputs import UnevenInputs
+from lightning_dist.strategies.base.process_mesh import StartMethod
 from lightning_dist.strategies.communication_log import CommunicationLog
-from lightning_dist.strategies.communication_meter import CommunicationMeter
-from lightning_dist.strategies.compression import Compression
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
-from lightning_dist.strategies.gradient_exchange import GradientExchange
-from lightning_dist.strategies.layout_line import describe_replicas
-from lightning_dist.strategies.local_sgd import LocalSGD
-from lightning_dist.strategies.measured import MeasuredTimelines
-from lightning_dist.strategies.process_mesh import StartMethod
-from lightning_dist.strategies.replicas import broadcast_state
-from lightning_dist.strategies.uneven_inputs import UnevenInputs
-from lightning_dist.strategies.wrapped_replica import WrappedReplica
+from lightning_dist.strategies.mesh_runtime.layout_line import describe_replicas
 
 
 class DDPStrategy(DataParallelStrategy):
@@ -179,7 +179,7 @@ class DDPStrategy(DataParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.module)
         if is_fitting:
             self.synchronise_layers()
-            self._undo += (partial(lightning_private.revert_layer_sync, self, self.module),)
+            self._undo += (partial(lightning_internals.revert_layer_sync, self, self.module),)
         self.model_to_device()
         state = [*self.module.parameters(), *self.module.buffers()]
         broadcast_state(state, self.data_group)

@@ -17,19 +17,19 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
-from lightning_dist.mesh import MeshShape, fill_axis
-from lightning_dist.strategies import fsdp_checks as checks
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.process_mesh import StartMethod
-from lightning_dist.strategies.shard_config import (
+from lightning_dist.engine.common.mesh_shape import MeshShape, fill_axis
+from lightning_dist.engine.parallelize.shard_config import (
     ActivationCheckpointing,
     Offload,
     ReduceDtype,
     ShardConfig,
 )
+from lightning_dist.engine.sharding.wrap import WrapPolicy
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.mesh_runtime import fsdp_checks as checks
 from lightning_dist.strategies.sharded import ShardedStrategy
-from lightning_dist.tensor.config import TensorConfig
-from lightning_dist.wrap import WrapPolicy
 
 
 class FSDPStrategy(ShardedStrategy):
@@ -37,7 +37,7 @@ class FSDPStrategy(ShardedStrategy):
 
     Args:
         wrap: Which modules become units: ``"auto"`` (the block that the model repeats),
-            ``"manual"``, or a policy of :mod:`lightning_dist.wrap`.
+            ``"manual"``, or a policy of :mod:`.sharding.wrap`.
         shard_size: Ranks that share one replica; fewer than all make several replicas (HSDP).
         reshard_after_forward: Free gathered parameters between forward and backward: yes, no, or
             down to so many ranks. ``"auto"`` does so for all but the root.

@@ -16,26 +16,26 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
-from lightning_dist.count import check_count
-from lightning_dist.dry_run_summary import DryRunSummary
-from lightning_dist.mesh import MeshShape, fill_mesh
-from lightning_dist.strategies import fsdp_checks
-from lightning_dist.strategies.distributed import Read
-from lightning_dist.strategies.dry_run import DryRun
-from lightning_dist.strategies.measured import MeasuredStages
-from lightning_dist.strategies.mesh_checks import (
+from lightning_dist.engine.common.count import check_count
+from lightning_dist.engine.common.mesh_shape import MeshShape, fill_mesh
+from lightning_dist.engine.parallelize.rank_table import gather_rank_table
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
+from lightning_dist.engine.pipeline.measurements import MeasuredStages
+from lightning_dist.engine.planning.dry_run_report import DryRunSummary
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from lightning_dist.strategies.base.distributed import Read
+from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.mesh_runtime import fsdp_checks
+from lightning_dist.strategies.mesh_runtime.dry_run import DryRun
+from lightning_dist.strategies.mesh_runtime.mesh_checks import (
     check_dry_run,
     check_mesh,
     check_offload,
     check_sizes,
 )
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.process_mesh import StartMethod
-from lightning_dist.strategies.rank_table import gather_rank_table
-from lightning_dist.strategies.shard_config import ShardConfig
+from lightning_dist.strategies.mesh_runtime.tensor_checks import check_precision
 from lightning_dist.strategies.sharded import ShardedStrategy
-from lightning_dist.strategies.tensor_checks import check_precision
-from lightning_dist.tensor.config import TensorConfig
 
 
 class MeshStrategy(MeasuredStages, ShardedStrategy):
@@ -143,7 +143,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
 
         Runs the step on tensors without values, on one rank of each place in a pipeline; weights
         take no memory.
-        :mod:`lightning_dist.strategies.dry_run` says what is counted and what is not. Precision is
+        :mod:`.mesh_runtime.dry_run` says what is counted and what is not. Precision is
         that of ``precision_plugin``, or, once a Trainer has been built with this strategy, the
         Trainer's.
 

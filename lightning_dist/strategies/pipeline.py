@@ -1,10 +1,10 @@
 """Pipeline parallelism under an unchanged LightningModule.
 
 The strategy is the seam between Lightning's loop and one rank's
-:class:`~lightning_dist.pipeline.pipeline.Pipeline`. Three things make it work with public hooks:
+:class:`.Pipeline`. Three things make it work with public hooks:
 
 *The step is never rewritten.* Each rank calls the user's own ``training_step`` per micro-batch; see
-:mod:`lightning_dist.pipeline.stage`.
+:mod:`.pipeline.stage`.
 
 *Gradients wait for ``backward``.* They are computed inside of ``training_step``, while Lightning
 calls ``zero_grad`` between the two, so the pipeline holds them and ``backward`` installs them.
@@ -35,43 +35,47 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.count import check_count
-from lightning_dist.mesh import MeshShape
-from lightning_dist.named_optimizer import keep_own_parameters
-from lightning_dist.pipeline.schedule import UpdateRule
-from lightning_dist.pipeline.weight_policy import WeightVersions
-from lightning_dist.strategies import lightning_private, pipeline_checks, whole_model_checks
-from lightning_dist.strategies.batch_statistics import find_batch_statistics, with_whole_batches
-from lightning_dist.strategies.bracket import add_first_callback, bracket_callbacks
-from lightning_dist.strategies.brief_errors import brief_mistakes
-from lightning_dist.strategies.call_example import CallExample
-from lightning_dist.strategies.clipping import clip_whole_gradient
-from lightning_dist.strategies.data_parallel_checks import check_whole
-from lightning_dist.strategies.distributed import Read
-from lightning_dist.strategies.drain_hook import drain_before_validation
-from lightning_dist.strategies.first_batch import BegunLoaders
-from lightning_dist.strategies.first_call import FirstCall
-from lightning_dist.strategies.gradient_norm import NormsAhead
-from lightning_dist.strategies.half_precision_plugin import half_precision_of
-from lightning_dist.strategies.measured import MeasuredStages, gather_measurements
-from lightning_dist.strategies.movable_layers import MovableLayers
-from lightning_dist.strategies.overflow import Ahead, Apart, Overflow
-from lightning_dist.strategies.pipeline_config import (
+from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
+from lightning_dist.engine.common.count import check_count
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.data_parallel.replicas import broadcast_state
+from lightning_dist.engine.parallelize.grad_norm import NormsAhead
+from lightning_dist.engine.pipeline.measurements import MeasuredStages, gather_measurements
+from lightning_dist.engine.precision.overflow import Ahead, Apart, Overflow
+from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.splitting.batch_statistics import (
+    find_batch_statistics,
+    with_whole_batches,
+)
+from lightning_dist.engine.splitting.config import (
     PipelineConfig,
     ScheduleName,
     StalenessCorrection,
     share_among_stages,
 )
-from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
-from lightning_dist.strategies.pipelined_module import LayersNotFoundError
-from lightning_dist.strategies.process_mesh import StartMethod
-from lightning_dist.strategies.replicas import broadcast_state
-from lightning_dist.strategies.session import Session, open_session, run_context
-from lightning_dist.strategies.stage_gradients import StageGradients
-from lightning_dist.strategies.staleness_log import LoggedStaleness
-from lightning_dist.strategies.start_line import StartLine
-from lightning_dist.strategies.traced_split import UncutError, find_traced_split, is_traced
-from lightning_dist.strategies.training_stop import stop_training_together
+from lightning_dist.engine.splitting.find_layers import LayersNotFoundError
+from lightning_dist.engine.splitting.split import PipelineSplit, find_split
+from lightning_dist.engine.splitting.tracing.example import CallExample
+from lightning_dist.engine.splitting.tracing.split import UncutError, find_traced_split, is_traced
+from lightning_dist.engine.stashing.policy import WeightVersions
+from lightning_dist.strategies.base import lightning_internals, model_checks
+from lightning_dist.strategies.base.callback_order import add_first_callback, bracket_callbacks
+from lightning_dist.strategies.base.clipping import clip_whole_gradient
+from lightning_dist.strategies.base.distributed import Read
+from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
+from lightning_dist.strategies.base.ending.drain_hook import drain_before_validation
+from lightning_dist.strategies.base.ending.training_stop import stop_training_together
+from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
+from lightning_dist.strategies.base.precision_plugin import half_precision_of
+from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.data_parallel_checks import check_whole
+from lightning_dist.strategies.mesh_runtime.first_call import FirstCall
+from lightning_dist.strategies.pipelining import checks
+from lightning_dist.strategies.pipelining.movable_layers import MovableLayers
+from lightning_dist.strategies.pipelining.session import Session, open_session, run_context
+from lightning_dist.strategies.pipelining.stage_gradients import StageGradients
+from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness
+from lightning_dist.strategies.pipelining.start_line import StartLine
 
 _PROGRESS_KEY = "lightning_dist"
 
@@ -83,7 +87,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
     Args:
         num_stages: Stages of the pipeline, on all its ranks together; ``"auto"`` takes all ranks.
-        schedule: See :mod:`lightning_dist.pipeline.schedules`. All equal single-device training but
+        schedule: See :mod:`.schedules.schedules`. All equal single-device training but
             ``"pipedream"`` and ``"pipedream_2bw"``, which never wait and pay with stale weights
             (Narayanan et al., SOSP 2019 and ICML 2021). Or ``"file:"`` and the path of a CSV file.
         num_microbatches: Pieces of each Lightning batch; ``"auto"`` is 4 per rank for synchronous
@@ -231,7 +235,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             self._config = with_whole_batches(self._config, self.mesh.pp)
         if is_fitting:
             num_stages = len(self._config.rank_of_stage(self.mesh.pp))
-            pipeline_checks.check_trainer(trainer, module, self._config, num_stages)
+            checks.check_trainer(trainer, module, self._config, num_stages)
         if self._config.partition == "profile" and not is_fitting:
             rank_zero_info(
                 "partition='profile' measures while it trains. This run does not, and is cut by"
@@ -254,7 +258,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         for optimizer in self.optimizers:
             keep_own_parameters(optimizer, module)
         self.model_to_device()
-        lightning_private.move_optimizers(self.optimizers, self.root_device)
+        lightning_internals.move_optimizers(self.optimizers, self.root_device)
         broadcast_state([*module.parameters(), *module.buffers()], self.data_group)
         broadcast_state(self._split.tensors_outside(module), self.group("pp"))
         self.setup_precision_plugin()
@@ -304,12 +308,12 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
     def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
         """Lets the user group the whole model's parameters, as on a single device."""
-        with self._split.whole(torch.device("cpu")), pipeline_checks.one_optimizer():
+        with self._split.whole(torch.device("cpu")), checks.one_optimizer():
             self.setup_optimizers(trainer)
-            whole_model_checks.check_optimizers(self.optimizers)
+            model_checks.check_optimizers(self.optimizers)
             self.name_optimizer_groups()
         for optimizer in self.optimizers:
-            lightning_private.mark_optimizer_called(optimizer)
+            lightning_internals.mark_optimizer_called(optimizer)
 
     def _open_session(self, trainer: pl.Trainer) -> Session:
         self._undo = (
@@ -341,7 +345,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
     def _stage_gradients(self, trainer: pl.Trainer) -> StageGradients:
         is_late = self._config.schedules.update_rule is UpdateRule.LATE
-        finds_ahead = is_late and pipeline_checks.clips_by_norm(trainer, self.module)
+        finds_ahead = is_late and checks.clips_by_norm(trainer, self.module)
         return StageGradients(
             lambda: self.session,
             self.data_group if self.mesh.data_size > 1 else None,
@@ -388,7 +392,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = pipeline_checks.arguments_of_step(args, kwargs)
+        arguments = checks.arguments_of_step(args, kwargs)
         session = self.session
         with self.stepping():
             result = session.runner.train(arguments, self.precision_plugin.train_step_context)
@@ -457,7 +461,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             "test_step": self.precision_plugin.test_step_context,
             "predict_step": self.precision_plugin.predict_step_context,
         }[name]
-        arguments = pipeline_checks.arguments_of_step(args, kwargs)
+        arguments = checks.arguments_of_step(args, kwargs)
         with self.stepping():
             return self.session.runner.evaluate(getattr(self.module, name), arguments, context)
 
@@ -465,7 +469,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self.session.runner.catch_up()
 
     def _before_validation(self) -> None:
-        with lightning_private.as_of_training_step(self.module):  # hooks of updates may log
+        with lightning_internals.as_of_training_step(self.module):  # hooks of updates may log
             self.drain()
         self._check_group_values()
         self._catch_up()
@@ -475,13 +479,13 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         session = self._session
         if session is None or not (self.asynchronous and session.pipeline.batches_since_drain):
             return
-        with lightning_private.as_of_training_step(self.module):  # hooks of updates may log
+        with lightning_internals.as_of_training_step(self.module):  # hooks of updates may log
             self.drain()
         session.runner.forget()
 
     def _check_group_values(self) -> None:
         if self.mesh.pp > 1:
-            whole_model_checks.check_group_values(self.optimizers, self.group(*self.mesh.sizes))
+            model_checks.check_group_values(self.optimizers, self.group(*self.mesh.sizes))
 
     def _end_training(self) -> None:
         self.drain()

@@ -1,6 +1,6 @@
 """What strategies share that spread the parameters of a model: over shards, tensor ranks, or both.
 
-The steps run inside of one :class:`~lightning_dist.strategies.sharded_module.ShardedModule`, which
+The steps run inside of one :class:`.ShardedModule`, which
 has composed the parallelisms. This class is what Lightning's loop meets: a model that is built
 without memory, exact clipping, gradients that travel once for each update.
 """
@@ -21,51 +21,54 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.device_mesh import axis
-from lightning_dist.replaced_method import replace_method
-from lightning_dist.shards import is_spread
-from lightning_dist.strategies import data_parallel_checks
-from lightning_dist.strategies import fsdp_checks as checks
-from lightning_dist.strategies.batch_statistics import find_batch_statistics, with_whole_batches
-from lightning_dist.strategies.bracket import add_first_callback
-from lightning_dist.strategies.clipping import clip_whole_gradient
-from lightning_dist.strategies.compose import Parallelism, compose
-from lightning_dist.strategies.data_metrics import reduce_metrics_over
-from lightning_dist.strategies.data_parallel import DataParallelStrategy
-from lightning_dist.strategies.deferred_model import DeferredModel
-from lightning_dist.strategies.early_optimizers import EarlyParameters
-from lightning_dist.strategies.evaluation_lengths import check_evaluation_lengths
-from lightning_dist.strategies.gradient_checks import check_gradients
-from lightning_dist.strategies.gradient_norm import leaving_out, norm_over
-from lightning_dist.strategies.group_pool import pool_of_world
-from lightning_dist.strategies.half_precision_plugin import half_precision_of, param_dtype_of
-from lightning_dist.strategies.kept_sharding import (
-    KeptSharding,
-    Layout,
-    find_sharding,
-    keep_sharding,
+from lightning_dist.engine.common.device_mesh import axis
+from lightning_dist.engine.comms.group_pool import pool_of_world
+from lightning_dist.engine.data_parallel.checks import check_gradients
+from lightning_dist.engine.data_parallel.replicas import broadcast_state
+from lightning_dist.engine.parallelize.grad_norm import leaving_out, norm_over
+from lightning_dist.engine.parallelize.mixed_groups import update_mixed_groups_singly
+from lightning_dist.engine.parallelize.parallelize import Parallelism, compose
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
+from lightning_dist.engine.parallelize.used_parts import UsedParts
+from lightning_dist.engine.sharding.deferred_model import DeferredModel
+from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
+from lightning_dist.engine.sharding.wrap_summary import WrapSummary
+from lightning_dist.engine.splitting.batch_statistics import (
+    find_batch_statistics,
+    with_whole_batches,
 )
-from lightning_dist.strategies.mixed_groups import update_mixed_groups_singly
-from lightning_dist.strategies.pipeline_checks import check_trainer, one_optimizer
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.random_state import first_ranks_numbers
-from lightning_dist.strategies.replicas import broadcast_state
-from lightning_dist.strategies.session import run_context
-from lightning_dist.strategies.shard_config import ShardConfig
-from lightning_dist.strategies.sharded_module import ShardedModule
-from lightning_dist.strategies.staged_module import StagedModule
-from lightning_dist.strategies.tensor_checks import check_precision
-from lightning_dist.strategies.used_parts import UsedParts
-from lightning_dist.strategies.whole_model_checks import (
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from lightning_dist.engine.tensor_parallel.summary import TensorSummary
+from lightning_dist.engine.tensors.random_state import first_ranks_numbers
+from lightning_dist.engine.tensors.replaced_method import replace_method
+from lightning_dist.engine.tensors.shards import is_spread
+from lightning_dist.strategies import data_parallel_checks
+from lightning_dist.strategies.base.callback_order import add_first_callback
+from lightning_dist.strategies.base.clipping import clip_whole_gradient
+from lightning_dist.strategies.base.data_metrics import reduce_metrics_over
+from lightning_dist.strategies.base.loaders.evaluation_lengths import check_evaluation_lengths
+from lightning_dist.strategies.base.model_checks import (
     check_callbacks,
     check_finetuning,
     check_group_values,
     check_optimizers,
     check_sharded_optimizers,
 )
-from lightning_dist.tensor.config import TensorConfig
-from lightning_dist.tensor.summary import TensorSummary
-from lightning_dist.wrap_summary import WrapSummary
+from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
+from lightning_dist.strategies.data_parallel import DataParallelStrategy
+from lightning_dist.strategies.mesh_runtime import fsdp_checks as checks
+from lightning_dist.strategies.mesh_runtime.kept_sharding import (
+    KeptSharding,
+    Layout,
+    find_sharding,
+    keep_sharding,
+)
+from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
+from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
+from lightning_dist.strategies.mesh_runtime.tensor_checks import check_precision
+from lightning_dist.strategies.pipelining.checks import check_trainer, one_optimizer
+from lightning_dist.strategies.pipelining.session import run_context
 
 
 class ShardedStrategy(DataParallelStrategy):
@@ -76,7 +79,7 @@ class ShardedStrategy(DataParallelStrategy):
         shard: How the parameters are spread over the data axes.
         tensor: How layers are spread over the tensor-parallel ranks.
         meta_init: Build in ``configure_model`` without memory, and give values part by part.
-        arguments: Of :class:`~lightning_dist.strategies.distributed.DistributedStrategy`.
+        arguments: Of :class:`.DistributedStrategy`.
     """
 
     def __init__(

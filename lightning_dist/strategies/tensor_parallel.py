@@ -2,7 +2,7 @@
 
 What Megatron-LM does by hand, done to the user's own layers: a projection is cut by its output
 features, the one behind it by its input features, and between the two each rank has features of its
-own. :mod:`lightning_dist.tensor` has the parts; the user's steps see plain tensors of full size.
+own. :mod:`.engine.tensor_parallel` has the parts; the user's steps see plain tensors of full size.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
-from lightning_dist.mesh import MeshShape, fill_axis
-from lightning_dist.strategies.distributed import Read
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.process_mesh import StartMethod
-from lightning_dist.strategies.shard_config import ShardConfig
+from lightning_dist.engine.common.mesh_shape import MeshShape, fill_axis
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from lightning_dist.strategies.base.distributed import Read
+from lightning_dist.strategies.base.process_mesh import StartMethod
 from lightning_dist.strategies.sharded import ShardedStrategy
-from lightning_dist.tensor.config import TensorConfig
 
 
 class TensorParallelStrategy(ShardedStrategy):
@@ -33,7 +33,7 @@ class TensorParallelStrategy(ShardedStrategy):
         tp_size: Ranks that share each layer; ``"auto"`` takes all.
         plan: What is done with which layer: patterns of module names (``*`` stands for one part of
             a name) and styles, such as ``{"layers.*.q_proj": "colwise"}``; see
-            :mod:`lightning_dist.tensor.styles`. ``"auto"`` takes the module's own
+            :mod:`.layers.styles`. ``"auto"`` takes the module's own
             ``tensor_parallel_plan()``, a Hugging Face model's, or finds the layers of transformers.
         sequence_parallel: Between the layers each rank has a part of the sequence, so that norms,
             dropout and residual sums are shared out, too. It takes no more traffic.

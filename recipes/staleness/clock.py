@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_dist.pipeline.schedule import UpdateRule
-from lightning_dist.pipeline.schedules import build_schedule, find_schedules
-from lightning_dist.pipeline.simulator import StageCosts, simulate
+from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.schedules import build_schedule, find_schedules
+from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from recipes.staleness.trial import METHODS, Method
 
 _FORWARD_SHARE = 1 / 3

@@ -16,12 +16,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dist.pipeline.connect import connect_in_memory
-from lightning_dist.pipeline.microbatch import Microbatch
-from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.pipeline.runtime import Links
-from lightning_dist.pipeline.shape import PipelineShape
-from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.engine.pipeline.connect import connect_in_memory
+from lightning_dist.engine.pipeline.microbatch import Microbatch
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.runtime import Links
+from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.splitting.config import PipelineConfig
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """Takes the model and a batch."""

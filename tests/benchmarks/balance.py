@@ -28,8 +28,8 @@ from typing_extensions import override
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import StageBalancer
-from lightning_dist.pipeline.balance import Balance
-from lightning_dist.pipeline.layer_costs import StepCosts
+from lightning_dist.engine.planning.balance import Balance
+from lightning_dist.engine.planning.layer_costs import StepCosts
 from tests.benchmarks.pipeline import Sleep
 from tests.benchmarks.quiet import quieten
 from tests.helpers.workers import WorkerPool

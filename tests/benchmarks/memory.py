@@ -27,8 +27,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
-from lightning_dist.activation_checkpointing import checkpoint_activations
-from lightning_dist.memory import RankMemory, TrainedPart, pipelined, replicated, sharded
+from lightning_dist.engine.planning.memory import (
+    RankMemory,
+    TrainedPart,
+    pipelined,
+    replicated,
+    sharded,
+)
+from lightning_dist.engine.sharding.recompute import checkpoint_activations
 from recipes.gpt import Block, build_gpt
 from tests.benchmarks.contestants import PlainGPT, batches, loss_of
 from tests.benchmarks.quiet import quieten

@@ -38,7 +38,7 @@ from lightning_dist import (
     PipelineStrategy,
     TensorParallelStrategy,
 )
-from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.benchmarks import contestants as c
 from tests.benchmarks import data_parallel as d
 from tests.benchmarks import tensor_parallel as t

@@ -20,13 +20,13 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
-from lightning_dist.mesh import MeshShape
-from lightning_dist.pipeline.connect import connect
-from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.pipeline.schedules import SCHEDULE_NAMES, find_schedules
-from lightning_dist.pipeline.shape import PipelineShape
-from lightning_dist.pipeline.simulator import StageCosts, simulate
-from lightning_dist.strategies.measured import MeasuredTimelines
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.pipeline.connect import connect
+from lightning_dist.engine.pipeline.measurements import MeasuredTimelines
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.schedules.schedules import SCHEDULE_NAMES, find_schedules
+from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from tests.benchmarks import contestants as c
 from tests.benchmarks import data_parallel as d
 from tests.benchmarks import tensor_parallel as t

@@ -35,9 +35,9 @@ from torch.utils.data import DataLoader
 from lightning_dist import DDPStrategy, PipelineStrategy
 from lightning_dist.callbacks import StepProfiler
 from lightning_dist.callbacks.loop_profiler import LoopProfiler
-from lightning_dist.pipeline.recorder import Recorder
-from lightning_dist.profiling.step_plan import Role, StepPlan
-from lightning_dist.strategies.lightning_private import (
+from lightning_dist.engine.profiling.meters.recorder import Recorder
+from lightning_dist.engine.profiling.step_plan import Role, StepPlan
+from lightning_dist.strategies.base.lightning_internals import (
     callbacks_of,
     profiler_of,
     set_callbacks,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_dist import MeshStrategy
-from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.benchmarks.contestants import (
     RunBatch,
     adamw,

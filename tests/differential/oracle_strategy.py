@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dist.pipeline.partition import uniform_partition
+from lightning_dist.engine.planning.partition import uniform_partition
 from tests.differential.case import Case
 from tests.differential.models import MODELS
 from tests.differential.strategies import STRATEGIES

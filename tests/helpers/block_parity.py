@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.pipeline.runtime import Links
-from lightning_dist.pipeline.shape import PipelineShape
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.pipeline_split import PipelineSplit, find_split
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.runtime import Links
+from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from tests.helpers.threads import connect_turns
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -6,7 +6,10 @@ import os
 import sys
 import time
 
-from lightning_dist.strategies.launcher_watch import ending_with_launcher, known_to_children
+from lightning_dist.engine.comms.failures.parent_watch import (
+    ending_with_launcher,
+    known_to_children,
+)
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_dist.shards import whole
-from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
-from lightning_dist.tensor.styles import Style
+from lightning_dist.engine.tensor_parallel.apply import SpreadModule, SpreadOptions
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensors.shards import whole
 
 
 def largest_difference(

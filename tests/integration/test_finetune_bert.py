@@ -22,7 +22,7 @@ from lightning_dist import (
     PipelineStrategy,
     TensorParallelStrategy,
 )
-from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
 from recipes.docstring_data import DocstringDataModule
 from recipes.docstrings import Docstring, load_docstrings
 from recipes.finetune_bert import BertClassifier

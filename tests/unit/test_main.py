@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_dist.__main__ import main
-from lightning_dist.checkpoint import load_full, save_full
+from lightning_dist.engine.checkpoint.files import load_full, save_full
 
 
 def test_merge_overwrites_only_with_force(

@@ -24,7 +24,7 @@ from lightning_dist import (
 )
 from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.checkpoint import load_full
-from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.half_reference import half_weights, keep_norms, make_half, one_thread
 from tests.helpers.models import (
     ConvLayer,

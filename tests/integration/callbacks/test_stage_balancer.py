@@ -20,10 +20,10 @@ from lightning_dist.callbacks import (
     StageBalancer,
     StepProfiler,
 )
-from lightning_dist.pipeline.balance import Balance
-from lightning_dist.profiling.report import ProfileReport
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.engine.planning.balance import Balance
+from lightning_dist.engine.profiling.report import ProfileReport
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.helpers.models import Classifier, make_data, make_module, make_trainer
 from tests.helpers.workers import WorkerPool
 

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 
 from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy, TensorParallelStrategy
 from lightning_dist.callbacks import StageBalancer, StepProfiler
-from lightning_dist.profiling.account import Use
-from lightning_dist.profiling.report import ProfileReport
-from lightning_dist.strategies.lightning_private import profiler_of, set_profiler
-from lightning_dist.traffic import MessageKind
+from lightning_dist.engine.planning.traffic import MessageKind
+from lightning_dist.engine.profiling.account import Use
+from lightning_dist.engine.profiling.report import ProfileReport
+from lightning_dist.strategies.base.lightning_internals import profiler_of, set_profiler
 from tests.helpers.models import Classifier, make_data, make_module, make_trainer, state_of
 from tests.helpers.workers import WorkerPool
 

@@ -15,8 +15,8 @@ from lightning_dist import (
     PipelineStrategy,
     TensorParallelStrategy,
 )
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_dist import MeshStrategy, PipelineStrategy, TensorParallelStrategy
-from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.helpers.models import make_data, make_loader, make_module, make_trainer, state_of
 from tests.helpers.workers import WorkerPool
 from tests.integration.conformance.common import Synced, assert_close, joined

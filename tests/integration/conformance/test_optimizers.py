@@ -26,7 +26,7 @@ from lightning_dist import (
     PipelineStrategy,
     TensorParallelStrategy,
 )
-from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.differential.optimizers import OneEstimate
 from tests.helpers.models import (
     Classifier,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_dist import DDPStrategy
-from lightning_dist.pipeline.actions import ActionKind
-from lightning_dist.pipeline.timeline import SpanKind, Timeline
+from lightning_dist.engine.schedules.actions import ActionKind
+from lightning_dist.engine.schedules.timeline import SpanKind, Timeline
 from lightning_dist.plotting import plot_timeline
 from tests.helpers.models import make_loader, make_module, make_trainer, share_of, state_of
 from tests.helpers.workers import WorkerPool

@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import DDPStrategy
-from lightning_dist.strategies import compression as compression_module
-from lightning_dist.strategies.last_resort import never_destroy
+from lightning_dist.engine.comms.failures.last_resort import never_destroy
+from lightning_dist.engine.data_parallel import compression as compression_module
 from tests.helpers.models import (
     make_loader,
     make_module,

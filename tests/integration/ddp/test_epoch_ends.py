@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist import DDPStrategy, FSDPStrategy
-from lightning_dist.strategies import early_ends
+from lightning_dist.strategies.base.loaders import early_ends
 from tests.helpers.models import (
     Classifier,
     make_data,

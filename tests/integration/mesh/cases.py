@@ -9,9 +9,9 @@ from math import prod
 from typing import Any
 
 from lightning_dist import MeshStrategy
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.shard_config import ShardConfig
-from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.helpers.gpt_parity import NUM_SAMPLES, Fitted, fit
 
 

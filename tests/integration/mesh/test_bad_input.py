@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import MeshStrategy
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.shard_config import ShardConfig
-from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.wrap import ByName
 from recipes.gpt import GPT
 from tests.helpers.gpt_parity import data, make_gpt

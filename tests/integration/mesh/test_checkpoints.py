@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_dist import MeshStrategy
 from lightning_dist.checkpoint import load_full
-from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
 from tests.helpers.workers import WorkerPool
 

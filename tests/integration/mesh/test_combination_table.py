@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lightning_dist import MeshStrategy, PipelineStrategy, TensorParallelStrategy
-from lightning_dist.mesh import MeshShape
-from lightning_dist.pipeline.schedules import find_schedules
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.shard_config import ShardConfig
-from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
+from lightning_dist.engine.schedules.schedules import find_schedules
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.integration.conformance.strategies import ENTRIES
 from tests.integration.mesh.cases import CASES
 from tests.integration.pipeline import test_one_batch_late, test_oracle, test_parity

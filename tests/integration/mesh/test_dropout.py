@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dist import MeshStrategy
-from lightning_dist.shards import whole
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from lightning_dist.engine.tensors.shards import whole
 from tests.helpers.gpt_parity import data, make_gpt
 from tests.helpers.models import make_trainer
 from tests.helpers.workers import WorkerPool

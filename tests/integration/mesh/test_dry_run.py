@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_dist import MeshStrategy
-from lightning_dist.dry_run_summary import DryRunSummary, RankKind
-from lightning_dist.pipeline.memory_channel import MemoryChannel
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.shard_config import ShardConfig
-from lightning_dist.tensor.config import TensorConfig
-from lightning_dist.tree import flatten
+from lightning_dist.engine.comms.memory_channel import MemoryChannel
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
+from lightning_dist.engine.planning.dry_run_report import DryRunSummary, RankKind
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from lightning_dist.engine.tensors.tree import flatten
 from recipes.gpt import GPT, build_gpt
 from tests.helpers.gpt_parity import BATCH_SIZE, data, make_gpt
 from tests.helpers.models import make_trainer

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dist import FSDPStrategy, MeshStrategy
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.strategies.shard_config import ShardConfig
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.wrap import ByName
 from tests.helpers.models import Classifier, make_data, make_module, make_trainer, state_of
 from tests.helpers.workers import WorkerPool

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_dist import MeshStrategy
 from lightning_dist.checkpoint import load_full
-from lightning_dist.strategies.pipeline_config import PipelineConfig
-from lightning_dist.tensor.config import TensorConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.helpers.models import make_trainer, state_of
 from tests.helpers.workers import WorkerPool
 from tests.integration.pipeline.test_tied import (

@@ -14,8 +14,8 @@ from torchmetrics import MeanMetric
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import MixedPrecision
-from lightning_dist.pipeline.timeline import SpanKind
-from lightning_dist.strategies.part_warning import without_warning
+from lightning_dist.engine.schedules.timeline import SpanKind
+from lightning_dist.strategies.base.part_warning import without_warning
 from tests.helpers.models import (
     Classifier,
     ConvLayer,

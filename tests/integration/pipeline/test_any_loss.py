@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dist import MeshStrategy, PipelineStrategy
 from lightning_dist.checkpoint import load_full
-from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.models import (
     Classifier,
     ConvLayer,

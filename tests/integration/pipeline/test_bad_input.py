@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 
 from lightning_dist import PipelineStrategy
-from lightning_dist.strategies import session
+from lightning_dist.strategies.pipelining import session
 from tests.helpers.models import Classifier, ConvLayer, make_loader, make_module, make_trainer
 from tests.helpers.workers import WorkerPool
 

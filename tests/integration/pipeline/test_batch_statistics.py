@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dist import MeshStrategy, PipelineStrategy
-from lightning_dist.strategies import start_line
+from lightning_dist.strategies.pipelining import start_line
 from tests.helpers.models import Classifier, make_data, make_trainer
 from tests.helpers.workers import WorkerPool
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dist import PipelineStrategy
-from lightning_dist.pipeline.schedule import UpdateRule
-from lightning_dist.pipeline.schedules import SCHEDULE_NAMES, find_schedules
-from lightning_dist.pipeline.stage import Stage
+from lightning_dist.engine.pipeline.stage import Stage
+from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.schedules import SCHEDULE_NAMES, find_schedules
 from tests.helpers.models import (
     Classifier,
     make_loader,

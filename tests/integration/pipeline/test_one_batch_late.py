@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_dist import PipelineStrategy
-from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.pipeline import Pipeline
 from tests.helpers.models import Classifier, make_loader, make_module, make_optimizer
 from tests.helpers.oracle import foresee_at, train_late
 from tests.helpers.workers import WorkerPool

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist import PipelineStrategy
-from lightning_dist.pipeline.partition import uniform_partition
+from lightning_dist.engine.planning.partition import uniform_partition
 from tests.helpers.models import make_loader, make_module, make_optimizer, state_of
 from tests.helpers.oracle import foresee_at, train_sequentially
 from tests.helpers.workers import WorkerPool

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import MixedPrecision
-from lightning_dist.pipeline.partition import uniform_partition
+from lightning_dist.engine.planning.partition import uniform_partition
 from tests.differential.oracle_strategy import CatchUp, OracleStrategy
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, state_of
 from tests.helpers.workers import WorkerPool

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lightning_dist.mesh import MeshShape
-from lightning_dist.pipeline.connect import connect
-from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.pipeline.receiver import DistributedReceiver
-from lightning_dist.pipeline.runtime import Links
-from lightning_dist.pipeline.sender import DistributedSender
-from lightning_dist.pipeline.shape import PipelineShape
-from lightning_dist.pipeline.weight_policy import WeightVersions
-from lightning_dist.tree import flatten
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.comms.receiver import DistributedReceiver
+from lightning_dist.engine.comms.sender import DistributedSender
+from lightning_dist.engine.pipeline.connect import connect
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.runtime import Links
+from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.stashing.policy import WeightVersions
+from lightning_dist.engine.tensors.tree import flatten
 from tests.helpers.models import make_data, make_layers, make_optimizer
 from tests.helpers.threads import connect_turns
 from tests.helpers.workers import WorkerPool

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dist.pipeline import shared_packet, shared_room
-from lightning_dist.pipeline.channel import ChannelClosedError, PeerLostError
-from lightning_dist.pipeline.message_count import MessageCount
-from lightning_dist.pipeline.receiver import DistributedReceiver
-from lightning_dist.pipeline.sender import DistributedSender
-from lightning_dist.pipeline.shared_ring import AcceptedRing, OfferedRing
+from lightning_dist.engine.comms import shared_packet, shared_room
+from lightning_dist.engine.comms.channel import ChannelClosedError, PeerLostError
+from lightning_dist.engine.comms.receiver import DistributedReceiver
+from lightning_dist.engine.comms.sender import DistributedSender
+from lightning_dist.engine.comms.shared_ring import AcceptedRing, OfferedRing
+from lightning_dist.engine.planning.message_count import MessageCount
 from tests.helpers.workers import WorkerPool
 
 

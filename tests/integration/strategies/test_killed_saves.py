@@ -16,9 +16,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_dist import DDPStrategy, checkpoint_files
+from lightning_dist import DDPStrategy
 from lightning_dist.checkpoint import load_full, save_full, save_sharded
-from lightning_dist.strategies.whole_file_io import WholeFileIO
+from lightning_dist.engine.checkpoint import directory
+from lightning_dist.strategies.base.whole_file_io import WholeFileIO
 from tests.helpers.models import make_loader, make_module, make_trainer
 from tests.helpers.workers import CONTEXT
 
@@ -36,7 +37,7 @@ def save(form: str, folder: Path, value: float) -> None:
 
 def without_exchange() -> None:
     """Makes this process's file systems as those that cannot exchange names."""
-    checkpoint_files.exchange = lambda *_: False  # type: ignore[assignment]
+    directory.exchange = lambda *_: False  # type: ignore[assignment]
 
 
 def die_at(folder: Path, is_time: Callable[[str, tuple[Any, ...]], bool]) -> None:
@@ -154,11 +155,11 @@ def test_file_systems_of_this_machine_exchange_names(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     other.write_text("file")
-    assert checkpoint_files.exchange(one, other)
+    assert directory.exchange(one, other)
     assert one.read_text() == "file"
     assert other.is_dir()
     with pytest.raises(FileNotFoundError):
-        checkpoint_files.exchange(one, tmp_path / "missing")
+        directory.exchange(one, tmp_path / "missing")
 
 
 def test_a_directory_takes_the_place_of_a_link(tmp_path: Path) -> None:
@@ -171,11 +172,11 @@ def test_a_directory_takes_the_place_of_a_link(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {NAME, "best.ckpt"}
 
 
-@pytest.mark.parametrize("exchange", [partial(lambda *_: False), checkpoint_files.exchange])
+@pytest.mark.parametrize("exchange", [partial(lambda *_: False), directory.exchange])
 def test_a_form_takes_the_place_of_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: Callable[..., bool]
 ) -> None:
-    monkeypatch.setattr(checkpoint_files, "exchange", exchange)
+    monkeypatch.setattr(directory, "exchange", exchange)
     for form, value in (("file", 1.0), ("directory", 2.0), ("file", 3.0)):
         save(form, tmp_path, value)
         assert load_full(tmp_path / NAME)["value"] == value

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.strategies.mapped_tensors import LARGE_BYTES
-from lightning_dist.strategies.replica_channel import Event, Reading, open_channel
+from lightning_dist.engine.comms.batches.mapped_tensors import LARGE_BYTES
+from lightning_dist.engine.comms.batches.replica_channel import Event, Reading, open_channel
 from tests.helpers.workers import WorkerPool
 
 CPU = torch.device("cpu")

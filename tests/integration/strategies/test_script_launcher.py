@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_dist.strategies.script_launcher import ChildProcessObserver
+from lightning_dist.strategies.base.launcher import ChildProcessObserver
 
 PATIENCE_SECONDS = 0.3
 

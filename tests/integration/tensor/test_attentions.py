@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_dist.tensor.discovery import find_plan
+from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from tests.helpers.attentions import ATTENTIONS, GPT, LENGTH, VOCABULARY
 from tests.helpers.spread_parity import largest_difference
 from tests.helpers.workers import WorkerPool

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist.shards import whole
-from lightning_dist.tensor.plan import resolve_plan
-from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
+from lightning_dist.engine.tensor_parallel.apply import SpreadModule, SpreadOptions
+from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
+from lightning_dist.engine.tensors.shards import whole
 from tests.helpers.workers import WorkerPool
 from tests.integration.tensor.test_spread import ranks
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from lightning_dist.shards import whole
-from lightning_dist.tensor import logits as logits_module
-from lightning_dist.tensor.logits import joined
-from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
-from lightning_dist.tensor.styles import Style
+from lightning_dist.engine.tensor_parallel.apply import SpreadModule, SpreadOptions
+from lightning_dist.engine.tensor_parallel.layers import logits as logits_module
+from lightning_dist.engine.tensor_parallel.layers.logits import joined
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensors.shards import whole
 from tests.helpers.workers import WorkerPool
 
 ROWS, WIDTH, LENGTH = 12, 6, 5

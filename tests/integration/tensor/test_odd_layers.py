@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_dist.tensor.discovery import find_plan
-from lightning_dist.tensor.plan import resolve_plan
-from lightning_dist.tensor.spread import SpreadModule, SpreadOptions
+from lightning_dist.engine.tensor_parallel.apply import SpreadModule, SpreadOptions
+from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
+from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from tests.helpers.spread_parity import largest_difference
 from tests.helpers.workers import WorkerPool
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lightning_dist.local_part import local_part
-from lightning_dist.module_hooks import kept_on_parameters
-from lightning_dist.shards import whole
-from lightning_dist.tensor.boundary import add_up_gradients
-from lightning_dist.tensor.plan import resolve_plan
-from lightning_dist.tensor.spread import SpreadModule, SpreadOptions, refuse_spread
+from lightning_dist.engine.tensor_parallel.apply import SpreadModule, SpreadOptions, refuse_spread
+from lightning_dist.engine.tensor_parallel.layers.activations import add_up_gradients
+from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
+from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.module_hooks import kept_on_parameters
+from lightning_dist.engine.tensors.shards import whole
 from recipes.gpt import Attention, build_gpt
 from tests.helpers.workers import WorkerPool
 

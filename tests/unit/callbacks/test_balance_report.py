@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from lightning_dist.callbacks.balance_report import tell_balance
-from lightning_dist.pipeline.balance import find_balance
-from lightning_dist.pipeline.layer_costs import LayerCosts, StepCosts
-from lightning_dist.pipeline.shape import PipelineShape
+from lightning_dist.engine.planning.balance import find_balance
+from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
+from lightning_dist.engine.schedules.shape import PipelineShape
 
 
 @pytest.mark.parametrize("with_tables", [True, False])

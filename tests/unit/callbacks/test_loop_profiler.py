@@ -11,9 +11,9 @@ from lightning.pytorch.profilers import Profiler
 from lightning_dist.callbacks import console
 from lightning_dist.callbacks.console import print_tables
 from lightning_dist.callbacks.loop_profiler import LoopProfiler
-from lightning_dist.pipeline.recorder import Recorder
-from lightning_dist.profiling.phase import PhaseKind
-from lightning_dist.table import Table
+from lightning_dist.engine.common.table import Table
+from lightning_dist.engine.profiling.meters.recorder import Recorder
+from lightning_dist.engine.profiling.phase import PhaseKind
 
 
 class Users(Profiler):

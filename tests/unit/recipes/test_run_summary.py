@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_dist.pipeline.timeline import Timeline
+from lightning_dist.engine.schedules.timeline import Timeline
 from recipes import run_summary
 from recipes.gpt import GPT
 from recipes.run_summary import RunSummary

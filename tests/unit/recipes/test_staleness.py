@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dist.strategies.pipeline_config import PipelineConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
 from recipes.gpt import build_gpt, warmup_and_decay
 from recipes.staleness.clock import CLOCKED, update_times
 from recipes.staleness.lockstep import Lockstep

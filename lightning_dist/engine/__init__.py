@@ -1,0 +1,1 @@
+"""Parallel training of ordinary modules, in a plain PyTorch loop without Lightning."""

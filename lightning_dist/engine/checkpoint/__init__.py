@@ -1,0 +1,1 @@
+"""Checkpoints, as one file or as a directory of shards."""

@@ -1,0 +1,351 @@
+"""Checkpoints that mean the same under every layout.
+
+A checkpoint is either one ordinary Lightning ``.ckpt`` file, or, where ranks hold parts of the
+model, a directory to which each rank writes what it holds:
+
+.. code-block:: text
+
+    epoch=3.ckpt/
+      README.txt          how to make one file of it
+      lightning.pt        the Lightning checkpoint without its tensors (loads with weights_only)
+      .metadata, *.distcp torch distributed checkpoint: model.<name>, optimizer.<i>.<name>.<key>;
+                          current.<name> where the model's are averages
+
+Tensors are keyed by the model's own parameter names, which no layout changes, so any number of
+ranks with any partition reads what it needs. Either form takes its name when it is whole
+(:mod:`.checkpoint.directory`); a process that dies while saving leaves the checkpoint
+before untouched.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_dist.engine.checkpoint import directory as files
+from lightning_dist.engine.checkpoint import tied_names
+from lightning_dist.engine.checkpoint.joint_save import JointSave
+from lightning_dist.engine.checkpoint.metadata import ShardReader, reason_of
+from lightning_dist.engine.checkpoint.optimizer_state import to_numbers
+from lightning_dist.engine.tensors.shards import is_storable, storable
+
+_METADATA_FILE = "lightning.pt"
+_README_FILE = "README.txt"
+_README = """\
+This directory is one checkpoint of lightning_dist: each rank has written the part that it held.
+torch.load and load_from_checkpoint read files, and so end with IsADirectoryError here. For one
+file, in the directory around this one:
+
+    {command}
+
+Or, in Python: lightning_dist.checkpoint.load_full(path). trainer.fit(module, ckpt_path=path) reads
+the directory as it is, with any strategy of lightning_dist and any number of ranks.
+"""
+SECTIONS = {"state_dict": "model", "current_model_state": "current"}
+"""What holds the model's tensors: the weights, and, where those are averages, the latest ones."""
+
+
+def is_sharded(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint is a directory of shards.
+
+    Args:
+        path: Of a checkpoint.
+    """
+    return (files.resolve(path) / _METADATA_FILE).is_file()
+
+
+def merge_command(path: str | os.PathLike[str]) -> str:
+    """Returns the command line that makes one file of a sharded checkpoint.
+
+    Args:
+        path: The checkpoint's directory.
+    """
+    words = ("python", "-m", "lightning_dist", "merge", os.fspath(path), "whole.ckpt")
+    return shlex.join(words)
+
+
+def load_full(path: str | os.PathLike[str], *, weights_only: bool | None = True) -> dict[str, Any]:
+    """Loads a checkpoint of either form in one process.
+
+    Args:
+        path: An ordinary Lightning checkpoint file, or a sharded one's directory.
+        weights_only: As for :func:`torch.load`.
+
+    Returns:
+        The ordinary Lightning checkpoint dictionary, tensors on the CPU. It is what
+        ``L.Trainer(devices=1)`` writes for the same model.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+    """
+    if not is_sharded(path):
+        resolved = files.resolve(path)
+        if not resolved.is_file():
+            raise FileNotFoundError(
+                f"{os.fspath(path)!r} is no checkpoint: neither a file nor a directory with"
+                f" {_METADATA_FILE!r}."
+            )
+        loaded: dict[str, Any] = torch.load(resolved, map_location="cpu", weights_only=weights_only)
+        return loaded
+    checkpoint = load_sharded(path, lambda _: True, weights_only=weights_only)
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [to_numbers(s) for s in checkpoint["optimizer_states"]]
+    return checkpoint
+
+
+def load_sharded(
+    path: str | os.PathLike[str],
+    is_wanted: Callable[[str], bool],
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+    weights_only: bool | None = True,
+) -> dict[str, Any]:
+    """Loads a part of a sharded checkpoint; no process waits for another.
+
+    Args:
+        path: The checkpoint's directory.
+        is_wanted: Whether to load the tensors of a parameter or buffer, by its name.
+        parameters: Of those that are spread over a mesh only this rank's part is read.
+        weights_only: As for :func:`torch.load`.
+
+    Returns:
+        The Lightning checkpoint dictionary; its optimizer states are by parameter name.
+    """
+    resolved = files.resolve(path)
+    checkpoint: dict[str, Any] = torch.load(
+        resolved / _METADATA_FILE, map_location="cpu", weights_only=weights_only
+    )
+    others = tied_names.with_other_names(checkpoint)
+
+    def is_wanted_by_any_name(name: str) -> bool:
+        return any(map(is_wanted, (name, *others.get(name, ()))))
+
+    tensors = _read_tensors(resolved, is_wanted_by_any_name, parameters or {})
+    for key in SECTIONS.keys() & checkpoint.keys():
+        extra = {name: value for name, value in checkpoint[key].items() if is_wanted(name)}
+        checkpoint[key] = tensors.pop(SECTIONS[key], {}) | extra
+    for index, state in enumerate(checkpoint.get("optimizer_states", [])):
+        by_parameter = state["state"]
+        for key, tensor in tensors.get(f"optimizer.{index}", {}).items():
+            name, _, entry = key.rpartition(".")
+            by_parameter.setdefault(name, {})[entry] = tensor
+    tied_names.unfold(checkpoint, SECTIONS)
+    return checkpoint
+
+
+def save_sharded(
+    checkpoint: Mapping[str, Any], path: str | os.PathLike[str], group: dist.ProcessGroup | None
+) -> None:
+    """Writes a checkpoint, each rank what it holds; all do, or none does.
+
+    Args:
+        checkpoint: This rank's Lightning checkpoint dictionary, optimizer states by name.
+        path: The checkpoint's directory, the same on all ranks.
+        group: All ranks that save; must take CPU tensors. None for a process of its own.
+
+    Raises:
+        NotSavedError: A rank could not write.
+        RuntimeError: A rank failed otherwise.
+        ValueError: A rank does not see the first one's disk.
+    """
+    target = Path(path)
+    temporary = files.temporary_name(target)
+    save = JointSave(target, group)
+    with files.removed_on_failure(temporary) if save.is_first else nullcontext():
+        save.open_folder(temporary)
+        tensors, rest = _split(checkpoint)
+        states = _gather_rest(rest, group)
+        save.step(partial(_write_shards, tensors, temporary, group))
+        save.step(
+            partial(_finish, {**rest, **states}, temporary, target) if save.is_first else _ignore
+        )
+
+
+def _write_shards(
+    tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None
+) -> None:
+    with _silent_about_one_process():
+        dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
+
+
+def _finish(rest: dict[str, Any], temporary: Path, target: Path) -> None:
+    help_text = _README.format(command=merge_command(target.name)).encode()
+    _write(temporary / _README_FILE, lambda file: file.write(help_text))
+    _write(temporary / _METADATA_FILE, partial(torch.save, rest))
+    files.publish(temporary, target)
+
+
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Writes a file through to the disk.
+
+    torch's own writer of files, which a path would bring, has no errors of the file system.
+    """
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _ignore() -> None:
+    """Does nothing."""
+
+
+def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Writes an ordinary Lightning checkpoint file, under a temporary name first.
+
+    Args:
+        checkpoint: The Lightning checkpoint dictionary.
+        path: The file.
+
+    Raises:
+        NotSavedError: The file system could not take it.
+    """
+    target = Path(path)
+    temporary = files.temporary_name(target)
+    with files.removed_on_failure(temporary):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _write(temporary, partial(torch.save, dict(checkpoint)))
+            files.publish(temporary, target)
+        except Exception as error:
+            if not files.is_storage_error(error):
+                raise
+            raise files.NotSavedError(files.describe_failure(target, error)) from error
+
+
+def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Makes the ordinary Lightning checkpoint from what each rank holds.
+
+    Args:
+        parts: One checkpoint dictionary per rank, optimizer states by name.
+
+    Returns:
+        The first one's entries, with the weights and optimizer states of all.
+    """
+    merged: dict[str, Any] = {}
+    for part in parts:
+        if not merged:
+            merged = {**part, **{key: {} for key in SECTIONS.keys() & part.keys()}}
+        for key in SECTIONS.keys() & part.keys():
+            merged[key].update(part[key])
+        for index, state in enumerate(part.get("optimizer_states", [])):
+            merged["optimizer_states"][index]["state"].update(state["state"])
+    if "optimizer_states" in merged:
+        merged["optimizer_states"] = [to_numbers(s) for s in merged["optimizer_states"]]
+    tied_names.unfold(merged, SECTIONS)
+    return merged
+
+
+def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Takes the model's and the optimizers' tensors out, keyed as in the files."""
+    tensors: dict[str, Tensor] = {}
+    rest = dict(checkpoint)
+    for key in SECTIONS.keys() & checkpoint.keys():
+        rest[key] = {}
+        for name, value in checkpoint[key].items():
+            if isinstance(value, Tensor):
+                tensors[f"{SECTIONS[key]}.{name}"] = storable(value)
+            else:
+                rest[key][name] = value
+    states = []
+    for index, state in enumerate(checkpoint.get("optimizer_states", [])):
+        kept: dict[str, dict[str, Any]] = {}
+        for name, entries in state["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{index}.{name}.{key}"] = storable(value)
+                else:
+                    kept.setdefault(name, {})[key] = value
+        states.append({**state, "state": kept})
+    if "optimizer_states" in checkpoint:
+        rest["optimizer_states"] = states
+    return tensors, rest
+
+
+def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Collects the few entries that are not tensors, of modules and optimizers, from all ranks."""
+    if group is None:
+        return {}
+    sections = sorted(SECTIONS.keys() & rest.keys())
+    own = [rest[key] for key in sections]
+    own += [state["state"] for state in rest.get("optimizer_states", [])]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    entries = [
+        {name: value for part in parts for name, value in part.items()}
+        for parts in zip(*everyone, strict=True)
+    ]
+    gathered: dict[str, Any] = {key: entries.pop(0) for key in sections}
+    if "optimizer_states" in rest:
+        pairs = zip(rest["optimizer_states"], entries, strict=True)
+        gathered["optimizer_states"] = [{**state, "state": found} for state, found in pairs]
+    return gathered
+
+
+def _read_tensors(
+    path: Path, is_wanted: Callable[[str], bool], parameters: Mapping[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
+    reader = ShardReader(path)
+    wanted: dict[str, Tensor] = {}
+    places: dict[str, tuple[str, str]] = {}
+    for key, info in reader.metadata.state_dict_metadata.items():
+        section, name = _split_key(key)
+        parameter = name if section in SECTIONS.values() else name.rpartition(".")[0]
+        if isinstance(info, TensorStorageMetadata) and is_wanted(parameter):
+            wanted[key] = _room_for(info, parameters.get(parameter))
+            places[key] = (section, name)
+    with _silent_about_one_process():
+        try:
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
+        except dcp.CheckpointException as error:
+            raise _read_error(path, error) from error
+    sections: dict[str, dict[str, Tensor]] = {}
+    for key, (section, name) in places.items():
+        sections.setdefault(section, {})[name] = wanted[key]
+    return sections
+
+
+def _read_error(path: Path, error: dcp.CheckpointException) -> Exception:
+    """Makes an ordinary error of torch's, which nothing catches that waits for one."""
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, OSError):
+        return cause
+    return ValueError(
+        f"A shard in {path} is damaged, or was made to run code where it is read:"
+        f" {type(cause).__name__}: {reason_of(cause)} None of it was run; use another copy."
+    )
+
+
+@contextmanager
+def _silent_about_one_process() -> Iterator[None]:
+    """Hides the warning by which torch announces what `no_dist` asks for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* in a single process.*")
+        yield
+
+
+def _room_for(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
+    """Makes the tensor to read into; optimizer state of a parameter's shape lies as that does."""
+    if parameter is not None and is_storable(parameter) and parameter.shape == info.size:
+        return torch.empty_like(parameter, dtype=info.properties.dtype)
+    return torch.empty(info.size, dtype=info.properties.dtype)
+
+
+def _split_key(key: str) -> tuple[str, str]:
+    section, _, name = key.partition(".")
+    if section in SECTIONS.values():
+        return section, name
+    index, _, name = name.partition(".")
+    return f"{section}.{index}", name

@@ -1,0 +1,188 @@
+"""A save that all ranks make together, or none does.
+
+Each step ends with the ranks telling each other how it went. So a full disk, or one that another
+host does not see, ends the save on all ranks at the same step and with the same error, and no rank
+waits for one that has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from lightning_dist.engine.checkpoint.directory import (
+    NotSavedError,
+    describe_failure,
+    is_storage_error,
+    remove,
+    resolve,
+)
+
+_SEEN_SECONDS = 5.0  # how long a network file system may take to show a new file elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """How a step went on a rank.
+
+    Attributes:
+        host: Its name.
+        result: What the step returned.
+        failure: What it raised, in words; empty if nothing.
+        failed_rank: Where that was; torch raises some errors of one rank on all.
+        is_storage: Whether that was the file system's.
+    """
+
+    host: str
+    result: Any = None
+    failure: str = ""
+    failed_rank: int = 0
+    is_storage: bool = False
+
+
+class JointSave:
+    """This rank's part in a save; see the module's docstring.
+
+    Args:
+        path: The checkpoint's, the same on all ranks.
+        group: All ranks that save; must take CPU tensors. None for a process of its own.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
+        self._path = path
+        self._group = group
+        self._rank = 0 if group is None else dist.get_rank(group)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self._rank == 0
+
+    def step(self, action: Callable[[], Any]) -> list[Any]:
+        """Runs an action on each rank; all ranks must call it.
+
+        Args:
+            action: This rank's.
+
+        Returns:
+            What it returned on each rank.
+
+        Raises:
+            NotSavedError: A rank could not write.
+            RuntimeError: An action failed otherwise.
+        """
+        reports, cause = self._reports(action)
+        for report in reports:
+            if report.failure:
+                rank = report.failed_rank
+                where = f"{report.failure} (Rank {rank}, host {reports[rank].host}.)"
+                raise (NotSavedError if report.is_storage else RuntimeError)(where) from cause
+        return [report.result for report in reports]
+
+    def open_folder(self, folder: Path) -> None:
+        """Makes an empty directory that each rank sees; all ranks must call it.
+
+        Args:
+            folder: Removed first, if there is one.
+
+        Raises:
+            ValueError: A rank does not see it: it has another disk.
+        """
+        name = self.step(lambda: _make_marked(folder) if self.is_first else None)[0]
+        reports, _ = self._reports(lambda: _is_seen(folder / name))
+        if self.is_first:
+            (folder / name).unlink(missing_ok=True)
+        blind = [(rank, r.host) for rank, r in enumerate(reports) if not r.result]
+        if blind:
+            raise ValueError(
+                f"{os.fspath(self._path)} would be torn: {_listed(blind)} cannot see the disk that"
+                f" rank 0 (host {reports[0].host}) writes to, and each rank writes its part. Save"
+                " to a file system that all hosts share, or give the strategy"
+                " `save_full=True`: then rank 0 writes one file."
+            )
+
+    def _reports(self, action: Callable[[], Any]) -> tuple[list[_Report], BaseException | None]:
+        cause: BaseException | None = None
+        host = socket.gethostname()
+        try:
+            own = _Report(host, action())
+        except (Exception, dcp.CheckpointException) as error:
+            rank, cause = _first_cause(error, self._rank)
+            failure = describe_failure(self._path, cause)
+            own = _Report(host, None, failure, rank, is_storage_error(cause))
+        if self._group is None:
+            return [own], cause
+        reports: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(reports, own, group=self._group)
+        return reports, cause
+
+
+def path_to_read(path: str, group: dist.ProcessGroup) -> str:
+    """Returns the first rank's path, or where this rank does not see it, its own.
+
+    Collective: all ranks of the group must call it.
+
+    Args:
+        path: This rank's, of the file system.
+        group: All ranks that load.
+
+    Raises:
+        ValueError: Some ranks have a checkpoint to read, and others see none.
+    """
+    paths: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(paths, path, group=group)
+    seen = [candidate for candidate in (paths[0], path) if resolve(candidate).exists()]
+    reports: list[Any] = [None] * len(paths)
+    dist.all_gather_object(reports, _Report(socket.gethostname(), bool(seen)), group=group)
+    blind = [(rank, report.host) for rank, report in enumerate(reports) if not report.result]
+    if blind and len(blind) < len(paths):
+        raise ValueError(
+            f"{paths[0]} is a checkpoint on host {_host_that_sees(reports)}, and"
+            f" {_listed(blind)} cannot see it. Load from a file system that all hosts share, or"
+            " copy the checkpoint to the same path on each host."
+        )
+    return seen[0] if seen else str(paths[0])
+
+
+def _host_that_sees(reports: list[_Report]) -> str:
+    return next(report.host for report in reports if report.result)
+
+
+def _first_cause(error: BaseException, rank: int) -> tuple[int, BaseException]:
+    """Finds where what went wrong, also in what torch makes of it for all ranks."""
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        place = min(error.failures)
+        return place, error.failures[place][0]
+    return rank, error
+
+
+def _make_marked(folder: Path) -> str:
+    """Makes a directory, with a file that no directory of this path on another disk has."""
+    remove(folder)
+    folder.mkdir(parents=True)
+    name = f".seen.{uuid4().hex}"
+    (folder / name).touch()
+    return name
+
+
+def _is_seen(marker: Path) -> bool:
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while not marker.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _listed(ranks: list[tuple[int, str]]) -> str:
+    shown = ", ".join(f"rank {rank} (host {host})" for rank, host in ranks[:8])
+    return f"{shown}{' and more' if len(ranks) > 8 else ''}"

@@ -1,0 +1,1 @@
+"""Sizes, names and tables that everything else uses."""

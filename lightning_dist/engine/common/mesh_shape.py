@@ -1,0 +1,189 @@
+"""The mesh: how many ranks along which axis, and which rank is where.
+
+Sizes are checked before any process group exists, from integers alone, so that a wrong size is a
+``ValueError`` on each rank and never a hang. ``tp`` is innermost, for its collectives are the most
+frequent; ``pp`` is outermost, for it sends the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from lightning_dist.engine.common.count import check_count
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Sizes of a mesh, outermost axis first.
+
+    Attributes:
+        pp: Pipeline stages.
+        dp_replicate: Data replicas.
+        dp_shard: Ranks that shard one replica.
+        tp: Tensor-parallel ranks.
+
+    Raises:
+        ValueError: A size below 1.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks the sizes."""
+        for name, size in self.sizes.items():
+            check_count(name, size)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size by axis, outermost first."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Gives the place of a rank.
+
+        Args:
+            rank: Global rank.
+
+        Returns:
+            Index by axis.
+        """
+        places: dict[str, int] = {}
+        for name in reversed(AXES):
+            rank, places[name] = divmod(rank, self.sizes[name])
+        return {name: places[name] for name in AXES}
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        """Gives the global rank at a place; the inverse of :meth:`coordinates`."""
+        rank = 0
+        for name in AXES:
+            rank = rank * self.sizes[name] + coordinates[name]
+        return rank
+
+    def data_index(self, rank: int) -> int:
+        """Gives the place of a rank along the data axes together."""
+        places = self.coordinates(rank)
+        return places["dp_replicate"] * self.dp_shard + places["dp_shard"]
+
+    def peers(self, rank: int, *axes: str) -> list[int]:
+        """Lists the ranks that differ from one at most along some axes.
+
+        Args:
+            rank: Global rank.
+            axes: The axes that may differ.
+
+        Returns:
+            Global ranks in mesh order, the given one among them.
+        """
+        own = self.coordinates(rank)
+        return [
+            other
+            for other in range(self.world_size)
+            if all(own[a] == i for a, i in self.coordinates(other).items() if a not in axes)
+        ]
+
+    def axes_between(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        """Lists the axes along which ranks differ, outermost first.
+
+        Args:
+            ranks: Global ranks.
+        """
+        places = [self.coordinates(rank) for rank in ranks]
+        return tuple(axis for axis in AXES if len({place[axis] for place in places}) > 1)
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Lists all groups of :meth:`peers`, each once, in the same order on each rank."""
+        found = [self.peers(rank, *axes) for rank in range(self.world_size)]
+        return [list(group) for group in dict.fromkeys(tuple(g) for g in found)]
+
+
+def fill_mesh(world_size: int, **sizes: int | Literal["auto"]) -> MeshShape:
+    """Makes a mesh of all ranks.
+
+    Args:
+        world_size: All ranks.
+        sizes: By axis; at most one is ``"auto"`` and takes what is left.
+
+    Raises:
+        ValueError: The sizes do not multiply to the world size.
+    """
+    open_axes = sorted(name for name, size in sizes.items() if size == "auto")
+    asked = MeshShape(**{name: size for name, size in sizes.items() if size != "auto"})
+    assert len(open_axes) <= 1
+    rest, left_over = divmod(world_size, asked.world_size)
+    if left_over or rest < 1 or (rest > 1 and not open_axes):
+        shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"The sizes {shown} must multiply to the world size of {world_size}. The nearest that"
+            f" do are {_nearest(asked, world_size, sizes)}."
+        )
+    return MeshShape(**asked.sizes | dict.fromkeys(open_axes, rest))
+
+
+def fill_axis(world_size: int, name: str, size: int | Literal["auto"]) -> int:
+    """Gives the size of the one axis that a strategy has, beside the replicas.
+
+    Args:
+        world_size: All ranks.
+        name: Of the strategy's argument.
+        size: Its value; ``"auto"`` is all ranks.
+
+    Raises:
+        ValueError: Ranks would be left over.
+    """
+    if size == "auto":
+        return world_size
+    check_count(name, size, instead="'auto'")
+    if world_size % size:
+        raise ValueError(
+            f"{name}={size} does not divide the world of {world_size} processes; use one of"
+            f" {_divisors(world_size)}, or 'auto' for all."
+        )
+    return size
+
+
+def _nearest(
+    asked: MeshShape, world_size: int, axes: Mapping[str, int | str], num_shown: int = 3
+) -> str:
+    """Lists the meshes of a size that change the fewest axes by the least."""
+
+    def distance(shape: MeshShape) -> tuple[int, float]:
+        pairs = [(shape.sizes[a], asked.sizes[a]) for a in AXES if axes.get(a) != "auto"]
+        return sum(a != b for a, b in pairs), sum(max(a / b, b / a) for a, b in pairs)
+
+    possible = [m for m in _meshes(world_size) if all(m.sizes[a] == 1 for a in {*AXES} - {*axes})]
+    shapes = sorted(possible, key=distance)[:num_shown]
+    texts = [
+        " x ".join(f"{name}={size}" for name, size in shape.sizes.items() if size > 1)
+        for shape in shapes
+    ]
+    return ", or ".join(text or "a single rank" for text in texts)
+
+
+def _meshes(world_size: int) -> list[MeshShape]:
+    return [
+        MeshShape(pp, replicate, shard, world_size // (pp * replicate * shard))
+        for pp in _divisors(world_size)
+        for replicate in _divisors(world_size // pp)
+        for shard in _divisors(world_size // (pp * replicate))
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

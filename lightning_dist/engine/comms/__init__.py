@@ -1,0 +1,1 @@
+"""Messages between ranks: point to point, votes and notes."""

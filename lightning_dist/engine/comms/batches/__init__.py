@@ -1,0 +1,1 @@
+"""Batches that one rank reads for its peers."""

@@ -1,0 +1,247 @@
+"""Large tensors that processes of one host share: written once, and mapped by all others.
+
+A batch of images that goes from rank to rank by a socket is copied four times on its way to each,
+and most stages never look at it. Here it is written once, and a message says where. A tensor whose
+elements a rank does not touch costs that rank a mapping, whatever its size.
+
+Mappings are private: what a rank writes into its batch, no other rank sees.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.engine.comms.batches.memory_file import (
+    SECRET_BYTES,
+    can_make_files,
+    open_file,
+    path_of,
+)
+from lightning_dist.engine.comms.packet import PacketLayout, TensorInfo
+
+MOST_UNREAD_FILES = 64
+"""Files that may wait for their readers: a process may have 1,024 of all kinds by default."""
+
+LARGE_BYTES = 1 << 20
+"""Smaller tensors travel in their message: a file costs more than their bytes."""
+
+_NAME = "lightning_dist_batch"
+# Of what a packet begins with, behind the secret: whether all ranks have mapped the file.
+_MAPPED_BY_ALL = SECRET_BYTES
+_HEADER_STEP_BYTES = 1024  # so that most headers are as long as the one before
+
+
+@dataclass(frozen=True, slots=True)
+class MappedFile:
+    """Where other processes of the host find tensors.
+
+    Attributes:
+        process: Id of the process that has written them.
+        descriptor: Number of the open file there.
+        secret: Of that process, and what the file begins with: another host may have such a
+            process, too.
+        infos: Of the tensors.
+    """
+
+    process: int
+    descriptor: int
+    secret: bytes
+    infos: tuple[TensorInfo, ...]
+
+    def map(self, *, is_last: bool = False) -> list[Tensor]:
+        """Maps the tensors into this process; they may be written to.
+
+        Args:
+            is_last: Whether no other process will map the file: its owner may close it then.
+
+        Raises:
+            OSError: The file cannot be opened here, or is another one.
+        """
+        layout = PacketLayout(self.infos)
+        descriptor = open_file(self.process, self.descriptor, _NAME)
+        try:
+            if os.pread(descriptor, SECRET_BYTES, 0) != self.secret:
+                raise OSError(f"File {self.descriptor} is of another process.")
+            # Private, and by torch: Python's own mapping would keep a file open.
+            path = path_of(self.process, self.descriptor)
+            pages = torch.from_file(path, size=layout.num_bytes, dtype=torch.uint8)
+            if is_last:
+                os.pwrite(descriptor, b"\1", _MAPPED_BY_ALL)
+        finally:
+            os.close(descriptor)
+        return list(layout.tensors(pages.numpy()))
+
+
+class TensorFiles:
+    """The files that a process has written and that others have not mapped yet.
+
+    Attributes:
+        secret: What all of them begin with.
+    """
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self._unread: list[int] = []
+
+    def write(self, tensors: Sequence[Tensor]) -> MappedFile | None:
+        """Copies tensors into a file.
+
+        Args:
+            tensors: Of the CPU.
+
+        Returns:
+            None where this system has no such files, or no room for one more.
+        """
+        self._unread = [descriptor for descriptor in self._unread if not _close_read(descriptor)]
+        if not can_make_files() or len(self._unread) >= MOST_UNREAD_FILES:
+            return None
+        infos = tuple(TensorInfo.of(tensor) for tensor in tensors)
+        try:
+            descriptor = os.memfd_create(_NAME)
+        except OSError:  # too many open files, say
+            return None
+        try:
+            self._fill(descriptor, PacketLayout(infos), tensors)
+        except OSError:
+            os.close(descriptor)
+            return None
+        self._unread.append(descriptor)
+        return MappedFile(os.getpid(), descriptor, self.secret, infos)
+
+    def _fill(self, descriptor: int, layout: PacketLayout, tensors: Sequence[Tensor]) -> None:
+        os.ftruncate(descriptor, layout.num_bytes)
+        # Written, not copied into a mapping: that takes twice the time, for the system clears each
+        # page first.
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.write(self.secret)
+            for tensor, begin in zip(tensors, layout.begins, strict=True):
+                file.seek(begin)
+                file.write(_bytes_of(tensor))
+
+    def close(self) -> None:
+        """Closes the files; what has mapped one keeps its tensors."""
+        for descriptor in self._unread:
+            os.close(descriptor)
+        self._unread = []
+
+
+class MessageFiles:
+    """Turns lists of tensors into messages that leave the large ones in files, and back.
+
+    Args:
+        mappable: Secrets of the processes whose files the next rank of the chain can map.
+        files: Of this rank.
+    """
+
+    def __init__(self, mappable: frozenset[bytes], files: TensorFiles) -> None:
+        self._mappable = mappable
+        self._files = files
+
+    def put(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Creates a message for the next rank.
+
+        Args:
+            tensors: Any.
+        """
+        places: list[int] = []
+        if self._files.secret in self._mappable:
+            places = [place for place, tensor in enumerate(tensors) if _is_large(tensor)]
+        file = self._files.write([tensors[place] for place in places]) if places else None
+        if file is None:
+            places = []
+        left = [tensor for place, tensor in enumerate(tensors) if place not in places]
+        return [_as_tensor(_Absent(file, tuple(places))), *left]
+
+    def get(self, message: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+        """Returns the tensors of a message, and whether the next rank can have it as it is.
+
+        Args:
+            message: What :meth:`put` of any rank before has returned.
+        """
+        absent: _Absent = pickle.loads(message[0].numpy().tobytes())
+        tensors = list(message[1:])
+        if absent.file is None:
+            return tensors, False
+        passes_on = absent.file.secret in self._mappable
+        mapped = absent.file.map(is_last=not passes_on)
+        for place, tensor in zip(absent.places, mapped, strict=True):
+            tensors.insert(place, tensor)
+        return tensors, passes_on
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._files.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Absent:
+    """What a message begins with.
+
+    Attributes:
+        file: Holds tensors that are not in the message.
+        places: Of those tensors among all.
+    """
+
+    file: MappedFile | None
+    places: tuple[int, ...]
+
+
+def _as_tensor(absent: _Absent) -> Tensor:
+    pickled = pickle.dumps(absent)
+    padded = bytearray(pickled + bytes(-len(pickled) % _HEADER_STEP_BYTES))
+    return torch.frombuffer(padded, dtype=torch.uint8)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    num_bytes = tensor.numel() * tensor.element_size()
+    return num_bytes >= LARGE_BYTES and tensor.device.type == "cpu" and not tensor.requires_grad
+
+
+def find_mappable(files: TensorFiles, group: dist.ProcessGroup) -> frozenset[bytes]:
+    """Finds whose files the next rank of a group can map. Collective: every rank must call it.
+
+    Args:
+        files: Of this rank.
+        group: A gloo group.
+
+    Returns:
+        The secrets of those ranks; none on the last rank.
+    """
+    probe = files.write([])
+    probes: list[MappedFile | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(probes, probe, group=group)
+    mapped = frozenset(found.secret for found in probes if found is not None and _can_map(found))
+    by_rank: list[frozenset[bytes]] = [frozenset()] * len(probes)
+    dist.all_gather_object(by_rank, mapped, group=group)
+    files.close()
+    next_rank = dist.get_rank(group) + 1
+    return by_rank[next_rank] if next_rank < len(by_rank) else frozenset()
+
+
+def _can_map(file: MappedFile) -> bool:
+    try:
+        file.map()
+    except OSError:
+        return False
+    return True
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8).numpy().data
+
+
+def _close_read(descriptor: int) -> bool:
+    """Closes a file that all ranks have mapped, and tells whether they have."""
+    if os.pread(descriptor, 1, _MAPPED_BY_ALL) != b"\1":
+        return False
+    os.close(descriptor)
+    return True

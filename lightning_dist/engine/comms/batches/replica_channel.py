@@ -1,0 +1,188 @@
+"""The channel from the rank that reads a data replica's batches to the replica's other ranks.
+
+The ranks form a chain, in the order of the pipeline: each hands on what it receives as soon as it
+asks for it, before the user's code can change it. So no rank copies a batch more than twice, and no
+rank waits for longer than for the activations, which go the same way. The chain is bounded by the
+schedule: a rank reads its next batch only when its step of the one before is over. On one host
+large tensors do not travel: a rank that looks at one finds it in :mod:`a file in memory
+<.batches.mapped_tensors>`.
+
+A message carries the reader's random numbers, too. What hooks and steps draw between two batches is
+therefore what one device would draw, on each rank, whatever the reading of a batch has drawn.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dist.engine.comms.batches.mapped_tensors import (
+    MessageFiles,
+    TensorFiles,
+    find_mappable,
+)
+from lightning_dist.engine.comms.batches.object_packing import pack, unpack
+from lightning_dist.engine.comms.channel import Receiver, Sender
+from lightning_dist.engine.comms.receiver import DistributedReceiver
+from lightning_dist.engine.comms.sender import DistributedSender
+from lightning_dist.engine.tensors.random_state import random_states, set_random_states
+
+
+class Event(Enum):
+    """What the reader tells of."""
+
+    FOUND = auto()
+    """A loader is about to be used."""
+    BEGUN = auto()
+    """An epoch begins; the content is the length of each loader."""
+    BATCH = auto()
+    """A batch has been read."""
+    ENDED = auto()
+    """The loader has no more batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the reader has done.
+
+    Attributes:
+        loader: Number of the loader, counted alike on all ranks.
+        epoch: How many iterators of that loader were made before, and this one.
+        event: What has happened.
+        content: What belongs to the event.
+    """
+
+    loader: int
+    epoch: int
+    event: Event
+    content: Any = None
+
+
+class ReplicaChannel:
+    """One rank's place in the chain.
+
+    Args:
+        device: Whose random numbers travel along, beside the host's.
+        sender: To the next rank; None on the last.
+        receiver: From the rank before; None on the reader.
+        files: For tensors that ranks of one host need not send.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        sender: Sender | None,
+        receiver: Receiver | None,
+        files: MessageFiles,
+    ) -> None:
+        self._device = device
+        self._files = files
+        self._sender = sender
+        self._receiver = receiver
+        self._epochs: dict[int, int] = {}
+
+    @property
+    def is_reader(self) -> bool:
+        """Whether this rank reads."""
+        return self._receiver is None
+
+    def send(self, reading: Reading) -> None:
+        """Hands over what this rank, the reader, has read; returns at once.
+
+        Args:
+            reading: Its tensors may be written to afterwards.
+
+        Raises:
+            ValueError: A batch cannot be pickled.
+        """
+        states = pickle.dumps(random_states(self._device))
+        try:
+            packed = pack((reading, states))
+        except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError) as error:
+            raise ValueError(
+                f"A batch cannot be sent to the other ranks of its replica: {error}. Let the"
+                " collate function return what can be pickled, or pass read='each', so that each"
+                " rank reads for itself."
+            ) from error
+        if self._sender is not None:
+            self._sender.send(self._files.put(packed))
+
+    def receive(self, loader: int, epoch: int) -> Reading:
+        """Waits for what the reader has done next.
+
+        What is left of iterators that the reader went on with, and this rank did not, is dropped.
+
+        Args:
+            loader: Number of the loader.
+            epoch: Of that loader.
+
+        Raises:
+            ValueError: The reader has read another loader.
+        """
+        self._epochs[loader] = epoch
+        while True:
+            reading = self._take()
+            if (reading.loader, reading.epoch) == (loader, epoch):
+                return reading
+            if reading.epoch >= self._epochs.get(reading.loader, 0):
+                raise ValueError(
+                    f"This rank waits for loader {loader} (counted from 0), and the first rank of"
+                    f" its replica has read loader {reading.loader}. Give each rank the same"
+                    " loaders, and let all ranks leave an epoch at the same batch."
+                )
+
+    def _take(self) -> Reading:
+        assert self._receiver is not None
+        message = self._receiver.receive()
+        packed, passes_on = self._files.get(message)
+        if self._sender is not None:
+            self._sender.send(message if passes_on else self._files.put(packed))
+        reading: Reading
+        reading, states = unpack(packed)
+        set_random_states(pickle.loads(states), self._device)
+        return reading
+
+    def interrupt(self, error: BaseException) -> None:
+        """Makes each waiting or later receive raise.
+
+        Args:
+            error: What to raise.
+        """
+        if self._receiver is not None:
+            self._receiver.interrupt(error)
+
+    def close(self) -> None:
+        """Ends the channel; each rank of the chain must call it."""
+        if self._sender is not None:
+            self._sender.close()
+        if self._receiver is not None:
+            self._receiver.close()
+        self._files.close()
+
+
+def open_channel(
+    group: dist.ProcessGroup, device: torch.device, timeout_seconds: float
+) -> ReplicaChannel:
+    """Opens this rank's place in the chain; each rank of the group must call it.
+
+    Args:
+        group: A gloo group of a replica's ranks, whose timeout never comes. The first one reads.
+        device: As for :class:`ReplicaChannel`.
+        timeout_seconds: How long a rank waits for a batch.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    place = dist.get_rank(group)
+    host = torch.device("cpu")
+    files = TensorFiles()
+    mappable = find_mappable(files, group)
+    return ReplicaChannel(
+        device,
+        DistributedSender(group, ranks[place + 1]) if place + 1 < len(ranks) else None,
+        DistributedReceiver(group, ranks[place - 1], host, timeout_seconds) if place else None,
+        MessageFiles(mappable, files),
+    )

@@ -1,0 +1,1 @@
+"""Failures and hangs of other ranks."""

@@ -1,0 +1,314 @@
+"""Tell a rank that hangs from one that computes.
+
+A process that is stopped, or whose file system does not answer, closes no connection: the others
+would wait for the process group's timeout, and then name what they waited for. So each rank tells
+its predecessor every few seconds that it lives, and what its main thread is doing.
+
+Two states count as a standstill. A *silent* rank sends no beats: it is stopped, its host is gone,
+or something holds the interpreter's lock. An *idle* rank sends beats, but its main thread waits for
+something that is no other rank, such as a disk, while the process uses next to no processor time. A
+rank that computes is never reported, however long it takes, nor one that waits for another rank. A
+standstill is a message, not a failure, for a rank may go on. Only a silent rank that has not
+answered for the run's timeout ends the run.
+
+Time is counted in a rank's own wake-ups, not read from a clock. A process that was itself stopped
+has slept once, so it accuses no other rank when it goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
+
+_PATIENCE_SECONDS = 30.0
+_BEATS_IN_PATIENCE = 6
+_IDLE_SHARE = 0.1  # of one core; threads of loggers and of gloo use a little
+
+_PACKAGE = __name__.partition(".")[0]
+_INSTALLED = tuple(
+    os.path.realpath(sysconfig.get_path(name))
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+# A thread waits in these on behalf of what has called them.
+_WAITS = ("threading", "queue", "concurrent.futures", "contextlib", "selectors")
+# In these packages a thread may wait for another rank, but for the modules that use the disk.
+_RANKS_MEET_IN = (
+    "torch",
+    f"{_PACKAGE}.strategies",
+    f"{_PACKAGE}.engine.comms",
+    f"{_PACKAGE}.engine.data_parallel",
+    f"{_PACKAGE}.engine.parallelize",
+    f"{_PACKAGE}.engine.pipeline",
+    f"{_PACKAGE}.engine.precision",
+    f"{_PACKAGE}.engine.sharding",
+)
+_DISK_IN = ("torch.serialization", "torch.utils", "torch.distributed.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """How often ranks tell that they live, and when they are missed.
+
+    Attributes:
+        interval_seconds: Between two beats.
+        patience_seconds: After how long a standstill is reported.
+        limit_seconds: After how long a silent rank ends the run.
+    """
+
+    interval_seconds: float
+    patience_seconds: float
+    limit_seconds: float
+
+    @classmethod
+    def for_timeout(cls, timeout_seconds: float) -> Rhythm:
+        """Returns the rhythm of a run.
+
+        Args:
+            timeout_seconds: The run's ``timeout_s``.
+        """
+        patience = min(_PATIENCE_SECONDS, timeout_seconds / 2)
+        return cls(patience / _BEATS_IN_PATIENCE, patience, timeout_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """Where a rank runs.
+
+    Attributes:
+        rank: The rank.
+        host: Its host's name.
+        pid: Its process ID there.
+    """
+
+    rank: int
+    host: str
+    pid: int
+
+    @classmethod
+    def own(cls, rank: int) -> RankProcess:
+        """Describes this process.
+
+        Args:
+            rank: This rank.
+        """
+        return cls(rank, socket.gethostname(), os.getpid())
+
+    def __str__(self) -> str:
+        """Names rank, process and host."""
+        return f"Rank {self.rank} (process {self.pid} on {self.host})"
+
+    def kill_child(self) -> None:
+        """Kills the process if this one has started it; a stopped one does not end by itself."""
+        if self.host != socket.gethostname():
+            return
+        try:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        os.kill(self.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Tells that a rank lives.
+
+    Attributes:
+        process: The rank.
+        activity: What its main thread is doing.
+    """
+
+    process: RankProcess
+    activity: str
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """Tells that a rank does not go on.
+
+    Attributes:
+        process: The rank.
+        activity: What its main thread was doing last.
+        seconds: For how long.
+        is_silent: Whether nothing comes from it, or else its main thread waits.
+    """
+
+    process: RankProcess
+    activity: str
+    seconds: float
+    is_silent: bool
+
+    def __str__(self) -> str:
+        """Names the rank and what it was doing, on one line."""
+        seconds = f"{self.seconds:.0f} s"
+        if self.is_silent:
+            return f"{self.process} has not answered for {seconds}. It was {self.activity}"
+        idle = f"has been idle for {seconds}, and waits for no other rank"
+        return f"{self.process} {idle}. It is {self.activity}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Tells that a rank goes on.
+
+    Attributes:
+        process: The rank.
+        seconds: How long it stood still.
+    """
+
+    process: RankProcess
+    seconds: float
+
+    def __str__(self) -> str:
+        """Names the rank, on one line."""
+        return f"{self.process} goes on after {self.seconds:.0f} s."
+
+
+Notice: TypeAlias = Standstill | Resumption
+
+
+class Silence:
+    """Counts how long nothing has come from the successor.
+
+    Args:
+        rhythm: Of the run.
+        successor: Its rank.
+    """
+
+    def __init__(self, rhythm: Rhythm, successor: int) -> None:
+        self._rhythm = rhythm
+        self._last = Beat(RankProcess(successor, "a host that never answered", 0), "starting.")
+        self._seconds = 0.0
+        self._is_reported = False
+
+    def heard(self, beat: Beat) -> Resumption | None:
+        """Takes a beat.
+
+        Args:
+            beat: The successor's.
+
+        Returns:
+            What to report, if anything.
+        """
+        seconds, was_reported = self._seconds, self._is_reported
+        self._last, self._seconds, self._is_reported = beat, 0.0, False
+        return Resumption(beat.process, seconds) if was_reported else None
+
+    def missed(self) -> Standstill | None:
+        """Counts an interval in which nothing has come.
+
+        Returns:
+            What to report, if anything.
+        """
+        self._seconds += self._rhythm.interval_seconds
+        if self._is_reported or self._seconds < self._rhythm.patience_seconds:
+            return None
+        self._is_reported = True
+        return self.standstill
+
+    @property
+    def standstill(self) -> Standstill:
+        """What is known of the successor."""
+        return Standstill(self._last.process, self._last.activity, self._seconds, True)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run's timeout is over."""
+        return self._seconds >= self._rhythm.limit_seconds
+
+
+class Pulse:
+    """Makes the beats of this rank. Created by the thread that is watched.
+
+    Args:
+        rhythm: Of the run.
+        process: This rank.
+        progress: Says in a few words where the run is; called on another thread.
+    """
+
+    def __init__(self, rhythm: Rhythm, process: RankProcess, progress: Callable[[], str]) -> None:
+        self._rhythm = rhythm
+        self._process = process
+        self._progress = progress
+        self._thread = threading.get_ident()
+        self._processor_seconds = time.process_time()
+        self._idle_seconds = 0.0
+        self._is_reported = False
+
+    def look(self) -> tuple[Beat, Notice | None]:
+        """Looks at the watched thread; called once in each interval.
+
+        Returns:
+            This interval's beat, and what to report, if anything.
+        """
+        frame = sys._current_frames().get(self._thread)
+        beat = Beat(self._process, f"{self._progress()}, {place_of(frame)}.")
+        used = time.process_time() - self._processor_seconds
+        self._processor_seconds += used
+        is_idle = used < _IDLE_SHARE * self._rhythm.interval_seconds
+        return beat, self._count(beat, is_idle=is_idle and not may_wait_for_rank(frame))
+
+    def _count(self, beat: Beat, *, is_idle: bool) -> Notice | None:
+        if is_idle:
+            self._idle_seconds += self._rhythm.interval_seconds
+            if self._is_reported or self._idle_seconds < self._rhythm.patience_seconds:
+                return None
+            self._is_reported = True
+            return Standstill(self._process, beat.activity, self._idle_seconds, is_silent=False)
+        seconds, was_reported = self._idle_seconds, self._is_reported
+        self._idle_seconds, self._is_reported = 0.0, False
+        return Resumption(self._process, seconds) if was_reported else None
+
+
+def may_wait_for_rank(frame: FrameType | None) -> bool:
+    """Tells whether a thread that does nothing may be waiting for another rank.
+
+    Args:
+        frame: Its innermost frame.
+    """
+    for caller in _outwards(frame):
+        name: str = caller.f_globals.get("__name__", "")
+        if not _is_in(name, _WAITS):
+            return _is_in(name, _RANKS_MEET_IN) and not _is_in(name, _DISK_IN)
+    return False
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Describes where a thread is: its innermost function, and the innermost of the user's.
+
+    Args:
+        frame: Its innermost frame.
+    """
+    if frame is None:
+        return "which has ended"
+    users = next((caller for caller in _outwards(frame) if _is_users(caller)), frame)
+    return _described(frame) + ("" if users is frame else f", called {_described(users)}")
+
+
+def _is_in(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_users(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    is_ours = _is_in(frame.f_globals.get("__name__", ""), (_PACKAGE,))
+    return not (is_ours or path.startswith("<") or os.path.realpath(path).startswith(_INSTALLED))
+
+
+def _described(frame: FrameType) -> str:
+    return f"in `{frame.f_code.co_name}` ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

@@ -1,0 +1,169 @@
+"""The near end of a channel to another process.
+
+*Nobody waits who has work.* A send is begun and left to itself.
+
+*One communicator per direction.* Two ranks that send to each other on one communicator depend on
+the order of their calls; on two they cannot deadlock.
+
+Channels run over gloo, for gloo alone takes CPU tensors and several ranks on one GPU. Tensors of a
+GPU are staged through pinned host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.engine.comms.channel import PeerLostError
+from lightning_dist.engine.comms.message_form import NO_FORM, MessageForm, content_of
+from lightning_dist.engine.comms.packet import (
+    Lead,
+    Memory,
+    Notice,
+    PacketLayout,
+    TensorInfo,
+    fill,
+    write_lead,
+)
+from lightning_dist.engine.comms.shared_packet import shared_bytes, write_shared
+from lightning_dist.engine.comms.shared_room import SharedRoom
+from lightning_dist.engine.planning.message_count import MessageCount
+from lightning_dist.engine.tensors.tree import flatten
+
+# A thread that outlives this has a peer that died without closing its connection.
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """Tells the thread that its channel has ended."""
+
+
+class DistributedSender:
+    """Sends trees to one rank over a gloo process group.
+
+    Args:
+        group: The communicator of this direction.
+        peer: Global rank of the receiver.
+        in_memory: Is told of what goes through memory that both ends share.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, peer: int, in_memory: MessageCount | None = None
+    ) -> None:
+        self._group = group
+        self._in_memory = MessageCount() if in_memory is None else in_memory
+        self._peer = peer
+        self._number = 0
+        self._content, self._layout = NO_FORM.content, PacketLayout()
+        # What the receiver has been told of, and has posted a receive for.
+        self._form, self._awaited = NO_FORM, PacketLayout()
+        self._room = SharedRoom()
+        # A tensor must live until it is sent. Whether it is, only a wait can tell, so a thread of
+        # its own waits; the sending itself begins in `send`, where no thread has to wake up first.
+        self._pending: queue.SimpleQueue[tuple[list[dist.Work], list[Tensor]] | _Closed] = (
+            queue.SimpleQueue()
+        )
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._reap, name=f"send-to-{peer}", daemon=True)
+        self._thread.start()
+
+    def send(self, tree: Any, *, port: int = 0) -> None:
+        """Hands a tree over; returns at once.
+
+        Args:
+            tree: Any tree. Its tensors may be written to afterwards.
+            port: Any integer of 63 bits, for the receiver to sort by.
+
+        Raises:
+            PeerLostError: The receiver is gone.
+        """
+        try:
+            self._send(tree, port)
+        except (KeyboardInterrupt, SystemExit) as error:
+            # Nobody knows how much of the message has left, so nothing can follow it, not even a
+            # goodbye: gloo ends a process that gets more bytes than it expects.
+            self._failure = error
+            raise
+
+    def _send(self, tree: Any, port: int) -> None:
+        self._refuse_after_failure()
+        tensors, skeleton = flatten(tree)
+        infos = [TensorInfo.of(tensor) for tensor in tensors]
+        content = content_of(skeleton, infos)
+        if content != self._content:
+            self._content, self._layout = content, PacketLayout(infos)
+        lead = Lead(Notice.TREE, self._number, len(content), port)
+        ring = self._room.ring_for(shared_bytes(content, self._layout), tensors)
+        if ring is not None and (slot := ring.take()) is not None:
+            write_shared(slot, lead, content, self._layout, tensors)
+            ring.hand_over()
+            self._in_memory.add(self._layout.num_bytes)
+        else:
+            self._send_by_socket(lead, tensors)
+        self._number += 1
+
+    def _send_by_socket(self, lead: Lead, tensors: Sequence[Tensor]) -> None:
+        packet = _packed(self._layout, tensors, lead)
+        form = MessageForm(self._content, self._room.offer)
+        if form == self._form:
+            self._transmit([packet])
+            return
+        pickled = bytearray(pickle.dumps(form))
+        notice = _packed(self._awaited, [], Lead(Notice.FORM, num_bytes=len(pickled)))
+        self._form, self._awaited = form, self._layout
+        self._transmit([notice, torch.frombuffer(pickled, dtype=torch.uint8), packet])
+
+    def close(self) -> None:
+        """Waits until everything has been handed over, and ends the channel."""
+        with contextlib.suppress(PeerLostError):
+            self._transmit([_packed(self._awaited, [], Lead(Notice.CLOSE, self._number))])
+        self._pending.put(_Closed())
+        self._thread.join(_CLOSE_SECONDS)
+        self._room.close()
+
+    def _transmit(self, parts: list[Tensor]) -> None:
+        self._refuse_after_failure()
+        try:
+            works = [dist.isend(part, dst=self._peer, group=self._group) for part in parts]
+        except RuntimeError as error:
+            raise PeerLostError(f"Rank {self._peer} cannot be reached: {error}") from error
+        self._pending.put(([work for work in works if work is not None], parts))
+
+    def _refuse_after_failure(self) -> None:
+        if self._failure is not None:
+            raise PeerLostError(f"Rank {self._peer} cannot be reached.") from self._failure
+
+    def _reap(self) -> None:
+        try:
+            while not isinstance(message := self._pending.get(), _Closed):
+                for work in message[0]:
+                    work.wait()
+                del message  # else the last activation stays alive until the next one
+        except RuntimeError as error:
+            self._failure = error
+
+
+def _packed(layout: PacketLayout, tensors: Sequence[Tensor], lead: Lead) -> Tensor:
+    """Copies tensors and a lead into a new packet.
+
+    Args:
+        layout: Of the packet.
+        tensors: What it has room for; none leave the room as it is.
+        lead: What it begins with.
+    """
+    is_pinned = any(tensor.device.type != "cpu" for tensor in tensors)
+    packet = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    memory: Memory = packet.numpy()
+    write_lead(memory, lead)
+    fill(layout, memory, tensors)
+    return packet

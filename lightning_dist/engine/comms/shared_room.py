@@ -1,0 +1,57 @@
+"""Which packets of a channel go through memory that its two ends share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_dist.engine.comms.batches.memory_file import can_make_files
+from lightning_dist.engine.comms.shared_ring import Offer, OfferedRing
+
+LARGEST_PACKET_BYTES = 1 << 24
+"""To copy more takes longer than the wakings that it saves, and all slots may be touched."""
+
+
+class SharedRoom:
+    """A sender's ring, whose slots have room for its largest packet but the very large."""
+
+    def __init__(self) -> None:
+        self._ring: OfferedRing | None = None
+        self._can_offer = can_make_files()
+
+    @property
+    def offer(self) -> Offer | None:
+        """What the receiver must know."""
+        return None if self._ring is None else self._ring.offer
+
+    def ring_for(self, num_bytes: int, tensors: Sequence[Tensor]) -> OfferedRing | None:
+        """Gives the ring that a packet may go through.
+
+        Args:
+            num_bytes: Of the packet.
+            tensors: What shall be in it. Those of a GPU want pinned memory.
+
+        Returns:
+            None where it must go by the socket; as long as the receiver has not accepted, too.
+        """
+        if num_bytes > LARGEST_PACKET_BYTES or any(t.device.type != "cpu" for t in tensors):
+            return None
+        if self._ring is None or self._ring.offer.slot_bytes < num_bytes:
+            self._make(num_bytes)
+        ring = self._ring
+        return ring if ring is not None and ring.is_accepted else None
+
+    def close(self) -> None:
+        """Takes back what is offered."""
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+
+    def _make(self, num_bytes: int) -> None:
+        self.close()
+        if self._can_offer:
+            try:
+                self._ring = OfferedRing(num_bytes)
+            except OSError:  # too many open files, say: there is the socket
+                self._can_offer = False

@@ -1,0 +1,1 @@
+"""Replicas that average their gradients."""

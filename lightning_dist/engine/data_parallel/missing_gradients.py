@@ -1,0 +1,87 @@
+"""Complete an exchange of gradients that waits for some which this rank does not have.
+
+torch's DistributedDataParallel sends a bucket when each parameter in it has got its gradient. When
+a step leaves a parameter out on one rank, the others wait for it for ever. A gradient that is not
+there is zero, and counts as that here. What no rank has used is a mistake that all of them must
+tell at once. But a rank that lacks nothing knows of none, and to ask it would take a message in
+each step. So a rank leaves a note of what it lacks before it sends the zeros: whoever has all
+averages has got them from all ranks, and finds the notes of all that have left one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dist.engine.comms.store_notes import RankNotes, finish
+
+
+class MissingGradients:
+    """Looks behind each backward that averages gradients.
+
+    Args:
+        module: This rank's replica.
+        notes: Of the replicas.
+    """
+
+    def __init__(self, module: nn.Module, notes: RankNotes) -> None:
+        names, parameters = zip(*module.named_parameters(), strict=True)
+        self._names: tuple[str, ...] = names
+        self._parameters: tuple[nn.Parameter, ...] = parameters
+        self._notes = notes
+        self._num_rounds = 0
+        self._had_gradient: list[bool] = []
+        self._arrived: set[int] = set()
+        self._hooks: dict[int, RemovableHandle] = {}
+
+    def begin_backward(self) -> None:
+        """Looks which gradients earlier backwards have left, and begins to watch what arrives."""
+        self._arrived.clear()
+        self._had_gradient = [parameter.grad is not None for parameter in self._parameters]
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and index not in self._hooks:
+                note = partial(self._note, index)
+                self._hooks[index] = parameter.register_post_accumulate_grad_hook(note)
+
+    def end_backward(self) -> list[str]:
+        """Sends zeros for the gradients that are missing, and waits for the averages.
+
+        Returns:
+            Names of parameters that no rank has a gradient of; the same on all ranks.
+        """
+        self._num_rounds += 1
+        missing = [
+            index
+            for index, parameter in enumerate(self._parameters)
+            if parameter.requires_grad and index not in self._arrived
+        ]
+        if not missing:
+            return []
+        without = [index for index in missing if not self._had_gradient[index]]
+        self._notes.leave(self._num_rounds, without)
+        zero_loss([self._parameters[index] for index in missing]).backward()
+        finish(self._parameters[0].device)
+        return [self._names[index] for index in self._notes.common(self._num_rounds, without)]
+
+    def close(self) -> None:
+        """Stops watching."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def _note(self, index: int, _: Tensor) -> None:
+        self._arrived.add(index)
+
+
+def zero_loss(parameters: Sequence[Tensor]) -> Tensor:
+    """Gives a loss of zero whose gradients are zeros.
+
+    Args:
+        parameters: What it depends on, at least one.
+    """
+    # Sums of no elements: zero even if a weight is not finite.
+    return torch.stack([p.reshape(-1)[:0].sum().float() for p in parameters]).sum()

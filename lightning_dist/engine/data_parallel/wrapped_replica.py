@@ -1,0 +1,182 @@
+"""One rank's replica under torch's DistributedDataParallel, through the steps of a run.
+
+What the wrapper does not know of: parameters that are frozen or thawed between batches, gradients
+that a step leaves out on some ranks, and steps that call backward themselves. A wrapper of a static
+graph learns it in the first backward that it sees, and averages there whatever it was told. So it
+is not put on before a step whose gradients are to be averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.engine.comms.store_notes import RankNotes
+from lightning_dist.engine.data_parallel.checks import (
+    check_gradients,
+    check_toggled,
+    parameters_without_gradient,
+)
+from lightning_dist.engine.data_parallel.ddp_internals import (
+    prepare_for_backward,
+    remove_gradient_hooks,
+)
+from lightning_dist.engine.data_parallel.gradient_exchange import GradientExchange
+from lightning_dist.engine.data_parallel.meter import CommunicationMeter
+from lightning_dist.engine.data_parallel.missing_gradients import MissingGradients
+from lightning_dist.engine.data_parallel.trainable_set import TrainableSet, average_left_gradients
+
+
+class WrappedReplica:
+    """Runs the steps of a module, and averages its gradients where they are wanted.
+
+    Args:
+        module: The user's, equal on all ranks.
+        exchange: How gradients are averaged.
+        group: The replicas; a gloo group.
+        make_notes: Makes what the replicas leave notes in.
+        meter: Is told of what travels, if anybody wants to know.
+        is_automatic: Whether backward is called behind a step, and not in it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        exchange: GradientExchange,
+        group: dist.ProcessGroup,
+        make_notes: Callable[[], RankNotes],
+        meter: CommunicationMeter | None,
+        is_automatic: Callable[[], bool],
+    ) -> None:
+        self._module = module
+        self._exchange = exchange
+        self._group = group
+        self._meter = meter
+        self._is_automatic = is_automatic
+        self._ddp = self._first_wrapper()
+        self._keeps_gradients = False
+        self._trainable = TrainableSet(module, group)
+        self._missing: MissingGradients | None = None
+        if not (exchange.find_unused_parameters or exchange.static_graph):
+            self._missing = MissingGradients(module, make_notes())
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """The module in its wrapper of the moment; all replicas must ask for a static graph's."""
+        if self._ddp is None:
+            self._ddp = self._exchange.wrap(self._module, self._meter)
+        return self._ddp
+
+    def _first_wrapper(self) -> DistributedDataParallel | None:
+        if self._exchange.static_graph:
+            return None
+        return self._exchange.wrap(self._module, self._meter)
+
+    def _unwrap(self) -> None:
+        if self._ddp is not None:
+            remove_gradient_hooks(self._ddp)
+
+    def begin_batch(self, *, is_local: bool) -> None:
+        """Looks whether other parameters are trained now; each rank must call it before each batch.
+
+        Args:
+            is_local: Whether this replica's next optimizer step is its own.
+
+        Raises:
+            ValueError: The ranks train different parameters, or nothing is left to train.
+        """
+        frozen = self._trainable.begin_batch()
+        if frozen is None:
+            return
+        if not is_local:
+            average_left_gradients(frozen, self._group)
+        self._unwrap()
+        self._ddp = self._first_wrapper()
+
+    def run(self, step: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Runs a training step.
+
+        Args:
+            step: The user's.
+            arguments: Of the step.
+            keywords: Of the step.
+        """
+        if self._ddp is None and self._keeps_gradients:
+            return step(*arguments, **keywords)
+        if self._is_automatic():
+            return self.ddp(step, *arguments, **keywords)
+        # The step calls backward itself; when it has returned there is nothing to prepare.
+        self.ddp.require_backward_grad_sync = False
+        try:
+            return self.ddp(step, *arguments, **keywords)
+        finally:
+            self.ddp.require_backward_grad_sync = True
+
+    def begin_backward(self, loss: Tensor, *, is_local: bool) -> None:
+        """Prepares for a backward.
+
+        Args:
+            loss: Where it begins.
+            is_local: As for :meth:`begin_batch`.
+        """
+        if not self._is_automatic() and not is_local:
+            self.ddp.require_backward_grad_sync = True
+            prepare_for_backward(self.ddp, loss)
+            self.ddp.require_backward_grad_sync = False
+        if self._missing is not None:
+            self._missing.begin_backward()
+
+    def end_backward(self, *, is_local: bool) -> None:
+        """Completes the gradients, where this backward was to average them.
+
+        Args:
+            is_local: As for :meth:`begin_batch`.
+
+        Raises:
+            ValueError: The step has changed which parameters are trained, or no rank has a gradient
+                of one.
+        """
+        if is_local or (self._is_automatic() and self._keeps_gradients):
+            return
+        self._trainable.check_step(exactly=self._is_automatic())
+        if not self._exchange.find_unused_parameters:
+            check_toggled(self._trainable.left_out())
+            check_gradients(self._complete_gradients())
+
+    def _complete_gradients(self) -> list[str]:
+        if self._missing is None:  # a static graph's are known, and no others are waited for
+            return parameters_without_gradient(self._module)
+        without = self._missing.end_backward()
+        if self._meter is not None:
+            self._meter.end_backward()
+        return without
+
+    @contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Keeps gradients on this rank, for its own update or until those of a later backward.
+
+        Yields:
+            Nothing.
+        """
+        self._keeps_gradients = True
+        try:
+            with nullcontext() if self._ddp is None else self._ddp.no_sync():
+                yield
+        finally:
+            self._keeps_gradients = False
+
+    def close(self, *, failed: bool) -> None:
+        """Takes the wrapper off.
+
+        Args:
+            failed: Whether a rank has failed, so that what is on its way may never come.
+        """
+        self._unwrap()
+        self._trainable.close(failed=failed)
+        if self._missing is not None:
+            self._missing.close()

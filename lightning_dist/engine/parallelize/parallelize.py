@@ -1,0 +1,286 @@
+"""Compose the parallelisms on a user's module.
+
+The order is the specification: pipeline stages, tensor parallelism, compilation, activation
+checkpointing, shards. What a module, a plan or a policy decides is decided on the whole model,
+before the first cut, so that all ranks find the same, or raise alike.
+
+The root of the shards is not the user's module, for FSDP2 hooks into a forward, and a Lightning
+step is none: it is a :class:`StepModule` around the module, or, since a step of a pipeline ends
+early on most stages, what runs a stage's layers: one for each stage of a rank. So the user's module
+stays of the user's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Placement
+
+from lightning_dist.engine.common.device_mesh import axis
+from lightning_dist.engine.data_parallel.step_module import StepModule
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
+from lightning_dist.engine.precision.policy import HalfPrecision
+from lightning_dist.engine.sharding.manual_steps import WithCalled, check_called
+from lightning_dist.engine.sharding.recompute import checkpoint_activations, choose_recomputed
+from lightning_dist.engine.sharding.sharding import ShardingOptions
+from lightning_dist.engine.sharding.sharding import shard as fully_shard
+from lightning_dist.engine.sharding.wrap import ByClass, Unit, WrapPolicy
+from lightning_dist.engine.sharding.wrap_summary import WrapSummary, describe
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.cut import layers_of
+from lightning_dist.engine.splitting.find_layers import LayersNotFoundError, refuse_ties
+from lightning_dist.engine.splitting.split import PipelineSplit, find_split
+from lightning_dist.engine.splitting.ties import Tie
+from lightning_dist.engine.tensor_parallel.apply import SpreadModule, SpreadOptions, refuse_spread
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
+from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
+from lightning_dist.engine.tensor_parallel.plan.verify import check_parts
+from lightning_dist.engine.tensor_parallel.plan.vocabulary import check_head
+from lightning_dist.engine.tensor_parallel.plan_summary import PlanSummary, describe_plan
+from lightning_dist.engine.tensors.module_tree import outermost, shardable_modules
+
+_OTHER_PIECES = (
+    "The tensor-parallel plan cuts one and leaves the other whole, or cuts them along different"
+    " dimensions, so a rank of one stage has no part that a rank of the other has too, and their"
+    " gradients cannot be summed. Give both a style that cuts rows, an embedding 'vocab' and a head"
+    " 'colwise_gather', or leave both out of the plan."
+)
+_TWO_SHARDS = (
+    "These stages are on one rank, and each of them is sharded by itself, so the parameter would"
+    " become two. Use schedule='1f1b', whose ranks have one stage each."
+)
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """What a user asks for.
+
+    Attributes:
+        pipeline: How the model is cut into stages.
+        tensor: How layers are spread.
+        shard: How parameters are sharded.
+        sharding: What follows from that and from the precision.
+        half: What computes in half precision, as ``MixedPrecision`` says.
+        is_manual: Whether a step calls backward and updates by itself.
+    """
+
+    pipeline: PipelineConfig
+    tensor: TensorConfig
+    shard: ShardConfig
+    sharding: ShardingOptions
+    half: HalfPrecision | None = None
+    is_manual: bool = False
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A user's module, made parallel.
+
+    Attributes:
+        module: The user's.
+        roots: What is called: with the step, or with the input of each stage of this rank.
+        split: How it was cut into stages, if it was.
+        spread: Its layers, if they are spread.
+        units: Names of what is sharded as one.
+        shards: The roots, if they are sharded.
+        summary: Of the units on this rank.
+        sharding: How units are treated that say nothing else.
+        plan: Which layers are spread by a plan that was found, and why not the rest.
+        is_manual: Whether a step calls backward and updates by itself.
+    """
+
+    module: nn.Module
+    roots: tuple[nn.Module, ...]
+    split: PipelineSplit | None
+    spread: SpreadModule | None
+    units: list[str]
+    shards: tuple[FSDPModule, ...]
+    summary: WrapSummary
+    sharding: ShardingOptions
+    plan: PlanSummary | None = None
+    is_manual: bool = False
+
+
+def compose(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Composed:
+    """Makes a module parallel in place.
+
+    Args:
+        module: The user's, whole. Parameters may be on the meta device.
+        mesh: From :func:`.build_mesh`.
+        asked: How.
+
+    Raises:
+        ValueError: A policy or plan matches nothing, or a size cannot be shared out.
+    """
+    split = _find_split(module, axis(mesh, "pp"), asked.pipeline)
+    keeps = _keep_all if split is None else split.keeps
+    units = _choose_units(module, asked, split)
+    if asked.is_manual:
+        check_called(module, [unit.name for unit in units])
+    recomputed = _choose_recomputed(module, units, asked.shard)
+    spread, plan = _spread(module, axis(mesh, "tp"), asked.tensor, split)
+    data_mesh = axis(mesh, "dp_replicate", "dp_shard")
+    if split is not None and spread is not None:
+        refuse_ties(_cut_apart(split, spread.cuts), _OTHER_PIECES)
+    if split is not None and data_mesh is not None:
+        refuse_ties(split.ties_within_a_rank, _TWO_SHARDS)
+
+    roots = (StepModule(module),) if split is None else _cut(split)
+    own = [unit for unit in units if keeps(unit.name)]
+    sharding = asked.sharding if split is None else _kept_whole(asked.sharding)
+    summary = _describe(module, own, sharding)
+
+    if asked.shard.compile:  # first, for the compiler does not see through checkpointing
+        units_alone = [module.get_submodule(name) for name in outermost([u.name for u in own])]
+        for part in units_alone or ([module] if split is None else roots):
+            part.forward = torch.compile(part.forward)
+    again = choose_recomputed(module, [unit.name for unit in recomputed if keeps(unit.name)])
+    is_selective = asked.shard.activation_checkpointing == "selective"
+    checkpoint_activations(again, keep_products=is_selective)
+
+    shards: tuple[FSDPModule, ...] = ()
+    if data_mesh is not None:
+        new = [] if asked.shard.policy.is_manual else own
+        shards = fully_shard(roots, module, new, data_mesh, sharding)
+    names = [unit.name for unit in own]
+    return Composed(
+        module, roots, split, spread, names, shards, summary, sharding, plan, asked.is_manual
+    )
+
+
+def _find_split(
+    module: nn.Module, stages: DeviceMesh | None, config: PipelineConfig
+) -> PipelineSplit | None:
+    if stages is None:
+        return None
+    try:
+        return find_split(module, config, stages.size(), stages.get_local_rank())
+    except LayersNotFoundError as error:
+        raise ValueError(
+            f"Use PipelineStrategy(num_stages={stages.size()}), which finds layers in other modules"
+            f" by tracing them, or leave out pp={stages.size()}. To cut it on a mesh: {error}"
+        ) from None
+
+
+def _cut_apart(split: PipelineSplit, cuts: Mapping[str, Placement]) -> list[Tie]:
+    """Lists what several stages use and the plan does not cut alike on each."""
+
+    def cuts_on(names: Iterable[str]) -> set[Placement]:
+        full = (f"{split.path}.{name}" for name in names)
+        return {cuts[name] for name in full if name in cuts}
+
+    pieces = ((tie, [cuts_on(names) for names in tie.names.values()]) for tie in split.ties)
+    return [tie for tie, (first, *others) in pieces if any(other != first for other in others)]
+
+
+def _cut(split: PipelineSplit) -> tuple[nn.Module, ...]:
+    split.cut()
+    return tuple(layers_of(split.layers, split.layers_per_stage, own) for own in split.stages)
+
+
+@dataclass(frozen=True)
+class BesideKept(WrapPolicy):
+    """What the user's policy chooses, and what computes in fp32 and so is gathered by itself.
+
+    Attributes:
+        policy: The user's.
+        half: What may compute in half precision; None for all that Lightning's precision says.
+        is_possible: Whether a module of a name may be a unit.
+    """
+
+    policy: WrapPolicy
+    half: HalfPrecision | None
+    is_possible: Callable[[str], bool]
+
+    def __str__(self) -> str:
+        """Shows what the user has written."""
+        return str(self.policy)
+
+    def choose(self, module: nn.Module) -> list[Unit]:
+        """Chooses what is kept in fp32 before the policy's own choice."""
+        shardable = shardable_modules(module)
+        kept = [] if self.half is None else self.half.kept(module)
+        units = [Unit(n, keep_fp32=True) for n in kept if n in shardable and self.is_possible(n)]
+        return units + self.policy.choose(module)
+
+
+def _keep_all(_: str) -> bool:
+    return True
+
+
+def _kept_whole(sharding: ShardingOptions) -> ShardingOptions:
+    """Leaves parameters whole for a round, unless told otherwise.
+
+    Each micro-batch would gather them again, twice (as torchtitan found, too).
+    """
+    if sharding.reshard_after_forward is not None:
+        return sharding
+    return replace(sharding, reshard_after_forward=False)
+
+
+def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | None) -> list[Unit]:
+    policy = asked.shard.policy
+    if policy.is_manual:
+        parts = module.named_modules()
+        return [Unit(name) for name, part in parts if name and isinstance(part, FSDPModule)]
+    is_possible = _keep_all if split is None else split.is_in_a_layer
+    if asked.is_manual:
+        policy = WithCalled(policy)
+    units = BesideKept(policy, asked.half, is_possible).select(module)
+    astray = [u.name for u in units if split is not None and not split.is_in_a_layer(u.name)]
+    if split is not None and astray:
+        raise ValueError(
+            f"wrap={policy} selects {astray}, which are no part of one layer of the pipelined"
+            f" module {split.path!r} and would be on several stages. Choose modules inside of its"
+            " layers, or the layers themselves."
+        )
+    return units
+
+
+def _choose_recomputed(module: nn.Module, units: list[Unit], shard: ShardConfig) -> list[Unit]:
+    mode = shard.activation_checkpointing
+    if not isinstance(mode, str):
+        return ByClass(list(mode)).select(module)
+    return [] if mode == "none" else units
+
+
+def _spread(
+    module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig, split: PipelineSplit | None
+) -> tuple[SpreadModule | None, PlanSummary | None]:
+    """Spreads layers, if they shall be, and describes a plan that was found."""
+    if mesh is not None:
+        refuse_spread(module)
+    styles: Mapping[str, Style] = {}
+    if config.plan != "auto":
+        styles = resolve_plan(module, config.plan)
+    if mesh is None:
+        return None, None
+    words: PlanSummary | None = None
+    if config.plan == "auto":
+        found = find_plan(module, mesh.size())
+        styles, words = found.styles, describe_plan(module, found.styles, found.reasons)
+    else:
+        check_parts(module, styles, mesh.size())
+    if config.loss_parallel:
+        check_head(module, styles, mesh.size())
+    options = SpreadOptions(config.sequence_parallel, config.loss_parallel)
+    if split is None:
+        return SpreadModule(module, styles, mesh, options), words
+    return SpreadModule(module, styles, mesh, options, split.keeps, split.stage_of), words
+
+
+def _describe(module: nn.Module, units: list[Unit], sharding: ShardingOptions) -> WrapSummary:
+    half, reshard_by_default = sharding.param_dtype, sharding.reshard_after_forward
+    return describe(
+        module,
+        units,
+        bytes_per_element=None if half is None else half.itemsize,
+        reshard_after_forward=True if reshard_by_default is None else reshard_by_default,
+    )

@@ -1,0 +1,97 @@
+"""Which rank is where on a mesh, and what it holds, as a table."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_dist.engine.common.mesh_shape import AXES, MeshShape
+from lightning_dist.engine.common.table import draw_table
+from lightning_dist.engine.tensors.local_part import local_part
+
+_NUM_SHOWN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank.
+
+    Attributes:
+        rank: Global rank.
+        host: Name of its machine.
+        coordinates: Index by axis.
+        layers: Which of the model's it has.
+        num_parameters: That it holds, parts of spread ones.
+        num_bytes: Of these.
+    """
+
+    rank: int
+    host: str
+    coordinates: Mapping[str, int]
+    layers: str
+    num_parameters: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    """All ranks; as text, a table.
+
+    Attributes:
+        mesh: The sizes.
+        rows: One for each rank.
+    """
+
+    mesh: MeshShape
+    rows: tuple[RankRow, ...]
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that have ranks."""
+        return len({row.host for row in self.rows})
+
+    def __str__(self) -> str:
+        """Draws the table, with the axes that have more than one rank."""
+        axes = [name for name in AXES if self.mesh.sizes[name] > 1]
+        head = ("rank", "host", *axes, "layers", "parameters", "bytes")
+        lines = [head, *(self._line(row, axes) for row in self.rows[:_NUM_SHOWN])]
+        numbers = [column for column, name in enumerate(head) if name not in ("host", "layers")]
+        drawn = draw_table(lines, right=numbers)
+        hidden = len(self.rows) - _NUM_SHOWN
+        return drawn if hidden <= 0 else f"{drawn}\n... and {hidden} more"
+
+    @staticmethod
+    def _line(row: RankRow, axes: list[str]) -> tuple[str, ...]:
+        places = [str(row.coordinates[name]) for name in axes]
+        counts = (f"{row.num_parameters:,}", f"{row.num_bytes:,}")
+        return (str(row.rank), row.host, *places, row.layers, *counts)
+
+
+def gather_rank_table(
+    module: nn.Module, mesh: MeshShape, layers: str, group: dist.ProcessGroup
+) -> RankTable:
+    """Asks all ranks what they hold; each must call it.
+
+    Args:
+        module: This rank's part of the model.
+        mesh: The sizes.
+        layers: Which layers that part has.
+        group: A gloo group of all ranks.
+    """
+    held = [local_part(parameter.detach()) for parameter in module.parameters()]
+    own = RankRow(
+        dist.get_rank(),
+        socket.gethostname(),
+        mesh.coordinates(dist.get_rank()),
+        layers,
+        sum(part.numel() for part in held),
+        sum(part.nbytes for part in held),
+    )
+    rows: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(rows, own, group=group)
+    return RankTable(mesh, tuple(rows))

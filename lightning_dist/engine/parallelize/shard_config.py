@@ -1,0 +1,86 @@
+"""How a model's parameters are spread over the data axes, as a user asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from lightning_dist.engine.common.count import check_count
+from lightning_dist.engine.sharding.sharding import ShardingOptions
+from lightning_dist.engine.sharding.wrap import WrapPolicy, parse_policy
+
+Offload = Literal["none", "cpu"]
+ActivationCheckpointing = Literal["none", "full", "selective"]
+ReduceDtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)  # without slots, which the command line's parser does not take
+class ShardConfig:
+    """The arguments of :class:`~lightning_dist.FSDPStrategy` of the same names.
+
+    Attributes:
+        wrap: Which modules become units.
+        reshard_after_forward: Free gathered parameters between forward and backward.
+        offload: Where shards, gradients and optimizer state are kept.
+        activation_checkpointing: Which activations are computed again.
+        reduce_dtype: Of gradients on their way, under mixed precision.
+        sync_every_microstep: Reduce gradients in each backward while they accumulate.
+        compile: Compile the units' forwards.
+        find_unused_parameters: Allow steps that do not use all parameters.
+
+    Raises:
+        ValueError: One of them is unknown, or they do not go together.
+    """
+
+    wrap: str | WrapPolicy = "auto"
+    reshard_after_forward: bool | int | Literal["auto"] = "auto"
+    offload: Offload = "none"
+    activation_checkpointing: ActivationCheckpointing | Sequence[str] = "none"
+    reduce_dtype: ReduceDtype = "float32"
+    sync_every_microstep: bool = False
+    compile: bool = False
+    find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        _check_one_of("offload", self.offload, get_args(Offload))
+        _check_one_of("reduce_dtype", self.reduce_dtype, get_args(ReduceDtype))
+        ranks = self.reshard_after_forward
+        if ranks != "auto" and not isinstance(ranks, bool):
+            others = "'auto', True, False"
+            check_count("reshard_after_forward", ranks, at_least=2, instead=others)
+        again = self.activation_checkpointing
+        if isinstance(again, str) or not isinstance(again, Sequence):
+            _check_one_of("activation_checkpointing", again, get_args(ActivationCheckpointing))
+        if self.compile and again == "selective":
+            raise ValueError(
+                "activation_checkpointing='selective' looks at each operation, and with"
+                " compile=True it sees none. Use 'full', or leave compile out."
+            )
+        parse_policy(self.wrap)
+
+    @property
+    def policy(self) -> WrapPolicy:
+        """Chooses the units."""
+        return parse_policy(self.wrap)
+
+    def options(self, param_dtype: torch.dtype | None) -> ShardingOptions:
+        """Returns how units are treated.
+
+        Args:
+            param_dtype: What units compute in, under mixed precision.
+        """
+        return ShardingOptions(
+            None if self.reshard_after_forward == "auto" else self.reshard_after_forward,
+            param_dtype,
+            reduce_dtype=None if param_dtype is None else getattr(torch, self.reduce_dtype),
+            offload=self.offload == "cpu",
+        )
+
+
+def _check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {known}.")

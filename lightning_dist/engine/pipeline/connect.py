@@ -1,0 +1,280 @@
+"""Open the channels of all pipelines of a mesh.
+
+A pipeline gets one communicator for activations, one for gradients and one for results. Between
+two ranks there is one channel for each of them and each direction, whatever the number of stages
+that use it. Stages on one rank hand over in its memory. Results go from the last stage's rank
+straight to each other one: they are small, and a rank can have those of a batch before the batch's
+gradients come. Ranks that hold the same parameter have two more communicators, one up the pipeline
+and one down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from lightning_dist.engine.comms.channel import Receiver, Sender
+from lightning_dist.engine.comms.memory_channel import MemoryChannel
+from lightning_dist.engine.comms.receiver import DistributedReceiver
+from lightning_dist.engine.comms.sender import DistributedSender
+from lightning_dist.engine.pipeline.rebalance.relocation import MoveLinks, Relocation
+from lightning_dist.engine.pipeline.runtime import Links
+from lightning_dist.engine.pipeline.tied_gradients import TieLinks
+from lightning_dist.engine.planning.message_count import MessageCount
+
+# A receive is posted all the time, also while nothing is sent for hours. Who waits for a message
+# has a time limit of their own.
+_NEVER = timedelta(days=365)
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """All channels of one rank.
+
+    Attributes:
+        links: To the neighbours.
+        results_out: From the last stage's rank to each other one.
+        results_in: From the last stage's rank; None on itself.
+        groups: The communicators.
+        ties: To ranks that hold the same parameters.
+        in_memory: What has gone through memory that this rank shares with another.
+    """
+
+    links: Links
+    results_out: tuple[Sender, ...]
+    results_in: Receiver | None
+    groups: tuple[dist.ProcessGroup, ...]
+    ties: TieLinks
+    in_memory: MessageCount
+
+    def interrupt(self, error: BaseException) -> None:
+        """Makes each waiting or later receive raise.
+
+        Args:
+            error: What to raise.
+        """
+        self.links.interrupt(error)
+        for receiver in self._other_receivers():
+            receiver.interrupt(error)
+
+    def close(self) -> None:
+        """Ends all channels; each stage must call it."""
+        for sender in (*self.results_out, *self.ties.outgoing.values()):
+            sender.close()
+        self.links.close()
+        for receiver in self._other_receivers():
+            receiver.close()
+        for group in self.groups:
+            dist.destroy_process_group(group)
+
+    def _other_receivers(self) -> list[Receiver]:
+        results = [] if self.results_in is None else [self.results_in]
+        return [*results, *self.ties.incoming.values()]
+
+
+class Ends(Protocol):
+    """A rank's ends of the channels of one kind: activations, or gradients."""
+
+    def to(self, peer: int, stage: int) -> Sender:
+        """Gives the end by which a stage of this rank sends to one of another.
+
+        Args:
+            peer: The other rank.
+            stage: The sending one.
+        """
+
+    def of(self, peer: int, stage: int) -> Receiver:
+        """Gives the end by which a stage of this rank receives from one of another.
+
+        Args:
+            peer: The other rank.
+            stage: The sending one.
+        """
+
+
+def wire(rank_of_stage: Sequence[int], rank: int, activations: Ends, gradients: Ends) -> Links:
+    """Gives the stages of a rank their channels; two of them hand over in its memory.
+
+    Args:
+        rank_of_stage: The rank of each stage.
+        rank: This one.
+        activations: Its ends of the channels down the pipeline.
+        gradients: Its ends of the channels up.
+    """
+    links = Links()
+    for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
+        if home == next_home == rank:
+            down, up = MemoryChannel(), MemoryChannel()
+            links.activations_out[stage], links.activations_in[stage + 1] = down, down
+            links.gradients_out[stage + 1], links.gradients_in[stage] = up, up
+        elif home == rank:
+            links.activations_out[stage] = activations.to(next_home, stage)
+            links.gradients_in[stage] = gradients.of(next_home, stage + 1)
+        elif next_home == rank:
+            links.activations_in[stage + 1] = activations.of(home, stage)
+            links.gradients_out[stage + 1] = gradients.to(home, stage + 1)
+    return links
+
+
+def connect(
+    pipelines: Sequence[Sequence[int]],
+    device: torch.device,
+    timeout_seconds: float,
+    rank_of_stage: Sequence[int] | None = None,
+    holders: Collection[Sequence[int]] = (),
+) -> Channels:
+    """Opens this rank's channels; each rank of the world must call it alike.
+
+    Args:
+        pipelines: Global ranks of each pipeline, in order.
+        device: Where received tensors shall be.
+        timeout_seconds: How long a receive waits.
+        rank_of_stage: The rank of each stage in its pipeline; None puts one on each.
+        holders: Ranks in a pipeline that hold the same parameter, for each such parameter.
+    """
+    rank = dist.get_rank()
+    pairs = _pairs(holders)
+    own: list[dist.ProcessGroup] = []
+    ranks: Sequence[int] = ()
+    for candidates in pipelines:
+        groups = [
+            dist.new_group(list(candidates), backend="gloo", timeout=_NEVER)
+            for _ in range(5 if pairs else 3)
+        ]
+        if rank in candidates:
+            own, ranks = groups, candidates
+    activations, gradients, results, *of_ties = own
+    places = range(len(ranks)) if rank_of_stage is None else rank_of_stage
+    homes = [ranks[place] for place in places]
+    last = homes[-1]
+    in_memory = MessageCount()
+
+    def sender(group: dist.ProcessGroup, peer: int) -> Sender:
+        return DistributedSender(group, peer, in_memory)
+
+    def receiver(group: dist.ProcessGroup, peer: int) -> Receiver:
+        return DistributedReceiver(group, peer, device, timeout_seconds)
+
+    others = [peer for peer in ranks if peer != last]
+    return Channels(
+        wire(
+            homes,
+            rank,
+            _GroupEnds(activations, sender, receiver),
+            _GroupEnds(gradients, sender, receiver),
+        ),
+        tuple(sender(results, peer) for peer in others) if rank == last else (),
+        None if rank == last else receiver(results, last),
+        tuple(own),
+        _tie_links(ranks, pairs, of_ties, sender, receiver),
+        in_memory,
+    )
+
+
+def connect_moves(
+    relocation: Relocation,
+    ranks: Sequence[int],
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    device: torch.device,
+    timeout_seconds: float,
+) -> MoveLinks:
+    """Opens this rank's channels for layers that move; each rank of the pipeline must call it.
+
+    Args:
+        relocation: Says who sends to whom.
+        ranks: Global ranks of the pipeline, in order.
+        groups: One communicator for what goes to later ranks, and one for what goes to earlier.
+        device: Where received tensors shall be.
+        timeout_seconds: How long a receive waits.
+    """
+    own = ranks.index(dist.get_rank())
+    later, earlier = groups
+    return MoveLinks(
+        {
+            peer: DistributedSender(later if peer > own else earlier, ranks[peer])
+            for peer in relocation.targets
+        },
+        {
+            peer: DistributedReceiver(
+                later if peer < own else earlier, ranks[peer], device, timeout_seconds
+            )
+            for peer in relocation.sources
+        },
+    )
+
+
+def connect_in_memory(
+    rank_of_stage: Sequence[int], make_channel: Callable[[], MemoryChannel] = MemoryChannel
+) -> list[Links]:
+    """Gives each rank of a pipeline whose ranks are all in this process its channels.
+
+    Ranks that are threads must take turns: they share torch's generators, whose lock and Python's
+    can wait for each other.
+
+    Args:
+        rank_of_stage: The rank of each stage.
+        make_channel: Makes one direction between two stages.
+    """
+    links = [Links() for _ in range(1 + max(rank_of_stage))]
+    for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
+        down, up = make_channel(), make_channel()
+        links[home].activations_out[stage] = links[next_home].activations_in[stage + 1] = down
+        links[next_home].gradients_out[stage + 1] = links[home].gradients_in[stage] = up
+    return links
+
+
+def _pairs(holders: Collection[Sequence[int]]) -> list[tuple[int, int]]:
+    """Lists the ranks that speak about parameters: of each the first one with each other one."""
+    pairs = {tuple(sorted((first, other))) for first, *others in holders for other in others}
+    return [(low, high) for low, high in sorted(pairs)]
+
+
+def _tie_links(
+    ranks: Sequence[int],
+    pairs: Sequence[tuple[int, int]],
+    groups: Sequence[dist.ProcessGroup],
+    sender: Callable[[dist.ProcessGroup, int], Sender],
+    receiver: Callable[[dist.ProcessGroup, int], Receiver],
+) -> TieLinks:
+    own = ranks.index(dist.get_rank())
+    senders: dict[int, Sender] = {}
+    receivers: dict[int, Receiver] = {}
+    for pair in pairs:
+        if own in pair:
+            is_low, peer = own == pair[0], sum(pair) - own
+            out, back = groups if is_low else reversed(groups)
+            senders[peer] = sender(out, ranks[peer])
+            receivers[peer] = receiver(back, ranks[peer])
+    return TieLinks(senders, receivers)
+
+
+class _GroupEnds:
+    """This rank's ends of the channels of one communicator, one for each peer and direction."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        make_sender: Callable[[dist.ProcessGroup, int], Sender],
+        make_receiver: Callable[[dist.ProcessGroup, int], Receiver],
+    ) -> None:
+        self._group = group
+        self._make_sender = make_sender
+        self._make_receiver = make_receiver
+        self._senders: dict[int, Sender] = {}
+        self._receivers: dict[int, Receiver] = {}
+
+    def to(self, peer: int, stage: int) -> Sender:
+        if peer not in self._senders:
+            self._senders[peer] = self._make_sender(self._group, peer)
+        return self._senders[peer]
+
+    def of(self, peer: int, stage: int) -> Receiver:
+        if peer not in self._receivers:
+            self._receivers[peer] = self._make_receiver(self._group, peer)
+        return self._receivers[peer]

@@ -1,0 +1,223 @@
+"""Times the layers of one rank's stages while they train.
+
+A layer's forward is timed by its own hooks. Its backward begins when the gradient of its output is
+there, which a hook on that tensor sees, and ends where that of the layer before begins, or with the
+stage's backward. Nothing waits and nothing is computed until somebody asks: the marks are put into
+the recorder's spans afterwards, which tells a micro-batch's forward from what is recomputed in a
+backward, and what a stage does beside its layers from what they do.
+
+Where a schedule parts backwards, the part of the weights has no such marks. It is shared out among
+a stage's layers as the part of the inputs is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.planning.layer_costs import LayerCosts, RankProfile
+from lightning_dist.engine.profiling.meters.activation_meter import ActivationMeter
+from lightning_dist.engine.profiling.meters.recorder import Recorder
+from lightning_dist.engine.schedules.actions import ActionKind
+from lightning_dist.engine.schedules.timeline import Span, SpanKind
+from lightning_dist.engine.splitting.layers import Part
+from lightning_dist.engine.stashing.half_versions import HalfWeights
+from lightning_dist.engine.stashing.versions import version_bytes
+from lightning_dist.engine.tensors.call_watch import CallWatch
+from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.tree import flatten
+
+_BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+_NO_STATES: Mapping[Tensor, Any] = MappingProxyType({})
+
+
+class LayerProfiler:
+    """Watches layers from :meth:`start` to :meth:`stop`.
+
+    Args:
+        parts: Of the rank's layers.
+        recorder: Of the rank that runs them.
+        half: How the layers compute in half precision; None where they do not.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], recorder: Recorder, half: HalfWeights | None = None
+    ) -> None:
+        self._parts = parts
+        self._half = half
+        self._recorder = recorder
+        self._begun: dict[int, Any] = {}
+        self._forwards: list[tuple[int, Any, Any]] = []
+        self._gradients: list[tuple[int, Any]] = []
+        self._meters: dict[int, ActivationMeter] = {}
+        self._kept: dict[int, int] = {}
+        self._sent: dict[int, int] = {}
+        self._watches: list[CallWatch] = []
+        self._start = recorder.mark()
+
+    def start(self) -> None:
+        """Begins to watch; what was seen before is forgotten."""
+        self.stop()
+        for store in (self._begun, self._forwards, self._gradients, self._kept, self._sent):
+            store.clear()
+        for index, part in enumerate(self._parts):
+            before, after = partial(self._begin, index), partial(self._end, index)
+            self._watches.append(CallWatch(part.module, before, after))
+        self._start = self._recorder.mark()
+
+    def stop(self) -> None:
+        """Leaves the layers alone."""
+        for watch in self._watches:
+            watch.remove()
+        self._watches.clear()
+
+    def profile(self, states: Mapping[Tensor, Any] = _NO_STATES) -> RankProfile:
+        """Says what was seen; on a GPU waits for the device.
+
+        Args:
+            states: What the optimizer keeps for each parameter.
+        """
+        forwards, own_forwards = self._of_forwards()
+        backwards, own_backwards = self._of_backwards()
+        updates = self._spans(SpanKind.UPDATE)
+        steps = [after.end_seconds - before.end_seconds for before, after in pairwise(updates)]
+        of_layers: dict[int, list[LayerCosts]] = defaultdict(list)
+        for index, part in enumerate(self._parts):
+            own = copied = version_bytes(part.module.parameters())
+            beside = 0
+            if self._half is not None:
+                beside = copied = version_bytes(part.module.parameters(), self._half.dtype_of)
+            costs = LayerCosts(
+                part.name,
+                _median(forwards[index]),
+                _median(backwards[index]),
+                self._sent.get(index, 0),
+                own,
+                self._kept.get(index, 0),
+                _resident_bytes(part.module, states) + beside,
+                copied,
+            )
+            of_layers[part.layer_index].append(costs)
+        return RankProfile(
+            {layer: LayerCosts.of_parts(parts) for layer, parts in of_layers.items()},
+            {stage: _median(seconds) for stage, seconds in own_forwards.items()},
+            {stage: _median(seconds) for stage, seconds in own_backwards.items()},
+            _median([span.duration_seconds for span in updates]),
+            median(steps) if steps else float("nan"),
+        )
+
+    # --- hooks -------------------------------------------------------------------------------
+
+    def _begin(self, index: int, layer: nn.Module, _: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if index not in self._sent and index not in self._meters:
+            own = (local_part(p.detach()) for p in layer.parameters())
+            self._meters[index] = ActivationMeter(own).__enter__()
+        self._begun[index] = self._recorder.mark()
+
+    def _end(self, index: int, _: nn.Module, __: Any, output: Any) -> None:
+        start = self._begun.pop(index, None)
+        if start is None:
+            return
+        self._forwards.append((index, start, self._recorder.mark()))
+        tensors = [t for t in flatten(output)[0] if t is not None]
+        if index not in self._sent:
+            meter = self._meters.pop(index)
+            meter.__exit__()
+            self._kept[index] = meter.num_bytes
+            self._sent[index] = sum(t.nbytes for t in tensors)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._arrive, index))
+
+    def _arrive(self, index: int, _: Tensor) -> None:
+        self._gradients.append((index, self._recorder.mark()))
+
+    # --- afterwards --------------------------------------------------------------------------
+
+    def _spans(self, kind: SpanKind) -> list[Span]:
+        begin = self._recorder.seconds(self._start)
+        spans = (s for part in self._recorder.stretches().values() for s in part)
+        found = [s for s in spans if s.kind is kind and s.start_seconds >= begin]
+        return sorted(found, key=lambda span: span.start_seconds)
+
+    def _of_forwards(self) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+        seconds = self._recorder.seconds
+        marks = sorted((seconds(start), seconds(end), i) for i, start, end in self._forwards)
+        of_layers: dict[int, list[float]] = defaultdict(list)
+        own: dict[int, list[float]] = defaultdict(list)
+        spans = [s for s in self._spans(SpanKind.COMPUTE) if s.action.kind is ActionKind.FORWARD]
+        for span, inside in _sort_into(spans, marks):
+            for start, end, index in inside:
+                of_layers[index].append(end - start)
+            in_layers = sum(end - start for start, end, _ in inside)
+            own[span.action.stage_index].append(span.duration_seconds - in_layers)
+        return of_layers, own
+
+    def _of_backwards(self) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+        marks = sorted((self._recorder.seconds(mark), index) for index, mark in self._gradients)
+        of_layers: dict[int, list[float]] = defaultdict(list)
+        own: dict[int, list[float]] = defaultdict(list)
+        spans = self._spans(SpanKind.COMPUTE)
+        whole_share = _shares_of_weights(spans)
+        for span, inside in _sort_into([s for s in spans if s.action.kind in _BACKWARDS], marks):
+            last_of = {index: begin for begin, index in inside}  # of several tensors, the last
+            begins = [*sorted((begin, index) for index, begin in last_of.items())]
+            ends = [*(begin for begin, _ in begins[1:]), span.end_seconds]
+            stage = span.action.stage_index
+            for (begin, index), end in zip(begins, ends, strict=True):
+                of_layers[index].append((end - begin) * whole_share[stage])
+            own[stage].append((begins[0][0] - span.start_seconds) * whole_share[stage])
+        return of_layers, own
+
+
+def _sort_into(spans: Iterable[Span], marks: list[Any]) -> Iterable[tuple[Span, list[Any]]]:
+    """Gives each span the marks that lie in it, both in order; spans without any are left out."""
+    at = 0
+    for span in spans:
+        while at < len(marks) and marks[at][0] < span.start_seconds:
+            at += 1
+        inside = []
+        while at < len(marks) and marks[at][0] <= span.end_seconds:
+            inside.append(marks[at])
+            at += 1
+        if inside:
+            yield span, inside
+
+
+def _shares_of_weights(spans: Iterable[Span]) -> dict[int, float]:
+    """By what a stage's timed backwards are multiplied, so that they are whole ones."""
+    inputs: dict[int, float] = defaultdict(float)
+    weights: dict[int, float] = defaultdict(float)
+    for span in spans:
+        kind, stage = span.action.kind, span.action.stage_index
+        inputs[stage] += span.duration_seconds * (kind in _BACKWARDS)
+        weights[stage] += span.duration_seconds * (kind is ActionKind.BACKWARD_WEIGHT)
+    return {
+        stage: 1.0 + weights[stage] / inputs[stage] if inputs[stage] else 1.0 for stage in inputs
+    }
+
+
+def _resident_bytes(layer: nn.Module, states: Mapping[Tensor, Any]) -> int:
+    parameters = list(layer.parameters())
+    kept = flatten([states[p] for p in parameters if p in states])[0]
+    # A pipeline's backwards are over before the gradients of the update before are given up.
+    gradients = 2 * version_bytes(parameters)
+    return gradients + sum(map(_own_bytes, (*parameters, *layer.buffers(), *kept)))
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    return local_part(tensor.detach()).nbytes
+
+
+def _median(values: list[float]) -> float:
+    return median(values) if values else 0.0

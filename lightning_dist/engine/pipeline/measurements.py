@@ -1,0 +1,125 @@
+"""What the ranks measured, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.planning.layer_costs import RankProfile
+from lightning_dist.engine.schedules.timeline import Span, Timeline
+
+
+class MeasuredTimelines:
+    """What all ranks recorded.
+
+    Args:
+        stretches: For each rank its spans by stretch; stretches have the same numbers on all ranks.
+    """
+
+    def __init__(self, stretches: Sequence[Mapping[int, tuple[Span, ...]]]) -> None:
+        self._stretches = stretches
+
+    @property
+    def whole(self) -> Timeline:
+        """All spans, the first at zero."""
+        spans = (s for by_stretch in self._stretches for part in by_stretch.values() for s in part)
+        return Timeline(len(self._stretches), tuple(spans)).shifted_to_zero()
+
+    @property
+    def steady(self) -> Timeline:
+        """The longest stretch, from when the last rank began to when the first one ended."""
+        if not self._stretches or not all(self._stretches):
+            return self.whole
+        common = set.intersection(*(set(by_stretch) for by_stretch in self._stretches))
+        longest = max(common, key=lambda number: len(self._stretches[0][number]), default=None)
+        if longest is None:
+            return self.whole
+        parts = [by_stretch[longest] for by_stretch in self._stretches]
+        begin = max(part[0].start_seconds for part in parts)
+        end = min(part[-1].end_seconds for part in parts)
+        spans = tuple(span for part in parts for span in part)
+        return Timeline(len(parts), spans).between(begin, end).shifted_to_zero()
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What is known of a training when it has ended.
+
+    Attributes:
+        timelines: Of all ranks.
+        peak_stash_bytes: The most bytes of stashed weights, by stage.
+        staleness: Updates between the weights of a batch and its update, for each update, by stage.
+    """
+
+    timelines: MeasuredTimelines = MeasuredTimelines([])
+    peak_stash_bytes: tuple[int, ...] = ()
+    staleness: tuple[tuple[int, ...], ...] = ()
+
+
+class MeasuredStages:
+    """What a strategy with stages can tell of a training that has ended; before, it is empty."""
+
+    _measurements: Measurements = Measurements()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the ranks did when."""
+        return self._measurements.timelines.whole
+
+    @property
+    def steady_timeline(self) -> Timeline:
+        """The longest part of :attr:`timeline` without fill, drain or validation."""
+        return self._measurements.timelines.steady
+
+    @property
+    def peak_stash_bytes(self) -> tuple[int, ...]:
+        """The most bytes of stashed weights on each stage."""
+        return self._measurements.peak_stash_bytes
+
+    @property
+    def staleness(self) -> tuple[tuple[int, ...], ...]:
+        """By stage, for each update, how many updates old its batch's weights were."""
+        return self._measurements.staleness
+
+
+def gather_measurements(
+    pipeline: Pipeline, group: dist.ProcessGroup, mesh: MeshShape
+) -> Measurements:
+    """Joins what the ranks measured; each must call it.
+
+    Args:
+        pipeline: This rank's.
+        group: A gloo group of all ranks.
+        mesh: The sizes of the mesh.
+    """
+    own_stages = pipeline.stages
+    stages = {s: (own_stages.peak_stash_bytes[s], own_stages.staleness[s]) for s in own_stages}
+    own = (pipeline.recorder.stretches(), stages)
+    everyone: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(everyone, own, group=group)
+    of_stages: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for rank, (_, by_stage) in enumerate(everyone):
+        of_stages |= {} if mesh.data_index(rank) else by_stage
+    in_order = [of_stages[stage] for stage in sorted(of_stages)]
+    return Measurements(
+        MeasuredTimelines([stretches for stretches, _ in everyone]),
+        tuple(peak_stash_bytes for peak_stash_bytes, _ in in_order),
+        tuple(staleness for _, staleness in in_order),
+    )
+
+
+def gather_profiles(profile: RankProfile, group: dist.ProcessGroup) -> list[RankProfile]:
+    """Gives each rank what all have found out about their layers; each must call it.
+
+    Args:
+        profile: This rank's.
+        group: A gloo group of all ranks.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, profile, group=group)
+    return everyone

@@ -1,0 +1,209 @@
+"""Cut a batch into micro-batches, and join what they gave.
+
+Micro-batches need not be equal: seven samples in four micro-batches are 2, 2, 2 and 1. Each
+micro-batch then weighs by its share of the samples, so that the sum of the weighted gradients is
+the undivided batch's gradient exactly (for losses that are means over samples), whatever the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from itertools import accumulate, chain
+from numbers import Integral, Number, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dist.engine.tensors.tree import flatten, map_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One piece of a batch.
+
+    Attributes:
+        index: Position in the batch.
+        content: The tree that the user's step gets in place of the batch.
+        num_samples: Rows of this micro-batch.
+        weight: Share of the batch's samples, in (0, 1]; the weights of a batch sum to one.
+    """
+
+    index: int
+    content: Any
+    num_samples: int
+    weight: float
+
+
+class SampleList(list[Any]):
+    """A batch, or a part of it, with a tensor for each sample; pieces of it are plain lists."""
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Counts the samples of a batch: the length of its tensors' first dim.
+
+    Args:
+        batch: Any tree. Of a :class:`SampleList` it is the length of the list.
+
+    Returns:
+        The number of samples, or None where no tensor has a first dim.
+
+    Raises:
+        ValueError: The tensors disagree.
+    """
+    if isinstance(batch, SampleList):
+        return len(batch)
+    shapes = [tuple(t.shape) for t in flatten(batch)[0] if t.ndim > 0]
+    sizes = sorted({shape[0] for shape in shapes})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"The tensors of a batch must have the samples in their first dim, but their first dims"
+            f" are {sizes} (shapes {shapes}). Give tensors that are not per sample another place"
+            " (a buffer of the module, say), or repeat them for each sample."
+        )
+    return sizes[0] if sizes else None
+
+
+def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
+    """Cuts a batch into micro-batches of almost equal size, the larger first.
+
+    Args:
+        batch: Any tree of tensors with the samples in dim 0, and of lists with an entry per sample
+            (names, say). Zero-dim tensors and other leaves go into each micro-batch as they are.
+        num_microbatches: How many.
+
+    Returns:
+        The micro-batches in order.
+
+    Raises:
+        ValueError: Fewer samples than micro-batches, or tensors that disagree on the samples.
+    """
+    num_samples = batch_size_of(batch)
+    if num_microbatches == 1:
+        return [Microbatch(0, batch, num_samples or 1, 1.0)]
+    if num_samples is None or num_samples < num_microbatches:
+        raise ValueError(
+            f"A batch of {num_samples or 0} samples cannot be cut into num_microbatches="
+            f"{num_microbatches}. Use at most as many micro-batches as the smallest batch has"
+            " samples: lower `num_microbatches`, raise the batch size, or drop the last, smaller"
+            " batch with `DataLoader(drop_last=True)`."
+        )
+    sizes = [
+        num_samples // num_microbatches + (index < num_samples % num_microbatches)
+        for index in range(num_microbatches)
+    ]
+    is_leaf = partial(_is_per_sample, num_samples=num_samples)
+    columns = [_cut(leaf, sizes) for leaf in _leaves(batch, is_leaf)]
+
+    def piece(index: int) -> Any:
+        own = iter([column[index] for column in columns])
+        return map_leaves(lambda _: next(own), batch, is_leaf)
+
+    return [
+        Microbatch(index, piece(index), size, size / num_samples)
+        for index, size in enumerate(sizes)
+    ]
+
+
+def _cut(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    if isinstance(leaf, Tensor) and leaf.ndim > 0:
+        return torch.split(leaf, list(sizes))
+    if isinstance(leaf, list | tuple):
+        ends = list(accumulate(sizes))
+        return [leaf[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return [leaf] * len(sizes)
+
+
+def _is_per_sample(tree: Any, num_samples: int) -> bool:
+    """Whether a list or tuple has one entry per sample: names or numbers, or dicts of their own."""
+    if isinstance(tree, SampleList):
+        return True
+    if not isinstance(tree, list | tuple) or hasattr(tree, "_fields"):
+        return False
+    return len(tree) == num_samples and all(_is_of_one_sample(e, num_samples) for e in tree)
+
+
+def _is_of_one_sample(entry: Any, num_samples: int) -> bool:
+    if isinstance(entry, Mapping):
+        tensors = flatten(entry)[0]
+        return any(t.ndim == 0 or len(t) != num_samples for t in tensors) or not tensors
+    return not isinstance(entry, Tensor | list | tuple) and not is_dataclass(entry)
+
+
+def _is_column(output: Any, num_samples: int) -> bool:
+    """Whether a step's output has one entry per sample; a tuple of numbers is several results."""
+    is_results = isinstance(output, tuple) and any(_is_result(entry) for entry in output)
+    return not is_results and _is_per_sample(output, num_samples)
+
+
+def _is_result(entry: Any) -> bool:
+    return entry is None or isinstance(entry, Number)  # numpy's scalars too
+
+
+def merge(
+    outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None
+) -> Any:
+    """Joins the micro-batches' outputs into what the undivided batch would have given.
+
+    Args:
+        outputs: One tree per micro-batch, all of the same structure.
+        sizes: Samples per micro-batch.
+        weights: What each micro-batch's means weigh; None stands for its samples.
+
+    Returns:
+        One tree. Tensors with the samples in dim 0 and lists with an entry per sample (and tuples,
+        unless of numbers or None) are concatenated, floating zero-dim tensors and floats are
+        averaged with the weights, integers are summed, and of anything else the first is taken.
+
+    Raises:
+        ValueError: The outputs have different numbers of leaves.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    per_sample = [partial(_is_column, num_samples=size) for size in sizes]
+    columns = [_leaves(*pair) for pair in zip(outputs, per_sample, strict=True)]
+    if len({len(column) for column in columns}) != 1:
+        raise ValueError(
+            "A step must return the same structure for each micro-batch, but the numbers of leaves"
+            f" were {[len(column) for column in columns]}."
+        )
+    shares = sizes if weights is None else weights
+    merged = iter([_merge_leaf(list(leaves), shares) for leaves in zip(*columns, strict=True)])
+    return map_leaves(lambda _: next(merged), outputs[0], per_sample[0])
+
+
+def _leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
+    leaves: list[Any] = []
+    map_leaves(leaves.append, tree, is_leaf)
+    return leaves
+
+
+def _merge_leaf(leaves: list[Any], shares: Sequence[float]) -> Any:
+    first = leaves[0]
+    if isinstance(first, list | tuple):
+        return type(first)(chain.from_iterable(leaves))
+    if isinstance(first, Tensor) and first.ndim > 0:
+        return torch.cat(leaves)
+    if isinstance(first, Tensor) and not first.is_floating_point():
+        return torch.stack(leaves).sum()
+    if isinstance(first, bool):
+        return first
+    if isinstance(first, Integral):
+        return sum(leaves)
+    if isinstance(first, Tensor | Real):
+        return mean_of(leaves, shares)
+    return first
+
+
+def mean_of(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Averages what micro-batches gave.
+
+    Args:
+        values: One number or tensor for each, all alike.
+        weights: One for each. What weighs nothing does not count, even if it is nan.
+    """
+    total = sum(weights)
+    pairs = [pair for pair in zip(values, weights, strict=True) if pair[1] > 0]
+    return sum(value * (weight / total) for value, weight in pairs) if pairs else values[0]

@@ -1,0 +1,1 @@
+"""Layers that move between stages while a run goes on."""

@@ -1,0 +1,200 @@
+"""Move layers between the ranks of a pipeline while it is empty.
+
+Each rank sends off the layers that leave it and forgets their values, then takes in those that
+come, one by one. With a layer goes its optimizer's state, so that the next update is the one that
+it would have been where it came from. Layers that stay are not touched.
+
+Every rank of the pipeline makes a :class:`Relocation` of the same two cuts and runs it. Sends never
+wait, so no order of ranks can make them wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dist.engine.comms.channel import Receiver, Sender
+from lightning_dist.engine.pipeline.rebalance.layer_values import Exchanged, LayerValues, values_of
+from lightning_dist.engine.planning.moves import find_moves
+from lightning_dist.engine.splitting.cut import recut, structure_of
+from lightning_dist.engine.splitting.layers import Layers
+
+
+@dataclass(frozen=True, slots=True)
+class MoveLinks:
+    """The channels of one rank to those that it exchanges layers with.
+
+    Attributes:
+        outgoing: By the other's rank in the pipeline.
+        incoming: By the other's rank in the pipeline.
+    """
+
+    outgoing: Mapping[int, Sender] = field(default_factory=dict)
+    incoming: Mapping[int, Receiver] = field(default_factory=dict)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Makes each waiting or later receive raise.
+
+        Args:
+            error: What to raise.
+        """
+        for receiver in self.incoming.values():
+            receiver.interrupt(error)
+
+    def close(self) -> None:
+        """Waits until all has arrived, and ends the channels; each rank must call it."""
+        for sender in self.outgoing.values():
+            sender.close()
+        for receiver in self.incoming.values():
+            receiver.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """A layer as it travels.
+
+    Attributes:
+        values: What its parts hold.
+        beside: What it uses beside that.
+        optimizer: Its parameters' state by name; of each tensor whether it is where the parameter
+            is, for a count of steps stays on the host.
+    """
+
+    values: LayerValues
+    beside: Mapping[str, Tensor]
+    optimizer: Mapping[str, Mapping[str, tuple[Any, bool]]]
+
+
+class Relocation:
+    """One rank's part in a change of the cut.
+
+    Args:
+        layers: Of the pipelined module, which has been cut.
+        before: Layers per stage as they are.
+        after: As they shall be.
+        rank_of_stage: The rank of each stage.
+        rank: This one, in the pipeline.
+        device: Where it computes.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        before: tuple[int, ...],
+        after: tuple[int, ...],
+        *,
+        rank_of_stage: tuple[int, ...],
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self.moves = find_moves(before, after, rank_of_stage)
+        self._layers = layers
+        self._after = after
+        self._rank = rank
+        self._own_stages = tuple(s for s, home in enumerate(rank_of_stage) if home == rank)
+        self._device = device
+        self._leaving = [move for move in self.moves if move.source == rank]
+        self._coming = [move for move in self.moves if move.target == rank]
+
+    @property
+    def targets(self) -> Collection[int]:
+        """The ranks that get layers from this one."""
+        return sorted({move.target for move in self._leaving})
+
+    @property
+    def sources(self) -> Collection[int]:
+        """The ranks that send layers to this one."""
+        return sorted({move.source for move in self._coming})
+
+    @torch.no_grad()
+    def run(
+        self, links: MoveLinks, optimizers: Iterable[Optimizer], *, with_gradients: bool = False
+    ) -> None:
+        """Moves the layers; the pipeline must be empty, and let go of the module.
+
+        The optimizers' groups are the caller's to put right.
+
+        Args:
+            links: To :attr:`targets` and from :attr:`sources`.
+            optimizers: Of this rank's parameters; they lose the state of what leaves, and get that
+                of what comes.
+            with_gradients: Whether ``p.grad`` waits for an update.
+        """
+        states = [optimizer.state for optimizer in optimizers]
+        for move in self._leaving:
+            parcel = self._pack(move.layer_index, states, with_gradients)
+            links.outgoing[move.target].send(parcel)
+        self._forget(states)
+        coming = {move.layer_index for move in self._coming}
+        own = self._own_layers()
+        # Before a wait that may end in an error: nobody finds a layer without values in its place.
+        recut(self._layers, self._after, [layer for layer in own if layer not in coming])
+        exchanged, beside = Exchanged(self._device), dict[str, Tensor]()
+        for move in self._coming:
+            parcel = links.incoming[move.source].receive()
+            self._unpack(move.layer_index, parcel, exchanged, states)
+            beside.update(parcel.beside)
+        recut(self._layers, self._after, own)
+        self._layers.settle(own, beside)
+
+    def _parts(self, layer_index: int) -> nn.ModuleDict:
+        """Gives a layer's submodules as one module."""
+        all_parts = self._layers.parts()
+        parts = [structure_of(p.module) for p in all_parts if p.layer_index == layer_index]
+        return nn.ModuleDict({str(place): module for place, module in enumerate(parts)})
+
+    def _pack(self, layer_index: int, states: list[Any], with_gradients: bool) -> _Parcel:
+        parts = self._parts(layer_index)
+        of_optimizer = {
+            f"{number}.{name}": {key: _located(value, p) for key, value in state[p].items()}
+            for name, p in parts.named_parameters()
+            for number, state in enumerate(states)
+            if p in state
+        }
+        values = values_of(parts, with_gradients=with_gradients)
+        return _Parcel(values, self._layers.beside(layer_index), of_optimizer)
+
+    def _forget(self, states: list[Any]) -> None:
+        exchanged = Exchanged(self._device)
+        for move in self._leaving:
+            parts = self._parts(move.layer_index)
+            for parameter in parts.parameters():
+                for state in states:
+                    state.pop(parameter, None)
+            exchanged.strip(parts)
+
+    def _unpack(
+        self, layer_index: int, parcel: _Parcel, exchanged: Exchanged, states: list[Any]
+    ) -> None:
+        parts = self._parts(layer_index)
+        exchanged.fill(parts, parcel.values)
+        parameters = dict(parts.named_parameters())
+        for name, entries in parcel.optimizer.items():
+            number, _, own_name = name.partition(".")
+            parameter = parameters[own_name]
+            states[int(number)][parameter] = {
+                key: _moved(value, parameter.device if is_beside else torch.device("cpu"))
+                for key, (value, is_beside) in entries.items()
+            }
+
+    def _own_layers(self) -> list[int]:
+        ends = [sum(self._after[: stage + 1]) for stage in range(len(self._after))]
+        return [
+            layer
+            for stage in self._own_stages
+            for layer in range(ends[stage] - self._after[stage], ends[stage])
+        ]
+
+
+def _located(value: Any, parameter: Tensor) -> tuple[Any, bool]:
+    return value, isinstance(value, Tensor) and value.device == parameter.device
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    # A copy, for what is received lies in memory of the channel's own.
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value

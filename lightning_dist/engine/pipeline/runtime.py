@@ -1,0 +1,286 @@
+"""The interpreter: for each action of a rank's schedule, do it.
+
+There is no loop for 1F1B here, nor for any other schedule. The order of the work is data, made in
+:mod:`.schedules.schedules`, lowered in :mod:`.schedules.lowering` and cut
+into rounds in :mod:`.schedules.stream`; what is left is one method for each kind of
+action. ``STEP``, and a ``REDUCE_GRAD`` right before it, belong to whoever owns the optimizer; the
+runtime stops there.
+
+When an action fails, the exception keeps its type and gets a note: which action, on which rank and
+stage, with which shapes, and where in the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightning_dist.engine.comms.channel import Receiver, Sender
+from lightning_dist.engine.pipeline.loss import Loss
+from lightning_dist.engine.pipeline.loss_weights import LossWeights, WeighedGradients
+from lightning_dist.engine.pipeline.microbatch import Microbatch
+from lightning_dist.engine.pipeline.stage import Stage, Step
+from lightning_dist.engine.profiling.meters.recorder import Recorder
+from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.schedule import Schedule
+from lightning_dist.engine.schedules.timeline import SpanKind
+from lightning_dist.engine.tensors.tree import flatten
+
+Place = tuple[int, int]
+"""A stage and a micro-batch."""
+
+_MOST_STAGES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The channels of one rank, by the stage of this rank that uses them.
+
+    Stages may share channels; each message's port says which stage and micro-batch it is for.
+
+    Attributes:
+        activations_in: From the stage before; missing for the first.
+        activations_out: To the stage after; missing for the last.
+        gradients_in: From the stage after; missing for the last.
+        gradients_out: To the stage before; missing for the first.
+    """
+
+    activations_in: dict[int, Receiver] = field(default_factory=dict)
+    activations_out: dict[int, Sender] = field(default_factory=dict)
+    gradients_in: dict[int, Receiver] = field(default_factory=dict)
+    gradients_out: dict[int, Sender] = field(default_factory=dict)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Makes each waiting or later receive raise.
+
+        Args:
+            error: What to raise.
+        """
+        for receiver in self._receivers():
+            receiver.interrupt(error)
+
+    def close(self) -> None:
+        """Ends all channels; both ends must call it."""
+        senders = (*self.activations_out.values(), *self.gradients_out.values())
+        for sender in dict.fromkeys(senders):
+            sender.close()
+        for receiver in self._receivers():
+            receiver.close()
+
+    def _receivers(self) -> list[Receiver]:
+        return list(dict.fromkeys((*self.activations_in.values(), *self.gradients_in.values())))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One batch for the runtime.
+
+    Attributes:
+        microbatches: By the index that the actions of this batch use.
+        step: The user's step.
+        gradient_scale: Multiplies all gradients of the batch, beside each micro-batch's weight.
+        seed: Integers that name the batch for the random numbers.
+        loss_scale: Multiplies the loss, so that small gradients survive in half precision.
+    """
+
+    microbatches: Mapping[int, Microbatch]
+    step: Step
+    gradient_scale: float
+    seed: tuple[int, ...]
+    loss_scale: float = 1.0
+
+
+class Runtime:
+    """Runs the actions of one rank.
+
+    Args:
+        stages: The rank's stages.
+        links: Its channels.
+        recorder: Where the spans go.
+        loss_weights: Told what each micro-batch's loss weighs.
+        microbatches_per_update: Whose gradients are applied together.
+        on_complete: Called with an update whose gradients are complete before it is due.
+        explain: Draws the schedule around an action, for errors.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        links: Links,
+        recorder: Recorder,
+        loss_weights: LossWeights,
+        microbatches_per_update: int | None,
+        on_complete: Callable[[int], None],
+        explain: Callable[[Action], str],
+    ) -> None:
+        self._stages = stages
+        self._links = links
+        self._recorder = recorder
+        self._loss_weights = loss_weights
+        self._microbatches_per_update = microbatches_per_update
+        self._on_complete = on_complete
+        self._explain = explain
+        self._received: dict[Place, Any] = {}
+        self._results: dict[Place, Any] = {}
+        self._gradients_in: dict[Place, WeighedGradients] = {}
+        self._gradients_out: dict[Place, WeighedGradients] = {}
+        self._handlers: dict[ActionKind, Callable[[Place, Work | None], None]] = {
+            ActionKind.RECV_F: self._receive_activation,
+            ActionKind.FORWARD: self._forward,
+            ActionKind.SEND_F: self._send_activation,
+            ActionKind.RECV_B: self._receive_gradient,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.BACKWARD_INPUT: self._backward_input,
+            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
+            ActionKind.SEND_B: self._send_gradient,
+            ActionKind.REDUCE_GRAD: self._complete,
+        }
+        self._span_kinds = {
+            kind: SpanKind.COMPUTE if kind.is_compute else SpanKind.COMMUNICATION
+            for kind in self._handlers
+        } | {ActionKind.RECV_F: SpanKind.WAIT, ActionKind.RECV_B: SpanKind.WAIT}
+
+    def run(self, actions: Iterable[Action], work: Work | None = None) -> dict[int, Any]:
+        """Runs actions in order.
+
+        Args:
+            actions: Of this rank; updates must have been taken out.
+            work: The batch that the forwards among them are about.
+
+        Returns:
+            What the user's step returned on the last stage, by micro-batch index; empty where that
+            stage is not.
+        """
+        for action in actions:
+            place = (action.stage_index, action.microbatch_index)
+            start = self._recorder.mark()
+            try:
+                self._handlers[action.kind](place, work)
+            except BaseException as error:
+                error.add_note(self._describe_failure(action, work))
+                raise
+            self._recorder.record(self._span_kinds[action.kind], action, start)
+        results, self._results = self._results, {}
+        return {
+            index: result
+            for (stage, index), result in results.items()
+            if self._stages[stage].is_last
+        }
+
+    def clear(self) -> None:
+        """Forgets everything in flight, after a failure."""
+        for store in (self._received, self._results, self._gradients_in, self._gradients_out):
+            store.clear()
+        for stage in self._stages.values():
+            stage.clear()
+
+    def _receive_activation(self, place: Place, _: Work | None) -> None:
+        stage, index = place
+        port = self._port(stage - 1, index)
+        self._received[place] = self._links.activations_in[stage].receive(port=port)
+
+    def _forward(self, place: Place, work: Work | None) -> None:
+        assert work is not None
+        number, index = place
+        stage, microbatch = self._stages[number], work.microbatches[index]
+        seed = (*work.seed, microbatch.index)
+        received = self._received.pop(place, None)
+        self._results[place] = stage.forward(index, microbatch, received, work.step, seed)
+        if torch.is_grad_enabled() and stage.is_last:
+            loss = Loss.of(self._results[place])
+            share = microbatch.weight * work.gradient_scale
+            weight = share if loss.weight is None else loss.weight
+            roots = stage.set_loss(index, loss.value, weight * work.loss_scale)
+            self._take_gradients(place, WeighedGradients.of_loss(roots, loss.weight))
+
+    def _send_activation(self, place: Place, _: Work | None) -> None:
+        stage, index = place
+        activation = self._results.pop(place)
+        port = self._port(stage, index)
+        self._links.activations_out[stage].send(activation, port=port)
+
+    def _receive_gradient(self, place: Place, _: Work | None) -> None:
+        stage, index = place
+        port = self._port(stage, index)
+        self._take_gradients(place, self._links.gradients_in[stage].receive(port=port))
+
+    def _take_gradients(self, place: Place, gradients: WeighedGradients) -> None:
+        self._loss_weights.note(self._update_of(place[1]), place[1], gradients.weight)
+        self._gradients_in[place] = gradients
+
+    def _backward(self, place: Place, _: Work | None) -> None:
+        stage, index = place
+        given = self._gradients_in.pop(place)
+        found = self._stages[stage].backward(index, given.gradients, self._update_of(index))
+        self._keep_gradients(place, replace(given, gradients=found))
+
+    def _backward_input(self, place: Place, _: Work | None) -> None:
+        stage, index = place
+        given = self._gradients_in.pop(place)
+        found = self._stages[stage].backward_input(index, given.gradients)
+        self._keep_gradients(place, replace(given, gradients=found))
+
+    def _keep_gradients(self, place: Place, gradients: WeighedGradients) -> None:
+        if not self._stages[place[0]].is_first:
+            self._gradients_out[place] = gradients
+
+    def _backward_weight(self, place: Place, _: Work | None) -> None:
+        stage, index = place
+        self._stages[stage].backward_weight(index, self._update_of(index))
+
+    def _send_gradient(self, place: Place, _: Work | None) -> None:
+        stage, index = place
+        gradients = self._gradients_out.pop(place)
+        self._links.gradients_out[stage].send(gradients, port=self._port(stage - 1, index))
+
+    def _complete(self, place: Place, _: Work | None) -> None:
+        self._on_complete(place[1])
+
+    def _update_of(self, index: int) -> int:
+        size = self._microbatches_per_update
+        return 0 if size is None else index // size
+
+    @staticmethod
+    def _port(stage: int, index: int) -> int:
+        """Names what crosses the boundary behind a stage, in both directions."""
+        return index * _MOST_STAGES + stage
+
+    def _describe_failure(self, action: Action, work: Work | None) -> str:
+        index = action.microbatch_index
+        place = (action.stage_index, index)
+        lines = [
+            f"While rank {self._recorder.rank} ran action {action} (stage {action.stage_index},"
+            f" {action.kind.name.lower()}, micro-batch {index})."
+        ]
+        if work is not None and index in work.microbatches:
+            lines.append(f"  micro-batch: {_describe(work.microbatches[index].content)}")
+        for name, store in (("received", self._received), ("gradients", self._gradients_in)):
+            if place in store:
+                lines.append(f"  {name}: {_describe(store[place])}")
+        if index in self._stages[action.stage_index].in_flight:
+            flight = self._stages[action.stage_index].in_flight[index]
+            lines.append(f"  layer input: {_describe(flight.layer_input)}")
+        return "\n".join([*lines, self._explain(action)])
+
+
+def explain_with(schedule: Schedule) -> Callable[[Action], str]:
+    """Makes the function that draws a schedule around an action.
+
+    Args:
+        schedule: One flush of the schedule; later minibatches are drawn where an equal one stands.
+    """
+
+    def explain(action: Action) -> str:
+        index = min(action.microbatch_index, schedule.num_microbatches - 1)
+        mark = action.shifted(index - action.microbatch_index)
+        return f"Schedule {schedule.name}, one row per rank:\n{schedule.format_grid(mark=mark)}"
+
+    return explain
+
+
+def _describe(tree: Any) -> str:
+    tensors = [t for t in flatten(tree)[0] if t is not None]
+    return ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors) or "no tensors"

@@ -1,0 +1,346 @@
+"""One stage: forward and backward of one micro-batch, under a step that nobody rewrote.
+
+The user's step function runs on each stage. It reaches the pipelined module's forward, which is a
+:class:`.Seam`: the first stage runs its layers on the step's input,
+each later stage takes what the stage before has sent in its place. All but the last then leave the
+step; on the last the module returns, and the user's code goes on to its loss.
+
+Which weights a forward and its backward see is the business of a
+:class:`.WeightPolicy`; where the gradients stay, that of
+:class:`.Gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.pipeline.alias import behind_leaf
+from lightning_dist.engine.pipeline.gradients import Gradients
+from lightning_dist.engine.pipeline.left_behind import refuse_left_behind
+from lightning_dist.engine.pipeline.microbatch import Microbatch
+from lightning_dist.engine.pipeline.parted_backward import PartedBackward
+from lightning_dist.engine.pipeline.seam import Seam
+from lightning_dist.engine.splitting.whole_step import StepSeam
+from lightning_dist.engine.stashing.policy import WeightPolicy
+from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
+from lightning_dist.engine.stashing.swapped_weights import Reweighted
+from lightning_dist.engine.stashing.versions import WeightVersion
+from lightning_dist.engine.tensors.rng import seed_python, seeded
+from lightning_dist.engine.tensors.tree import flatten, map_tensors
+
+Step = Callable[[Microbatch], Any]
+"""The user's step on one micro-batch; returns the loss or the outputs on the last stage."""
+LayerInput = Callable[[bool, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+"""Takes whether the stage is the first, what it received, and a call's arguments and keywords."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class InFlight:
+    """What a micro-batch needs from its forward until its backward.
+
+    Attributes:
+        inputs: The received tensors; their gradients go to the stage before.
+        outputs: Roots of the graph: what the layers returned, or the loss.
+        layer_input: What the layers ran on.
+        weights: What :meth:`WeightPolicy.acquire` gave.
+        seed: Names the random numbers of the forward.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    layer_input: Any
+    weights: WeightVersion
+    seed: tuple[int, ...]
+
+
+class Stage:
+    """The layers of one stage, and the micro-batches in flight on it.
+
+    Args:
+        seam: Where the user's step meets the layers.
+        stage_index: Which stage this is.
+        num_stages: Stages of the pipeline.
+        layers: Those of this stage; see :func:`.layers_of`.
+        policy: Which weights a micro-batch sees.
+        gradients: Runs the backwards.
+        meter: Takes the weights back, and tells how stale they were.
+        layer_input: Gives what the layers run on; see
+            :meth:`.Layers.layer_input`.
+        seed: Base of all random numbers; data replicas differ in the second integer only.
+        device: Where the stage computes.
+        root: The pipelined module, by which the user's step reaches parameters.
+    """
+
+    def __init__(
+        self,
+        seam: Seam | StepSeam,
+        stage_index: int,
+        num_stages: int,
+        layers: nn.Module,
+        policy: WeightPolicy,
+        gradients: Gradients,
+        meter: StalenessMeter,
+        *,
+        layer_input: LayerInput,
+        seed: tuple[int, int],
+        device: torch.device,
+        root: nn.Module | None = None,
+    ) -> None:
+        self.layers = layers
+        self._reweighted = Reweighted(layers, root)
+        self.is_first = stage_index == 0
+        self.is_last = stage_index == num_stages - 1
+        self.policy = policy
+        self.gradients = gradients
+        self.meter = meter
+        self.report: UpdateReport | None = None
+        self._stage_index = stage_index
+        self._seam = seam
+        self._layer_input = layer_input
+        self._seed = seed
+        self._device = device
+        self._in_flight: dict[int, InFlight] = {}
+        self._parted: dict[int, PartedBackward] = {}
+        self._has_looked = False
+        self._trained: dict[str, nn.Parameter] | None = None
+
+    @property
+    def num_in_flight(self) -> int:
+        """Micro-batches with their forward done and their backward not."""
+        return len(self._in_flight)
+
+    @property
+    def in_flight(self) -> Mapping[int, InFlight]:
+        """The micro-batches in flight by index."""
+        return self._in_flight
+
+    def begin_round(self, num_backwards: int) -> None:
+        """Prepares for a number of backwards after which the gradients are wanted.
+
+        Args:
+            num_backwards: Whole ones, and those of the weights' part alone.
+        """
+        self._trained = None
+        self.gradients.begin_round(num_backwards)
+
+    def end_round(self) -> None:
+        """Makes the held gradients complete."""
+        self.gradients.end_round()
+
+    def forward(
+        self, index: int, microbatch: Microbatch, received: Any, step: Step, seed: tuple[int, ...]
+    ) -> Any:
+        """Runs the user's step on one micro-batch, as far as this stage goes.
+
+        Args:
+            index: Names the micro-batch until its backward.
+            microbatch: The piece of the batch.
+            received: What the stage before sent; ignored on the first.
+            step: The user's step.
+            seed: Integers that name the step and the micro-batch. The state of Python's and numpy's
+                generators is the caller's to keep.
+
+        Returns:
+            What to send on, or what the user's step returned on the last stage.
+
+        Raises:
+            ValueError: The step did not call the pipelined module exactly once.
+        """
+        # Asked here: the user's step may switch gradients off or on around the pipelined module.
+        has_backward = torch.is_grad_enabled()
+        weights = self.policy.acquire() if has_backward else self.policy.look()
+        call = _LayerCall(received, (*self._seed, *seed), weights, has_backward)
+
+        def in_step() -> Any:
+            return step(microbatch)
+
+        def layers(*arguments: Any, **keywords: Any) -> Any:
+            return self._run_call(call, arguments, keywords)
+
+        def in_seam() -> Any:
+            return self._seam.run(in_step, layers, leaves=not self.is_last)
+
+        seed_python(*call.seed)
+        with seeded(*call.seed, device=self._device):
+            result = self._reweighted.run(weights, in_seam)
+        if call.has_backward:
+            self._keep(index, call)
+        return result
+
+    def set_loss(self, index: int, loss: Tensor, scale: float) -> list[Tensor | None]:
+        """Names the root of the last stage's graph.
+
+        Args:
+            index: The micro-batch.
+            loss: What to differentiate, a scalar.
+            scale: Multiplies it.
+
+        Returns:
+            What :meth:`backward` begins with.
+        """
+        flight = self._in_flight[index]
+        # A loss that counts for nothing may be nan (a mean over no tokens). Zeros begin behind it.
+        if scale != 0.0:
+            flight.outputs = [loss] if loss.requires_grad else []
+        return [torch.full_like(output, scale) for output in flight.outputs]
+
+    def backward(
+        self, index: int, gradients: Sequence[Tensor | None], update: int = 0
+    ) -> list[Tensor | None]:
+        """Runs the backward of one micro-batch and holds the parameters' gradients.
+
+        Args:
+            index: The micro-batch.
+            gradients: One for each output that requires grad, None for none.
+            update: What the parameters' gradients are for.
+
+        Returns:
+            One gradient for each received tensor that requires grad.
+        """
+        flight = self._in_flight.pop(index)
+        weights = self.policy.acquire() if self._recomputes else flight.weights
+        outputs, gradients = self._roots(flight, weights, gradients)
+        trainable = self._trainable(weights)
+        backward = partial(self._reweighted.backward, weights)
+        results = self.gradients.run(outputs, gradients, flight.inputs, trainable, update, backward)
+        self.meter.end_backward(flight.weights, update)
+        return results
+
+    def backward_input(self, index: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Runs the part of a backward that the stage before waits for.
+
+        Args:
+            index: The micro-batch.
+            gradients: One for each output that requires grad, None for none.
+
+        Returns:
+            One gradient for each received tensor that requires grad.
+        """
+        flight = self._in_flight[index]
+        assert flight.weights.index == self.policy.num_steps, "only synchronous schedules do that"
+        outputs, gradients = self._roots(flight, flight.weights, gradients)
+        with self.gradients.parting(self._trainable(flight.weights)) as trainable:
+            parted = PartedBackward(outputs, gradients, flight.inputs, trainable)
+            self._parted[index] = parted
+            return self._reweighted.run(flight.weights, parted.run_inputs)
+
+    def backward_weight(self, index: int, update: int = 0) -> None:
+        """Runs what :meth:`backward_input` has left, and holds the parameters' gradients.
+
+        Args:
+            index: The micro-batch.
+            update: What the gradients are for.
+        """
+        flight = self._in_flight.pop(index)
+        parted = self._parted.pop(index)
+        with self.gradients.adding(self._trainable(flight.weights), parted.given, update):
+            self._reweighted.run(flight.weights, parted.run_weights)
+        self.meter.end_backward(flight.weights, update)
+
+    def begin_update(self, update: int) -> None:
+        """Stashes the weights, and notes how stale an update is.
+
+        Args:
+            update: Which; the optimizer's writes must come next.
+        """
+        staleness, discrepancy = self.meter.measure(
+            update, self.policy.num_steps, self.named_parameters()
+        )
+        self.policy.before_step()
+        self.report = UpdateReport(staleness, self.policy.stash_bytes, discrepancy)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Gives the stage's trainable parameters by their names in the stage."""
+        return {name: p for name, p in self.layers.named_parameters() if p.requires_grad}
+
+    def clear(self) -> None:
+        """Drops the micro-batches in flight and the held gradients, after a failure."""
+        self._in_flight.clear()
+        self._parted.clear()
+        self.gradients.clear()
+        self.meter.clear()
+
+    def _run_call(
+        self, call: _LayerCall, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> Any:
+        call.layer_input = self._layer_input(self.is_first, call.received, arguments, keywords)
+        given = call.layer_input
+        if self._recomputes:  # the layers may write into what they get
+            given = map_tensors(_copy_of, given)
+        output = self._run_layers(given, call.seed)
+        if call.has_backward and not (self.is_last or self._has_looked):
+            refuse_left_behind(self.layers, self._stage_index, output)
+            self._has_looked = True
+        call.output = map_tensors(_cut_from_graph, output) if self._recomputes else output
+        return call.output
+
+    @property
+    def _recomputes(self) -> bool:
+        # The last stage's backward follows its forward at once: no step came between.
+        return self.policy.recomputes and not self.is_last
+
+    def _run_layers(self, value: Any, seed: tuple[int, ...]) -> Any:
+        with seeded(*seed, self._stage_index, device=self._device):
+            return self.layers(map_tensors(behind_leaf, value))
+
+    def _keep(self, index: int, call: _LayerCall) -> None:
+        weights = call.weights
+        if self._recomputes:  # the backward has others, and these need not stay
+            weights = WeightVersion(weights.index, copies=weights.copies)
+        inputs = [] if self.is_first else _differentiable(call.received)
+        outputs = _differentiable(call.output)
+        self._in_flight[index] = InFlight(inputs, outputs, call.layer_input, weights, call.seed)
+
+    def _roots(
+        self, flight: InFlight, weights: WeightVersion, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Gives what a backward begins with: outputs, and a gradient for each."""
+        outputs = self._recompute(flight, weights) if self._recomputes else flight.outputs
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+        return [o for o, _ in pairs], [g for _, g in pairs]
+
+    def _recompute(self, flight: InFlight, weights: WeightVersion) -> list[Tensor]:
+        # On copies of the buffers, so that running statistics count each micro-batch once.
+        buffers = {name: b.detach().clone() for name, b in self.layers.named_buffers()}
+        with torch.enable_grad():
+            lent = WeightVersion(weights.index, {**weights.aliases, **buffers})
+            output = self._reweighted.run(
+                lent, lambda: self._run_layers(flight.layer_input, flight.seed)
+            )
+            return _differentiable(output)
+
+    def _trainable(self, weights: WeightVersion) -> Mapping[str, Tensor]:
+        # Once for all backwards of a round: there may be many of a large tree of modules.
+        self._trained = self.named_parameters() if self._trained is None else self._trained
+        aliases = {name: alias for name, alias in weights.aliases.items() if alias.requires_grad}
+        return {**self._trained, **aliases}
+
+
+@dataclass(slots=True)
+class _LayerCall:
+    """The one call of the pipelined module that a step may make."""
+
+    received: Any
+    seed: tuple[int, ...]
+    weights: WeightVersion
+    has_backward: bool
+    layer_input: Any = None
+    output: Any = None
+
+
+def _cut_from_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _differentiable(tree: Any) -> list[Tensor]:
+    return [t for t in flatten(tree)[0] if t.requires_grad]

@@ -1,0 +1,194 @@
+"""Keep the copies of a parameter equal that several ranks of a pipeline hold.
+
+Copies that begin equal stay equal if each optimizer gets the same gradient: the sum of what all of
+the stages have found. One rank adds up, that of the first stage with the parameter, and sends each
+other one the sum, so that all have the same bits.
+
+It is that rank for the sake of ``pipedream_2bw``. There a later stage has a batch's gradients
+earlier: what it sends is on its way while the backward still goes through the stages before, and
+is at hand when the first one has its own. The sum comes back while the later stages are at the next
+batch, whose end is when they need it: with as many micro-batches per batch as there are stages
+after the first, that is by a forward of each of those stages later. So nobody waits but for the
+wire, and what is clipped by the norm of the whole gradient knows the sum when it posts its norm.
+
+The parameter's hooks are run there too, on the sum: they see what they would on one device.
+
+On a mesh each rank of a stage has a part of a copy, and the rank in the same place of another stage
+the same part of its copy. These two speak of the part that they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.comms.channel import Receiver, Sender
+from lightning_dist.engine.splitting.ties import Tie
+from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.shards import spread_like
+
+
+@dataclass(frozen=True, slots=True)
+class TieLinks:
+    """The channels of one rank to others that hold the same parameters.
+
+    Attributes:
+        outgoing: By the other's rank in the pipeline.
+        incoming: By the other's rank in the pipeline.
+    """
+
+    outgoing: Mapping[int, Sender] = field(default_factory=dict)
+    incoming: Mapping[int, Receiver] = field(default_factory=dict)
+
+
+def keep(_: str, gradient: Tensor) -> Tensor:
+    """Changes no sum."""
+    return gradient
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A copy on this rank."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    @property
+    def adder(self) -> int:
+        return self.ranks[0]
+
+
+class TiedSums:
+    """Sums gradients over the copies of a parameter; each rank of a pipeline has one of these.
+
+    Args:
+        ties: All of the pipeline.
+        rank_of_stage: The rank of each stage.
+        rank: This one, in the pipeline.
+        links: Its channels.
+        change: What a sum becomes where it is added up, by the parameter's name.
+    """
+
+    def __init__(
+        self,
+        ties: Sequence[Tie],
+        rank_of_stage: Sequence[int],
+        rank: int,
+        links: TieLinks,
+        change: Callable[[str, Tensor], Tensor | None] = keep,
+    ) -> None:
+        self._change = change
+        holders = [(tie, tie.ranks(rank_of_stage)) for tie in ties]
+        held = [
+            _Held(tie.name_on(rank, rank_of_stage), ranks)
+            for tie, ranks in holders
+            if rank in ranks and len(ranks) > 1
+        ]
+        self._links = links
+        self._elsewhere: dict[int, list[str]] = {}
+        self._here: dict[int, list[str]] = {}
+        for copy in held:
+            if copy.adder != rank:
+                self._elsewhere.setdefault(copy.adder, []).append(copy.name)
+            for peer in copy.ranks[1:] if copy.adder == rank else ():
+                self._here.setdefault(peer, []).append(copy.name)
+        self._names = frozenset(copy.name for copy in held)
+        self._sums: dict[int, dict[str, Tensor | None]] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the copies on this rank, in the pipelined module."""
+        return self._names
+
+    @property
+    def sent(self) -> dict[int, list[str]]:
+        """Names of the copies whose gradients go to each other rank with an update."""
+        return {**self._elsewhere, **self._here}
+
+    def counts(self, name: str) -> bool:
+        """Whether a parameter is this rank's to count, in a norm of the whole gradient.
+
+        Args:
+            name: In the pipelined module.
+        """
+        return all(name not in names for names in self._elsewhere.values())
+
+    @torch.no_grad()
+    def share(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Gives all copies the same values; each rank must call it.
+
+        Args:
+            parameters: Of this rank, trainable or not, by their names in the pipelined module.
+        """
+        for peer, names in self._here.items():
+            copies = [local_part(parameters[name].detach()).clone() for name in names]
+            self._links.outgoing[peer].send(copies)
+        for peer, names in self._elsewhere.items():
+            received = self._links.incoming[peer].receive()
+            for name, values in zip(names, received, strict=True):
+                local_part(parameters[name]).copy_(values)
+
+    @torch.no_grad()
+    def post(self, update: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Takes part in the sums of an update; waits where it adds up, and nowhere else.
+
+        Args:
+            update: Which; there must be an :meth:`install` for each.
+            gradients: Complete on this rank, by name; of what is spread the part that is here.
+                Those of copies are given away.
+
+        Returns:
+            The gradients that this rank counts, sums among them.
+        """
+        for peer, names in self._elsewhere.items():
+            self._links.outgoing[peer].send([gradients.get(name) for name in names])
+        sums = self._add_up(gradients)
+        for peer, names in self._here.items():
+            self._links.outgoing[peer].send([sums[name] for name in names])
+        # Clipping writes to what is installed, perhaps before the other has been sent.
+        self._sums[update] = {n: None if g is None else g.clone() for n, g in sums.items()}
+        known = {n: g for n, g in {**gradients, **sums}.items() if g is not None}
+        return {name: gradient for name, gradient in known.items() if self.counts(name)}
+
+    @torch.no_grad()
+    def install(self, update: int, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Puts the sums in the place of ``p.grad``; waits for those that are not here yet.
+
+        Args:
+            update: Which.
+            parameters: Trainable ones of this rank, by name.
+        """
+        sums = self._sums.pop(update, {})
+        for peer, names in self._elsewhere.items():
+            received = self._links.incoming[peer].receive()
+            sums.update(zip(names, received, strict=True))
+        for name, total in sums.items():
+            if name in parameters:
+                parameters[name].grad = _as_gradient_of(parameters[name], total)
+
+    def _add_up(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        sums: dict[str, Tensor | None] = {}
+        for peer, names in self._here.items():
+            parts = self._links.incoming[peer].receive()
+            for name, part in zip(names, parts, strict=True):
+                sums[name] = _sum_of(sums.get(name, gradients.get(name)), part)
+        return {n: None if g is None else self._change(n, g) for n, g in sums.items()}
+
+
+def _sum_of(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    if total is None or part is None:
+        return part if total is None else total
+    return total.add_(part)
+
+
+def _as_gradient_of(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    own = local_part(parameter.detach())
+    # So that each copy's optimizer meets the same strides, and computes the same bits.
+    if gradient.stride() != own.stride():
+        gradient = torch.empty_like(own).copy_(gradient)
+    return spread_like(gradient, parameter)

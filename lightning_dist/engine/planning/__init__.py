@@ -1,0 +1,1 @@
+"""Predictions from sizes and costs: partitions, balance, memory and traffic, without torch."""

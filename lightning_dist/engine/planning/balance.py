@@ -1,0 +1,167 @@
+"""How far a cut is from the best one, in seconds per training step.
+
+A cut is judged by the step that the simulator predicts for it, not by its slowest stage alone: with
+few micro-batches much of a step is filling and draining, and a better balance buys less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_dist.engine.common.quantity import format_bytes
+from lightning_dist.engine.common.table import Table
+from lightning_dist.engine.planning.layer_costs import StepCosts
+from lightning_dist.engine.planning.partition import MemoryLimit
+from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.schedules import find_schedules
+from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.simulator import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """A cut and the best one, by what was measured; as text, two tables.
+
+    Attributes:
+        costs: Of the layers and of what is around them.
+        cut: Layers per stage as they are.
+        better_cut: As they should be; the same where nothing is to be gained.
+        step_seconds: Predicted for a training batch as it is.
+        better_step_seconds: And as it should be.
+        measured_step_seconds: What a training batch took; nan where nobody has measured it.
+        batches: The first and the last training batch that were measured, if that is known.
+    """
+
+    costs: StepCosts
+    cut: tuple[int, ...]
+    better_cut: tuple[int, ...]
+    step_seconds: float
+    better_step_seconds: float
+    measured_step_seconds: float = float("nan")
+    batches: tuple[int, int] | None = None
+
+    @property
+    def measured_in(self) -> str:
+        """Names the batches behind a title; empty where they are not known."""
+        return "" if self.batches is None else ", batches {} to {}".format(*self.batches)
+
+    @property
+    def gain(self) -> float:
+        """What share of a step's time the better cut would save."""
+        return 1.0 - self.better_step_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    def stage_seconds(self, cut: tuple[int, ...]) -> tuple[float, ...]:
+        """Gives the time that each stage spends on a micro-batch.
+
+        Args:
+            cut: Layers per stage.
+        """
+        costs = self.costs.of_stages(cut)
+        pairs = zip(costs.forward_seconds, costs.backward_seconds, strict=True)
+        return tuple(forward + backward for forward, backward in pairs)
+
+    def __str__(self) -> str:
+        """Draws the layers, and the stages as they are and as they should be."""
+        return f"{self.layer_table}\n\n{self.stage_table}"
+
+    @property
+    def layer_table(self) -> Table:
+        """Lists what each layer costs, and where it is and should be."""
+        homes = zip(_stage_of_layer(self.cut), _stage_of_layer(self.better_cut), strict=True)
+        rows = []
+        for layer, (now, then) in zip(self.costs.layers, homes, strict=True):
+            rows.append(
+                (
+                    layer.name,
+                    str(now),
+                    str(then),
+                    f"{layer.forward_seconds * 1e3:.2f} ms",
+                    f"{layer.backward_seconds * 1e3:.2f} ms",
+                    format_bytes(layer.boundary_bytes),
+                    format_bytes(layer.activation_bytes),
+                )
+            )
+        headings = ("layer", "stage", "better", "forward", "backward", "sends", "keeps")
+        return Table(
+            f"Layers, per micro-batch{self.measured_in}",
+            headings,
+            tuple(rows),
+            frozenset(range(1, 7)),
+        )
+
+    @property
+    def stage_table(self) -> Table:
+        """Compares the cut with the better one."""
+        rows = []
+        for name, cut, step in (
+            ("today", self.cut, self.step_seconds),
+            ("better", self.better_cut, self.better_step_seconds),
+        ):
+            seconds = self.stage_seconds(cut)
+            rows.append(
+                (
+                    name,
+                    ", ".join(map(str, cut)),
+                    f"{max(seconds) * 1e3:.2f} ms",
+                    f"{sum(seconds) / len(seconds) * 1e3:.2f} ms",
+                    f"{step * 1e3:.2f} ms",
+                )
+            )
+        headings = ("cut", "layers per stage", "slowest stage", "mean stage", "step")
+        return Table(f"Stages{self.measured_in}", headings, tuple(rows), frozenset(range(2, 5)))
+
+
+def find_balance(
+    costs: StepCosts,
+    shape: PipelineShape,
+    measured_step_seconds: float = float("nan"),
+    memory: MemoryLimit | None = None,
+) -> Balance:
+    """Compares a pipeline's cut with the best one.
+
+    Args:
+        costs: What was measured.
+        shape: The pipeline as it is.
+        measured_step_seconds: What a training batch took.
+        memory: What no stage of the better cut may exceed.
+
+    Raises:
+        ValueError: The costs are of another number of layers than the pipeline's, or no cut fits
+            into the memory.
+    """
+    cut = shape.layers_per_stage
+    if len(costs.layers) != sum(cut):
+        raise ValueError(
+            f"The costs are those of {len(costs.layers)} layers, but the cut {list(cut)} is one of"
+            f" {sum(cut)}."
+        )
+    best = costs.best_cut(len(cut), memory)
+    today, then = (step_seconds(costs, shape, c) for c in (cut, best))
+    if then >= today:
+        best, then = cut, today
+    return Balance(costs, cut, best, today, then, measured_step_seconds)
+
+
+def step_seconds(costs: StepCosts, shape: PipelineShape, cut: tuple[int, ...]) -> float:
+    """Predicts the time of a training batch.
+
+    Args:
+        costs: Of the layers.
+        shape: The pipeline.
+        cut: Layers per stage, in place of the pipeline's own.
+    """
+    schedules, homes = find_schedules(shape.schedule), shape.rank_of_stage
+    of_stages = costs.of_stages(cut)
+    if schedules.update_rule is UpdateRule.FLUSHED:
+        timeline = simulate(schedules.build(homes, shape.num_microbatches), of_stages)
+        return timeline.makespan_seconds + costs.update_seconds
+    # Nobody waits but for the slowest rank, which never does.
+    busy = [costs.update_seconds] * shape.num_ranks
+    for stage, rank in enumerate(homes):
+        seconds = of_stages.forward_seconds[stage] + of_stages.backward_seconds[stage]
+        busy[rank] += shape.num_microbatches * seconds
+    return max(busy)
+
+
+def _stage_of_layer(cut: tuple[int, ...]) -> list[int]:
+    return [stage for stage, count in enumerate(cut) for _ in range(count)]

@@ -1,0 +1,172 @@
+"""What the layers of a pipelined module cost, wherever they are, and what stages of them would.
+
+A stage's forward is that of its layers and of what each stage does beside them: the user's step up
+to the pipelined module. The last stage has the rest of the step too, the loss. So a cut changes
+what a stage costs by its layers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from statistics import fmean, median
+
+from lightning_dist.engine.planning.partition import MemoryLimit, partition_layers
+from lightning_dist.engine.schedules.simulator import StageCosts
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """One layer, for one micro-batch.
+
+    Attributes:
+        name: In the pipelined module.
+        forward_seconds: Of its forward.
+        backward_seconds: Of its whole backward.
+        boundary_bytes: Of what it hands to the next layer.
+        parameter_bytes: Of its trainable parameters.
+        activation_bytes: What its forward keeps for its backward, its parameters left out.
+        resident_bytes: What it holds at all times: parameters, gradients of two updates, buffers
+            and optimizer state; in half precision the present copy of the parameters too.
+        version_bytes: Of one more version of its trainable parameters.
+    """
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    boundary_bytes: int = 0
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+    resident_bytes: int = 0
+    version_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[LayerCosts]) -> LayerCosts:
+        """Adds up what the submodules of one layer cost.
+
+        Args:
+            parts: In the order in which they run; the last one's output is the layer's.
+        """
+        return cls(
+            ", ".join(part.name for part in parts),
+            sum(part.forward_seconds for part in parts),
+            sum(part.backward_seconds for part in parts),
+            parts[-1].boundary_bytes,
+            sum(part.parameter_bytes for part in parts),
+            sum(part.activation_bytes for part in parts),
+            sum(part.resident_bytes for part in parts),
+            sum(part.version_bytes for part in parts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankProfile:
+    """What one rank knows of a training step; medians over micro-batches.
+
+    Attributes:
+        layers: This rank's, by their place in the pipelined module.
+        own_forward_seconds: What each of its stages does in a forward beside its layers.
+        own_backward_seconds: In a backward.
+        update_seconds: One optimizer update; 0 where there was none.
+        step_seconds: From one update to the next; nan where there were not two.
+    """
+
+    layers: Mapping[int, LayerCosts]
+    own_forward_seconds: Mapping[int, float]
+    own_backward_seconds: Mapping[int, float]
+    update_seconds: float
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """A training step on a pipeline.
+
+    Attributes:
+        layers: In their order.
+        own_forward_seconds: What each stage does in a forward beside its layers.
+        own_backward_seconds: In a backward.
+        loss_forward_seconds: What the last stage does beyond that in a forward.
+        loss_backward_seconds: In a backward.
+        update_seconds: One optimizer update.
+    """
+
+    layers: tuple[LayerCosts, ...]
+    own_forward_seconds: float = 0.0
+    own_backward_seconds: float = 0.0
+    loss_forward_seconds: float = 0.0
+    loss_backward_seconds: float = 0.0
+    update_seconds: float = 0.0
+
+    @classmethod
+    def of_ranks(cls, profiles: Sequence[RankProfile]) -> StepCosts:
+        """Joins what all ranks have measured; replicas of a layer are averaged.
+
+        Args:
+            profiles: Of all ranks of all replicas.
+        """
+        num_layers = 1 + max(index for profile in profiles for index in profile.layers)
+        layers = [[p.layers[i] for p in profiles if i in p.layers] for i in range(num_layers)]
+        own_forward, loss_forward = _split_off_loss([p.own_forward_seconds for p in profiles])
+        own_backward, loss_backward = _split_off_loss([p.own_backward_seconds for p in profiles])
+        return cls(
+            tuple(_mean_of(same) for same in layers),
+            own_forward,
+            own_backward,
+            loss_forward,
+            loss_backward,
+            median(profile.update_seconds for profile in profiles),
+        )
+
+    def of_stages(self, layers_per_stage: Sequence[int]) -> StageCosts:
+        """Adds up what the stages of a cut cost.
+
+        Args:
+            layers_per_stage: The cut.
+        """
+        ends = list(accumulate(layers_per_stage))
+        stages = [self.layers[end - n : end] for end, n in zip(ends, layers_per_stage, strict=True)]
+        forward = [self.own_forward_seconds + sum(c.forward_seconds for c in s) for s in stages]
+        backward = [self.own_backward_seconds + sum(c.backward_seconds for c in s) for s in stages]
+        forward[-1] += self.loss_forward_seconds
+        backward[-1] += self.loss_backward_seconds
+        return StageCosts(tuple(forward), tuple(backward), update_seconds=self.update_seconds)
+
+    def best_cut(self, num_stages: int, memory: MemoryLimit | None = None) -> tuple[int, ...]:
+        """Finds the cut whose slowest stage is fastest.
+
+        Args:
+            num_stages: Stages of the pipeline.
+            memory: What no stage may exceed.
+
+        Raises:
+            ValueError: More stages than layers, or no cut fits into the memory.
+        """
+        costs = [layer.seconds for layer in self.layers]
+        costs[-1] += self.loss_forward_seconds + self.loss_backward_seconds
+        return tuple(partition_layers(costs, num_stages, memory=memory))
+
+
+def _mean_of(same: Sequence[LayerCosts]) -> LayerCosts:
+    return replace(
+        same[0],
+        forward_seconds=fmean(layer.forward_seconds for layer in same),
+        backward_seconds=fmean(layer.backward_seconds for layer in same),
+    )
+
+
+def _split_off_loss(by_rank: Sequence[Mapping[int, float]]) -> tuple[float, float]:
+    """Tells what each stage does beside its layers from what the last one does alone."""
+    by_stage: dict[int, list[float]] = {}
+    for own in by_rank:
+        for stage, seconds in own.items():
+            by_stage.setdefault(stage, []).append(seconds)
+    last = fmean(by_stage.pop(max(by_stage))) if by_stage else 0.0
+    everywhere = median(fmean(seconds) for seconds in by_stage.values()) if by_stage else 0.0
+    return everywhere, max(0.0, last - everywhere)

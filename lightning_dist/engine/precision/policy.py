@@ -1,0 +1,173 @@
+"""Which parts of a model compute in 16 bits, and which do not.
+
+The scheme is that of the classic papers (Micikevicius et al., ICLR 2018; Kalamkar et al., 2019, for
+bf16): the optimizer keeps *masters*, the fp32 parameters that the user made, forward and backward
+run on *copies* of them in half precision, and gradients become fp32 before anything is added to
+them. Some modules are *kept*: what normalises divides by a deviation that 11 bits do not give, so
+its parameters stay fp32, and so does what it computes.
+
+The decision is made by module: a layer could not run whose weight were half and whose bias were
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_dist.engine.common.suggestion import shorten
+from lightning_dist.engine.tensors.module_tree import original_class
+
+_LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class HalfPrecision:
+    """What computes in half precision.
+
+    Attributes:
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+        keep_fp32: Parts of the names of module classes, or of dotted names of parameters; upper and
+            lower case are the same. ``"loss"`` also keeps what is done with a model's output.
+        master_weights: Whether parameters stay fp32 and copies of them compute; else they
+            are half themselves.
+    """
+
+    dtype: torch.dtype
+    keep_fp32: tuple[str, ...] = ("norm", _LOSS)
+    master_weights: bool = True
+
+    @property
+    def keeps_loss(self) -> bool:
+        """Whether what leaves the model becomes fp32."""
+        return any(_LOSS in part.lower() for part in self.keep_fp32)
+
+    def is_loss(self, name: str, module: nn.Module) -> bool:
+        """Whether a module is kept for being a loss, whose value shall not be rounded.
+
+        Args:
+            name: Its dotted name.
+            module: A kept one.
+        """
+        return self.keeps_loss and _LOSS in f"{name} {original_class(module).__name__}".lower()
+
+    def kept(self, root: nn.Module) -> dict[str, nn.Module]:
+        """Finds the outermost modules that compute in fp32, by their dotted names.
+
+        A module counts by its class where it has parameters of its own or nothing inside, for a
+        class such as ``NormalizingFlow`` is a model and no norm.
+
+        Args:
+            root: The user's module; its own class is not looked at.
+        """
+        found: dict[str, nn.Module] = {}
+        for name, module in root.named_modules():
+            is_inside = any(name.startswith(f"{other}.") for other in found)
+            if name and not is_inside and self._is_kept(name, module):
+                found[name] = module
+        return found
+
+    def _is_kept(self, name: str, module: nn.Module) -> bool:
+        own = [attribute for attribute, _ in module.named_parameters(recurse=False)]
+        if not own and next(module.children(), None) is not None:
+            return False
+        texts = [original_class(module).__name__, *(f"{name}.{attribute}" for attribute in own)]
+        return any(part.lower() in text.lower() for part in self.keep_fp32 for text in texts)
+
+    def half_parameters(self, root: nn.Module) -> dict[str, nn.Parameter]:
+        """Finds the parameters that compute in half precision, by their dotted names.
+
+        Those of the root itself do not: a step uses them beside what has left the model.
+
+        Args:
+            root: The user's module.
+
+        Raises:
+            ValueError: A parameter is neither fp32 nor what this makes of one.
+        """
+        kept = {id(p) for module in self.kept(root).values() for p in module.parameters()}
+        kept |= {id(p) for p in root.parameters(recurse=False)}
+        floating = {n: p for n, p in root.named_parameters() if p.is_floating_point()}
+        half = {name: p for name, p in floating.items() if id(p) not in kept}
+        self._check(floating, half)
+        return half
+
+    def _check(self, floating: dict[str, nn.Parameter], half: dict[str, nn.Parameter]) -> None:
+        odd = [
+            f"{name!r} is {p.dtype}"
+            for name, p in floating.items()
+            if p.dtype != torch.float32
+            and (self.master_weights or name not in half or p.dtype != self.dtype)
+        ]
+        if odd:
+            raise ValueError(
+                "MixedPrecision makes its copies from parameters in torch.float32, and there are"
+                f" others: {shorten(odd)}. Call `.float()` on the module first."
+            )
+
+    def convert(self, root: nn.Module) -> None:
+        """Makes parameters half themselves, where there are to be no masters.
+
+        Args:
+            root: The user's module; changed.
+
+        Raises:
+            ValueError: A parameter is of another dtype, or a module has been scripted.
+        """
+        scripted = [n for n, m in root.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+        if scripted:
+            raise ValueError(
+                f"MixedPrecision cannot cast what enters a scripted module: {shorten(scripted)}."
+                " Use the module as it was before `torch.jit.script`."
+            )
+        for parameter in self.half_parameters(root).values():
+            if not self.master_weights:
+                parameter.data = parameter.data.to(self.dtype)
+
+    def dtype_into(self, root: nn.Module, path: str) -> torch.dtype:
+        """Tells what a module below the root is called with.
+
+        Args:
+            root: The user's module.
+            path: Dotted name of the other.
+        """
+        entries = [name for name, _ in self.entries(root)]
+        is_half = any(_is_in(path, entry) for entry in entries)
+        is_kept = any(_is_in(path, name) for name in self.kept(root))
+        return self.dtype if is_half and not is_kept else torch.float32
+
+    def entries(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Finds the outermost modules that a step calls and that compute in half precision.
+
+        Args:
+            root: The user's module.
+
+        Yields:
+            Dotted names and modules.
+        """
+        kept = self.kept(root)
+        for name, module in _called(root):
+            inside = {n for n, m in module.named_modules(prefix=name) if _has_floats(m)}
+            outside = [n for n in inside if not any(_is_in(n, k) for k in kept)]
+            if outside:
+                yield name, module
+
+
+def _called(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for key, child in root.named_children():
+        name = f"{prefix}{key}"
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # nobody calls these
+            yield from _called(child, f"{name}.")
+        else:
+            yield name, child
+
+
+def _is_in(name: str, outer: str) -> bool:
+    return name == outer or name.startswith(f"{outer}.")
+
+
+def _has_floats(module: nn.Module) -> bool:
+    return any(p.is_floating_point() for p in module.parameters(recurse=False))

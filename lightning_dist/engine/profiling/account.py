@@ -1,0 +1,113 @@
+"""Where one rank's time went, each second counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lightning_dist.engine.profiling.intervals import Interval, length_outside, union
+from lightning_dist.engine.profiling.phase import Phase, PhaseKind
+from lightning_dist.engine.profiling.rank_record import RankRecord
+from lightning_dist.engine.schedules.actions import ActionKind
+from lightning_dist.engine.schedules.timeline import Span, SpanKind
+
+
+class Use(StrEnum):
+    """What time is used for; what comes first counts where two overlap."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    WAITING = "waiting"
+    """For another rank."""
+    COMMUNICATION = "communication"
+    """That no computing hides."""
+    DATA_LOADING = "data loading"
+    CHECKPOINT = "checkpoint"
+    OTHER = "other"
+    """Lightning's loop, loggers, callbacks."""
+
+
+_OF_PHASES = {
+    PhaseKind.DATA_LOADING: Use.DATA_LOADING,
+    PhaseKind.CHECKPOINT: Use.CHECKPOINT,
+}
+_OF_SPANS = {
+    SpanKind.UPDATE: Use.UPDATE,
+    SpanKind.WAIT: Use.WAITING,
+    SpanKind.COMMUNICATION: Use.COMMUNICATION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Of one rank, in seconds per step.
+
+    Attributes:
+        step_seconds: A whole step, validation left out.
+        seconds: By use; together a whole step.
+    """
+
+    step_seconds: float
+    seconds: Mapping[Use, float]
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward, backward and update."""
+        return sum(self.seconds[use] for use in (Use.FORWARD, Use.BACKWARD, Use.UPDATE))
+
+
+def account_for(record: RankRecord) -> Account:
+    """Adds up what a rank did.
+
+    What is timed as a whole, such as a backward of DDP, has collectives in it. As much of it is
+    communication as was exposed in the step that was traced.
+
+    Args:
+        record: Of the rank; at least one step.
+    """
+    count = len(record.steps)
+    validation = _intervals(p for p in record.phases if p.kind is PhaseKind.VALIDATION)
+    total = length_outside(record.steps, validation) / count
+    found = {use: value / count for use, value in _by_use(record.spans, record.phases).items()}
+    if record.exposure is not None and not found[Use.WAITING] + found[Use.COMMUNICATION]:
+        found = _exposed(found, record.exposure.shares)
+    found[Use.OTHER] = max(0.0, total - sum(found.values()))
+    return Account(total, found)
+
+
+def _exposed(found: dict[Use, float], shares: Mapping[str, float]) -> dict[Use, float]:
+    """Takes what is exposed out of what it happened in."""
+    moved = dict(found)
+    for use in (Use.FORWARD, Use.BACKWARD, Use.UPDATE):
+        part = shares.get(use.value, 0.0) * moved[use]
+        moved[use] -= part
+        moved[Use.COMMUNICATION] += part
+    return moved
+
+
+def _by_use(spans: tuple[Span, ...], phases: tuple[Phase, ...]) -> dict[Use, float]:
+    intervals: dict[Use, list[Interval]] = {use: [] for use in Use}
+    for span in spans:
+        intervals[_use_of(span)].append((span.start_seconds, span.end_seconds))
+    for phase in phases:
+        if phase.kind in _OF_PHASES:
+            use = _OF_PHASES[phase.kind]
+            intervals[use].append((phase.start_seconds, phase.end_seconds))
+    seconds: dict[Use, float] = {}
+    before: list[Interval] = []
+    for use, own in intervals.items():
+        seconds[use] = length_outside(own, before)
+        before = union([*before, *own])
+    return seconds
+
+
+def _use_of(span: Span) -> Use:
+    if span.kind is SpanKind.COMPUTE:
+        return Use.FORWARD if span.action.kind is ActionKind.FORWARD else Use.BACKWARD
+    return _OF_SPANS[span.kind]
+
+
+def _intervals(phases: Iterable[Phase]) -> list[Interval]:
+    return [(phase.start_seconds, phase.end_seconds) for phase in phases]

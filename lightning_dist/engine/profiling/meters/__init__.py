@@ -1,0 +1,1 @@
+"""Meters that take measurements on a rank."""

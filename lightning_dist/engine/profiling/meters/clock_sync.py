@@ -1,0 +1,57 @@
+"""Compare the clocks of all ranks with that of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from lightning_dist.engine.profiling.clock_offset import ClockOffset, Ping, estimate_offset
+
+_NUM_PINGS = 12
+
+
+def exchange_pings(
+    clock: Callable[[], float], group: dist.ProcessGroup, num_pings: int = _NUM_PINGS
+) -> tuple[ClockOffset, ...]:
+    """Tells by how much each rank's clock is ahead of the first one's; each rank must call it.
+
+    The first one asks the others in turn, so that no message waits behind another one.
+
+    Args:
+        clock: Of this rank, in seconds.
+        group: Of gloo; nothing else may be under way in it.
+        num_pings: To each rank.
+
+    Returns:
+        By rank of the group, the same on all of them.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    offsets = [ClockOffset() for _ in range(size)]
+    first = dist.get_global_rank(group, 0)
+    for peer in range(1, size):
+        if rank == 0:
+            other = dist.get_global_rank(group, peer)
+            offsets[peer] = estimate_offset([_ask(clock, other, group) for _ in range(num_pings)])
+        elif rank == peer:
+            for _ in range(num_pings):
+                _answer(clock, first, group)
+    flat = torch.tensor([(o.seconds, o.uncertainty_seconds) for o in offsets], dtype=torch.float64)
+    dist.broadcast(flat, first, group=group)
+    return tuple(ClockOffset(*row) for row in flat.tolist())
+
+
+def _ask(clock: Callable[[], float], peer: int, group: dist.ProcessGroup) -> Ping:
+    message = torch.zeros(1, dtype=torch.float64)
+    sent = clock()
+    dist.send(message, peer, group=group)
+    dist.recv(message, peer, group=group)
+    return Ping(sent, message.item(), clock())
+
+
+def _answer(clock: Callable[[], float], first: int, group: dist.ProcessGroup) -> None:
+    message = torch.zeros(1, dtype=torch.float64)
+    dist.recv(message, first, group=group)
+    message[0] = clock()
+    dist.send(message, first, group=group)

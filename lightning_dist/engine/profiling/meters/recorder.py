@@ -1,0 +1,195 @@
+"""What a rank did when: the measured side of the timeline.
+
+Each action costs two clock readings and one tuple, and nothing is computed until somebody asks. On
+a GPU the clock is a CUDA event, so that a span is the time on the device, not the time of the
+launch, and no action waits for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lightning_dist.engine.schedules.actions import Action
+from lightning_dist.engine.schedules.timeline import Span, SpanKind
+
+_COUNTED_FROM_SECONDS = 8.0  # which single precision tells to half a microsecond
+
+
+class Clock(Protocol):
+    """Reads marks now and turns them into seconds later."""
+
+    def mark(self) -> Any:
+        """Reads the clock."""
+
+    def seconds(self, mark: Any) -> float:
+        """Turns a mark into seconds since the epoch."""
+
+
+class HostClock:
+    """The monotonic clock of the host, shifted to the epoch so that hosts can be compared."""
+
+    def __init__(self) -> None:
+        self._offset_seconds = time.time() - time.perf_counter()
+
+    def mark(self) -> float:
+        """Reads the clock."""
+        return time.perf_counter()
+
+    def seconds(self, mark: float) -> float:
+        """Turns a mark into seconds since the epoch."""
+        return mark + self._offset_seconds
+
+
+@dataclass(slots=True)
+class CudaMark:
+    """An event, and an earlier one that it is counted from.
+
+    Attributes:
+        event: When it was.
+        since: The earlier one; None for the first.
+        known_seconds: Since the epoch, where somebody has asked.
+    """
+
+    event: torch.cuda.Event
+    since: CudaMark | None
+    known_seconds: float | None = None
+
+    def seconds(self) -> float:
+        """Gives its seconds since the epoch; waits for it."""
+        if self.known_seconds is None:
+            assert self.since is not None
+            before = self.since.seconds()
+            self.event.synchronize()
+            self.known_seconds = before + self.since.event.elapsed_time(self.event) / 1e3
+            self.since = None  # which may be the last to hold the one before
+        return self.known_seconds
+
+
+class CudaClock:
+    """Events on the current CUDA stream.
+
+    CUDA tells the time between two events in single precision: after an hour to a quarter of a
+    millisecond. So a mark is counted from one that was some seconds before.
+
+    Args:
+        device: The device whose work is timed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        event = self._record()
+        torch.cuda.synchronize(device)
+        self._since = CudaMark(event, None, time.time())
+        self._renewal = time.monotonic() + _COUNTED_FROM_SECONDS
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def mark(self) -> CudaMark:
+        """Records an event."""
+        mark = CudaMark(self._record(), self._since)
+        if time.monotonic() >= self._renewal:
+            self._since.seconds()  # the device has passed it long ago
+            self._since = mark
+            self._renewal = time.monotonic() + _COUNTED_FROM_SECONDS
+        return mark
+
+    def seconds(self, mark: CudaMark) -> float:
+        """Turns a mark into seconds since the epoch; waits for it."""
+        return mark.seconds()
+
+
+class Recorder:
+    """Keeps the newest spans of one rank.
+
+    Args:
+        rank: The rank to write into the spans.
+        device: Chooses the clock.
+        capacity: Spans kept; older ones are forgotten, so that long runs need no more memory.
+    """
+
+    def __init__(self, rank: int, device: torch.device, capacity: int = 20_000) -> None:
+        self.rank = rank
+        self._clock: Clock = CudaClock(device) if device.type == "cuda" else HostClock()
+        self._marks: deque[tuple[int, SpanKind, Action, Any, Any]] = deque(maxlen=capacity)
+        self._stretch = 0
+
+    @contextmanager
+    def span(self, kind: SpanKind, action: Action) -> Iterator[None]:
+        """Records what happens inside, if it ends well.
+
+        Args:
+            kind: What the rank does.
+            action: For which action.
+
+        Yields:
+            Nothing.
+        """
+        start = self.mark()
+        yield
+        self.record(kind, action, start)
+
+    def mark(self) -> Any:
+        """Reads the clock, for :meth:`record`."""
+        return self._clock.mark()
+
+    def record(self, kind: SpanKind, action: Action, start: Any, end: Any | None = None) -> None:
+        """Records a span that has ended.
+
+        Args:
+            kind: What the rank did.
+            action: For which action.
+            start: What :meth:`mark` gave when it began.
+            end: What :meth:`mark` gave when it ended; None is now.
+        """
+        end = self.mark() if end is None else end
+        self._marks.append((self._stretch, kind, action, start, end))
+
+    def seconds(self, mark: Any) -> float:
+        """Turns what :meth:`mark` gave into seconds since the epoch."""
+        return self._clock.seconds(mark)
+
+    def interrupt(self) -> None:
+        """Begins a new stretch: something else than training lies between what comes and what was.
+
+        All ranks must call it alike.
+        """
+        self._stretch += 1
+
+    def stretches(self) -> dict[int, tuple[Span, ...]]:
+        """Gives the recorded spans in seconds since the epoch, oldest first, by stretch."""
+        seconds = self._clock.seconds
+        found: dict[int, list[Span]] = {}
+        for stretch, kind, action, start, end in self._marks:
+            span = Span(self.rank, kind, action, seconds(start), seconds(end))
+            found.setdefault(stretch, []).append(span)
+        return {stretch: tuple(spans) for stretch, spans in found.items()}
+
+    def since(self, start: Any) -> tuple[Span, ...]:
+        """Gives the spans that have begun later, in seconds since the epoch, oldest first.
+
+        Args:
+            start: What :meth:`mark` gave.
+        """
+        begin, seconds = self.seconds(start), self._clock.seconds
+        found: list[Span] = []
+        for _, kind, action, first, last in reversed(self._marks):
+            span = Span(self.rank, kind, action, seconds(first), seconds(last))
+            if span.end_seconds < begin:
+                break
+            if span.start_seconds >= begin:
+                found.append(span)
+        return tuple(reversed(found))
+
+    def clear(self) -> None:
+        """Forgets all spans."""
+        self._marks.clear()

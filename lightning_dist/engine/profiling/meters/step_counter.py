@@ -1,0 +1,102 @@
+"""Count one step's operations, messages and activations, whoever asks for them.
+
+Everything passes torch's dispatcher, the parts of autograd too; but for what stages hand over in
+memory that two processes share, and what is inside of a compiled kernel. Looking at each operation
+is slow, so such a step is not timed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.planning.message_count import MessageCount
+from lightning_dist.engine.planning.traffic import MessageKind, Traffic, TrafficLedger
+from lightning_dist.engine.profiling.meters.activation_meter import ActivationMeter
+from lightning_dist.engine.profiling.meters.flop_counter import FlopCounter
+from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
+from lightning_dist.engine.profiling.meters.weights_in_use import WeightsInUse
+from lightning_dist.engine.profiling.rank_record import StepCount
+from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.operation_watch import OperationWatch, Watch
+
+
+class StepCounter:
+    """Counts from :meth:`start` to :meth:`stop`.
+
+    Args:
+        mesh: Tells who a message is for.
+        parameters: What is there before a step.
+        in_memory: What no operation of torch tells of, if there is any.
+    """
+
+    def __init__(
+        self,
+        mesh: MeshShape,
+        parameters: Iterable[Tensor],
+        in_memory: MessageCount | None = None,
+    ) -> None:
+        self._in_memory = MessageCount() if in_memory is None else in_memory
+        self._ledger = TrafficLedger()
+        self._traffic = TrafficCounter(self._ledger, mesh)
+        self._flops = FlopCounter()
+        self._told: dict[Any, list[Watch]] = {}
+        self._operations = OperationWatch(self._look)
+        self._weights = WeightsInUse()
+        own = (local_part(p.detach()) for p in parameters)
+        self._activations = ActivationMeter(own, self._weights)
+        self._stack = ExitStack()
+
+    def start(self) -> None:
+        """Begins to count."""
+        # Nothing is compiled for the sake of this step; what has been is taken as it is.
+        self._stack.enter_context(torch.compiler.set_stance("eager_on_recompile"))
+        self._stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", r".*when there are global hooks")  # torch.compile's
+        for part in (self._weights, self._activations, self._operations):
+            self._stack.enter_context(part)
+        self._stack.callback(self._add_since, replace(self._in_memory))
+
+    def _look(self, func: Any, *call: Any) -> None:
+        told = self._told.get(func)
+        if told is None:  # most operations are of no interest to anybody, and there are thousands
+            told = [c for c in (self._traffic, self._flops) if c.counts(func)]
+            self._told[func] = told
+        for counter in told:
+            counter(func, *call)
+
+    def _add_since(self, before: MessageCount) -> None:
+        if count := self._in_memory.count - before.count:
+            num_bytes = self._in_memory.num_bytes - before.num_bytes
+            self._ledger.add(MessageKind.SEND, ("pp",), num_bytes, count)
+
+    def stop(self) -> None:
+        """Ends; also where nothing has begun."""
+        self._stack.close()
+
+    def count(self, num_steps: int, num_forwards: int) -> StepCount:
+        """Says what a step came to.
+
+        Args:
+            num_steps: That were counted.
+            num_forwards: In a step.
+        """
+        meter = self._activations
+        return StepCount(
+            self._flops.flops // num_steps,
+            tuple(_per_step(traffic, num_steps) for traffic in self._ledger.traffic),
+            meter.peak_bytes,
+            meter.total_bytes // (num_steps * num_forwards),
+        )
+
+
+def _per_step(traffic: Traffic, num_steps: int) -> Traffic:
+    count, num_bytes = traffic.count // num_steps, traffic.num_bytes // num_steps
+    return Traffic(traffic.kind, traffic.axes, count, num_bytes)

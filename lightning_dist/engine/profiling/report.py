@@ -1,0 +1,240 @@
+"""What all ranks have measured, joined: the answers, and the numbers for loggers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, median_low
+
+from lightning_dist.engine.planning.layer_costs import LayerCosts
+from lightning_dist.engine.planning.traffic import MessageKind
+from lightning_dist.engine.profiling.account import Account, Use, account_for
+from lightning_dist.engine.profiling.bubble import (
+    measured_bubble,
+    measured_costs,
+    predicted_timeline,
+)
+from lightning_dist.engine.profiling.clock_offset import ClockOffset
+from lightning_dist.engine.profiling.peak_flops import find_peak_flops
+from lightning_dist.engine.profiling.rank_record import RankPlace, RankRecord
+from lightning_dist.engine.schedules.timeline import Timeline
+
+_STRAGGLES = 1.15
+"""A rank that takes so many times as long as ranks with the same work is a straggler, ..."""
+_FELT = 0.05
+"""... if that is such a share of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that computes longer than others with the same work.
+
+    Attributes:
+        place: Which.
+        ratio: Its time over theirs.
+    """
+
+    place: RankPlace
+    ratio: float
+
+    def __str__(self) -> str:
+        """Names it."""
+        return f"rank {self.place.rank} on {self.place.host} ({self.ratio:.2f} x its peers)"
+
+
+@dataclass(frozen=True)
+class ProfileReport:
+    """Some training steps of all ranks.
+
+    Attributes:
+        records: By rank, on the clock of rank 0.
+        offsets: By how much each rank's clock is ahead.
+        first_batch: Which batch the first of the steps was.
+    """
+
+    records: tuple[RankRecord, ...]
+    offsets: tuple[ClockOffset, ...]
+    first_batch: int = 0
+
+    @classmethod
+    def join(
+        cls, records: Sequence[RankRecord], offsets: Sequence[ClockOffset], first_batch: int
+    ) -> ProfileReport:
+        """Puts what the ranks measured on one clock.
+
+        Args:
+            records: By rank, each on its own.
+            offsets: By rank.
+            first_batch: Which batch the first of the steps was.
+        """
+        pairs = zip(records, offsets, strict=True)
+        moved = tuple(record.on_clock(offset) for record, offset in pairs)
+        return cls(moved, tuple(offsets), first_batch)
+
+    def batches(self, count: int | None = None) -> str:
+        """Names the first batches that were timed, or all.
+
+        Args:
+            count: How many; None for all.
+        """
+        number = self.num_steps if count is None else count
+        first, last = self.first_batch, self.first_batch + number - 1
+        return f"batch {first}" if number == 1 else f"batches {first} to {last}"
+
+    # --- time --------------------------------------------------------------------------------
+
+    @cached_property
+    def accounts(self) -> tuple[Account, ...]:
+        """Where each rank's time went."""
+        return tuple(account_for(record) for record in self.records)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were timed."""
+        return len(self.records[0].steps)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step, on average over steps and ranks."""
+        return fmean(account.step_seconds for account in self.accounts)
+
+    def share(self, use: Use) -> float:
+        """Gives what share of the ranks' time had a use.
+
+        Args:
+            use: Which.
+        """
+        return fmean(account.seconds[use] for account in self.accounts) / self.step_seconds
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What the ranks did, on one clock."""
+        spans = tuple(span for record in self.records for span in record.spans)
+        return Timeline(len(self.records), spans)
+
+    @cached_property
+    def predicted_timeline(self) -> Timeline | None:
+        """What the simulator makes of the measured costs; None without a pipeline."""
+        shape = self.records[0].place.shape
+        if shape is None:
+            return None
+        costs = measured_costs(self.timeline.spans, shape.num_stages)
+        return None if costs is None else predicted_timeline(shape, costs)
+
+    @cached_property
+    def bubble_fraction(self) -> float | None:
+        """Measured; None without a pipeline."""
+        shape = self.records[0].place.shape
+        return None if shape is None else measured_bubble(self.records, shape)
+
+    @property
+    def predicted_bubble_fraction(self) -> float | None:
+        """By the simulator, with the measured costs; None without a pipeline."""
+        timeline = self.predicted_timeline
+        return None if timeline is None else timeline.bubble_fraction
+
+    @cached_property
+    def slowest(self) -> RankPlace:
+        """The rank that computes longest: the others wait for it."""
+        seconds = [account.compute_seconds for account in self.accounts]
+        return self.records[seconds.index(max(seconds))].place
+
+    @cached_property
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """Ranks that take clearly longer than others with the same work; empty without others."""
+        groups: dict[int, list[int]] = {}
+        for rank, record in enumerate(self.records):
+            groups.setdefault(record.place.stage_group, []).append(rank)
+        found = []
+        for ranks in groups.values():
+            seconds = [self.accounts[rank].compute_seconds for rank in ranks]
+            typical = median_low(seconds)
+            for rank, own in zip(ranks, seconds, strict=True):
+                is_felt = own - typical >= _FELT * self.step_seconds
+                if typical > 0 and own / typical >= _STRAGGLES and is_felt:
+                    found.append(Straggler(self.records[rank].place, own / typical))
+        return tuple(sorted(found, key=lambda straggler: -straggler.ratio))
+
+    # --- work --------------------------------------------------------------------------------
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all ranks that read different data."""
+        return self._per_second([record.num_samples for record in self.records])
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Likewise; None where batches do not say how many tokens they have."""
+        counts = [record.num_tokens for record in self.records]
+        known = [count for count in counts if count is not None]
+        return self._per_second(known) if len(known) == len(counts) else None
+
+    def _per_second(self, counts: Sequence[int]) -> float:
+        places = [record.place.data_index for record in self.records]
+        by_data = dict(zip(places, counts, strict=True))
+        return sum(by_data.values()) / (self.num_steps * self.step_seconds)
+
+    @property
+    def flops(self) -> int:
+        """Of a step, on all ranks together."""
+        return sum(record.count.flops for record in self.records)
+
+    @property
+    def mfu(self) -> float | None:
+        """What share of the devices' peak that is; None where a peak is unknown."""
+        places = [record.place for record in self.records]
+        peaks = [find_peak_flops(place.device, place.precision) for place in places]
+        known = [peak for peak in peaks if peak is not None]
+        if len(known) < len(peaks):
+            return None
+        return self.flops / self.step_seconds / sum(known)
+
+    @cached_property
+    def bytes_by_kind(self) -> dict[MessageKind, int]:
+        """What the ranks say to each other in a step, on all ranks together."""
+        counts: Counter[MessageKind] = Counter()
+        for record in self.records:
+            for traffic in record.count.traffic:
+                counts[traffic.kind] += traffic.num_bytes
+        return dict(counts)
+
+    @property
+    def exposed_share(self) -> float | None:
+        """What share of a traced step's collectives nothing hid; None without any."""
+        found = [record.exposure for record in self.records if record.exposure is not None]
+        total = sum(exposure.seconds for exposure in found)
+        return sum(e.exposed_seconds for e in found) / total if total else None
+
+    @cached_property
+    def layers(self) -> tuple[LayerCosts, ...]:
+        """What layers cost for a micro-batch, in their order; empty where nobody timed them."""
+        found = {i: costs for record in self.records for i, costs in record.layers.items()}
+        return tuple(found[index] for index in sorted(found))
+
+    # --- numbers -----------------------------------------------------------------------------
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Named numbers for loggers, the same on all ranks."""
+        memory = [record.memory for record in self.records]
+        known = {
+            "bubble_fraction": self.bubble_fraction,
+            "predicted_bubble_fraction": self.predicted_bubble_fraction,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "exposed_communication_share": self.exposed_share,
+        }
+        numbers = {
+            "step_seconds": self.step_seconds,
+            "samples_per_second": self.samples_per_second,
+            "flops_per_second": self.flops / self.step_seconds,
+            "communication_bytes": float(sum(self.bytes_by_kind.values())),
+            "peak_bytes": float(max(use.measured.peak for use in memory)),
+            "slowest_rank": float(self.slowest.rank),
+            "num_stragglers": float(len(self.stragglers)),
+            **{f"{use.replace(' ', '_')}_share": self.share(use) for use in Use},
+            **{name: value for name, value in known.items() if value is not None},
+        }
+        return {f"profile/{name}": value for name, value in numbers.items()}

@@ -1,0 +1,118 @@
+"""A profile in tables and one line of conclusions."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from lightning_dist.engine.common.quantity import format_bytes, format_count
+from lightning_dist.engine.common.table import Table
+from lightning_dist.engine.planning.memory import RankMemory
+from lightning_dist.engine.profiling.account import Use
+from lightning_dist.engine.profiling.report import ProfileReport
+
+
+def summary_table(report: ProfileReport) -> Table:
+    """Lists what holds for the whole run.
+
+    Args:
+        report: Of all ranks.
+    """
+    first, last = report.first_batch, report.first_batch + report.num_steps - 1
+    rows = [
+        ("batches", f"{first} to {last}, {report.num_steps} timed"),
+        ("step", f"{report.step_seconds * 1e3:.2f} ms"),
+        ("throughput", _throughput(report)),
+    ]
+    if report.bubble_fraction is not None:
+        predicted = report.predicted_bubble_fraction
+        beside = "" if predicted is None else f", {predicted:.1%} predicted from these costs"
+        rows.append(("bubble", f"{report.bubble_fraction:.1%} measured{beside}"))
+    rows.append(("operations", _operations(report)))
+    for kind, num_bytes in report.bytes_by_kind.items():
+        rows.append((f"{kind.value}, all ranks", f"{format_bytes(num_bytes)} per step"))
+    if report.exposed_share is not None:
+        rows.append(("collectives", f"{report.exposed_share:.0%} of their time is exposed"))
+    rows.append(("stragglers", _stragglers(report)))
+    if len(report.records) > 1:
+        rows.append(("clocks", _clocks(report)))
+    return Table("Step profile", ("", ""), tuple(rows))
+
+
+def time_table(report: ProfileReport) -> Table:
+    """Lists where each rank's time goes, in milliseconds per step.
+
+    Args:
+        report: Of all ranks.
+    """
+    uses = [use for use in Use if any(a.seconds[use] > 0 for a in report.accounts)]
+    rows = [
+        (
+            str(record.place.rank),
+            record.place.host,
+            *(f"{account.seconds[use] * 1e3:.2f}" for use in uses),
+            f"{account.step_seconds * 1e3:.2f}",
+        )
+        for record, account in zip(report.records, report.accounts, strict=True)
+    ]
+    headings = ("rank", "host", *(use.value for use in uses), "step")
+    right = frozenset({0, *range(2, len(headings))})
+    return Table(f"Milliseconds per step, {report.batches()}", headings, tuple(rows), right)
+
+
+def memory_table(report: ProfileReport) -> Table:
+    """Lists what each rank holds, and what the planner says.
+
+    Args:
+        report: Of all ranks.
+    """
+    uses = [record.memory for record in report.records]
+    kinds = [
+        field.name
+        for field in fields(RankMemory)
+        if any(
+            getattr(memory, field.name)
+            for use in uses
+            for memory in (use.measured, use.predicted)
+            if memory is not None
+        )
+    ]
+    rows = []
+    for record in report.records:
+        for name, memory in (
+            ("measured", record.memory.measured),
+            ("predicted", record.memory.predicted),
+        ):
+            if memory is not None:
+                cells = [format_bytes(getattr(memory, kind)) for kind in kinds]
+                rows.append((str(record.place.rank), name, *cells, format_bytes(memory.peak)))
+        if record.memory.allocated_bytes is not None:
+            blank = [""] * len(kinds)
+            total = format_bytes(record.memory.allocated_bytes)
+            rows.append((str(record.place.rank), "allocator", *blank, total))
+    headings = ("rank", "", *(kind.replace("_", " ") for kind in kinds), "together")
+    right = frozenset({0, *range(2, len(headings))})
+    return Table("Memory at its peak", headings, tuple(rows), right)
+
+
+def _throughput(report: ProfileReport) -> str:
+    samples = f"{report.samples_per_second:,.1f} samples per second"
+    tokens = report.tokens_per_second
+    return samples if tokens is None else f"{samples}, {tokens:,.0f} tokens per second"
+
+
+def _operations(report: ProfileReport) -> str:
+    per_second = format_count(round(report.flops / report.step_seconds))
+    text = f"{format_count(report.flops)} FLOPs per step, {per_second} per second"
+    return text if report.mfu is None else f"{text}, MFU {report.mfu:.1%}"
+
+
+def _stragglers(report: ProfileReport) -> str:
+    slowest = report.slowest
+    where = f"rank {slowest.rank} on {slowest.host} computes longest"
+    return "; ".join(map(str, report.stragglers)) or f"none; {where}"
+
+
+def _clocks(report: ProfileReport) -> str:
+    ahead = max(abs(offset.seconds) for offset in report.offsets)
+    error = max(offset.uncertainty_seconds for offset in report.offsets)
+    return f"up to {ahead * 1e3:.3f} ms apart, known to {error * 1e3:.3f} ms"

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: who computes what in which order, without torch."""

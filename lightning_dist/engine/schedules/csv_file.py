@@ -1,0 +1,187 @@
+"""Schedules in files: a row per rank, an action per cell, as torch writes and reads them.
+
+``torch.distributed.pipelining`` dumps its schedules so, with or without communication; what is not
+a forward or backward follows from the rest and is left out here. Blank cells are pauses for people.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError, UpdateRule
+
+# What torch's lowered schedules have besides, for communication and for sharded parameters.
+_DERIVED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleFile:
+    """A schedule from a file, which has its sizes.
+
+    Attributes:
+        name: As the user has written it, with ``file:``.
+        schedule: What the file says.
+        update_rule: When gradients are applied.
+    """
+
+    name: str
+    schedule: Schedule
+    update_rule: UpdateRule = UpdateRule.FLUSHED
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards are parted in two."""
+        part = ActionKind.BACKWARD_INPUT
+        return any(action.kind is part for rank in self.schedule.ranks for action in rank)
+
+    def num_ranks(self, num_stages: int, stages_per_rank: int | None = None) -> int:
+        """Gives the file's ranks.
+
+        Args:
+            num_stages: Stages of the pipeline.
+            stages_per_rank: Stages on each, or None.
+
+        Raises:
+            ValueError: The file has other stages.
+        """
+        if num_stages != self.schedule.num_stages:
+            raise ValueError(
+                f"num_stages={num_stages} does not go with schedule={self.name!r}, which has"
+                f" {self.schedule.num_stages}."
+            )
+        return len(self.schedule.ranks)
+
+    def rank_of_stage(self, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+        """Gives the rank of each stage.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            stages_per_rank: Stages on each, or None.
+
+        Raises:
+            ValueError: The file is for another number of ranks, or of stages.
+        """
+        found = self.schedule.rank_of_stage
+        per_rank = set(Counter(found).values())
+        if len(per_rank) > 1:
+            raise ValueError(
+                f"schedule={self.name!r} has ranks with different numbers of stages: the ranks of"
+                f" its stages are {list(found)}. Give each rank as many."
+            )
+        if num_ranks != len(self.schedule.ranks):
+            raise ValueError(
+                f"schedule={self.name!r} has {len(self.schedule.ranks)} rows, one for each rank of"
+                f" the pipeline, but the pipeline has {num_ranks}."
+            )
+        if stages_per_rank is not None and stages_per_rank * num_ranks != len(found):
+            raise ValueError(
+                f"schedule={self.name!r} has {len(found)} stages on {num_ranks} ranks, which is not"
+                f" stages_per_rank={stages_per_rank}. Leave `stages_per_rank` out."
+            )
+        return found
+
+    def default_microbatches(self, num_ranks: int) -> int:
+        """Gives the file's number of micro-batches.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+        """
+        return self.schedule.num_microbatches
+
+    def check_microbatches(self, num_ranks: int, count: int) -> None:
+        """Checks the number of micro-batches of a batch.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            count: Micro-batches.
+
+        Raises:
+            ValueError: The file has another number.
+        """
+        if count != self.schedule.num_microbatches:
+            raise ValueError(
+                f"num_microbatches={count} does not go with schedule={self.name!r}, which has"
+                f" {self.schedule.num_microbatches}."
+            )
+
+    def most_microbatches(self, num_ranks: int, limit: int) -> int:
+        """Gives the file's number of micro-batches.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            limit: At least 1.
+        """
+        return self.schedule.num_microbatches
+
+    def build(
+        self, rank_of_stage: tuple[int, ...], num_microbatches: int, num_batches: int = 1
+    ) -> Schedule:
+        """Gives the schedule.
+
+        Args:
+            rank_of_stage: The rank of each stage.
+            num_microbatches: Of each batch.
+            num_batches: Batches between two drains.
+        """
+        return self.schedule
+
+
+def read_schedule(path: str | Path) -> Schedule:
+    """Reads and validates a schedule.
+
+    Args:
+        path: Of a CSV file with cells like ``0F0``, ``0B0``, ``0I0`` and ``0W0``.
+
+    Raises:
+        ValueError: It cannot be read, a cell is no action, or the schedule cannot be executed.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"The schedule {str(path)!r} cannot be read: {error}.") from error
+    ranks = tuple(tuple(_actions(path, rank, row)) for rank, row in enumerate(rows))
+    everything = [action for actions in ranks for action in actions]
+    if not everything:
+        raise ValueError(f"The schedule {str(path)!r} has no actions.")
+    if all(action.kind is ActionKind.FORWARD for action in everything):
+        raise ValueError(
+            f"The schedule {str(path)!r} has no backwards, so it trains nothing. Write them as 0B0,"
+            " or 0I0 and 0W0."
+        )
+    num_stages = 1 + max(action.stage_index for action in everything)
+    num_microbatches = 1 + max(action.microbatch_index for action in everything)
+    try:
+        return Schedule(Path(path).name, num_stages, num_microbatches, ranks).validate()
+    except ScheduleError as error:
+        raise ScheduleError(f"The schedule {str(path)!r} cannot be executed. {error}") from error
+
+
+def write_schedule(schedule: Schedule, path: str | Path) -> None:
+    """Writes a schedule so that :func:`read_schedule` and torch can read it.
+
+    Args:
+        schedule: Compute actions only.
+        path: The file.
+    """
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(schedule.ranks)
+
+
+def _actions(path: str | Path, rank: int, row: list[str]) -> Iterator[Action]:
+    for column, cell in enumerate(row):
+        text = cell.strip()
+        if not text or _DERIVED.fullmatch(text):
+            continue
+        try:
+            yield Action.parse(text)
+        except ValueError as error:
+            raise ValueError(
+                f"The schedule {str(path)!r}, row {rank + 1}, cell {column + 1}: {error}"
+            ) from error

@@ -1,0 +1,155 @@
+"""A kind of schedule: an order of work and a placement, for all sizes that they make sense for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_dist.engine.schedules.orders import Order
+from lightning_dist.engine.schedules.placement import Placement, looped, seats
+from lightning_dist.engine.schedules.schedule import Schedule, UpdateRule
+
+_PER_RANK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchRule:
+    """Which numbers of micro-batches a family takes.
+
+    Attributes:
+        fits: Takes ranks and micro-batches of a batch.
+        text: The rule, for people.
+    """
+
+    fits: Callable[[int, int], bool]
+    text: str
+
+    def nearest(self, num_ranks: int, count: int) -> list[int]:
+        """Lists the fitting numbers next to one that does not fit, below and above.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            count: Micro-batches.
+        """
+        below = next((c for c in range(count - 1, 0, -1) if self.fits(num_ranks, c)), None)
+        above = next(c for c in range(count + 1, count + 2 + num_ranks) if self.fits(num_ranks, c))
+        return [above] if below is None else [below, above]
+
+
+ANY_NUMBER = MicrobatchRule(lambda num_ranks, count: True, "any number will do")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleFamily:
+    """A kind of schedule, for many sizes.
+
+    Attributes:
+        name: Its name.
+        order: Makes one rank's order.
+        place: Says which rank has which stage.
+        fewest_stages: Per rank.
+        most_stages: Per rank; None for any number.
+        update_rule: When gradients are applied.
+        microbatch_rule: Which numbers of micro-batches there can be.
+        splits_backward: Whether backwards are parted in two.
+    """
+
+    name: str
+    order: Order
+    place: Placement = looped
+    fewest_stages: int = 1
+    most_stages: int | None = 1
+    update_rule: UpdateRule = UpdateRule.FLUSHED
+    microbatch_rule: MicrobatchRule = ANY_NUMBER
+    splits_backward: bool = False
+
+    def num_ranks(self, num_stages: int, stages_per_rank: int | None = None) -> int:
+        """Says how many ranks have some stages.
+
+        Args:
+            num_stages: Stages of the pipeline.
+            stages_per_rank: Stages on each; None takes the fewest.
+
+        Raises:
+            ValueError: The stages cannot be shared out evenly.
+        """
+        per_rank = self.fewest_stages if stages_per_rank is None else stages_per_rank
+        if num_stages % per_rank:
+            raise ValueError(
+                f"num_stages={num_stages} must be a multiple of the stages per rank ({per_rank}) of"
+                f" schedule={self.name!r}."
+            )
+        return num_stages // per_rank
+
+    def rank_of_stage(self, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+        """Gives the rank of each stage.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            stages_per_rank: Stages on each; None takes the fewest.
+
+        Raises:
+            ValueError: The family takes another number of stages per rank.
+        """
+        count = self.fewest_stages if stages_per_rank is None else stages_per_rank
+        if count < self.fewest_stages or count > (self.most_stages or count):
+            takes = f"{self.fewest_stages}" + (" or more" if self.most_stages is None else "")
+            raise ValueError(
+                f"stages_per_rank={count} does not go with schedule={self.name!r}, which takes"
+                f" {takes}."
+            )
+        return self.place(num_ranks, count)
+
+    def default_microbatches(self, num_ranks: int) -> int:
+        """Gives the number of micro-batches for a user who does not care.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+        """
+        return {
+            # A bubble of a fifth under 1F1B; a rank alone waits for no other.
+            UpdateRule.FLUSHED: _PER_RANK * num_ranks if num_ranks > 1 else 1,
+            UpdateRule.EACH: 1,
+            UpdateRule.LATE: num_ranks,
+        }[self.update_rule]
+
+    def check_microbatches(self, num_ranks: int, count: int) -> None:
+        """Checks the number of micro-batches of a batch.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            count: Micro-batches.
+
+        Raises:
+            ValueError: The family takes other numbers; names the nearest.
+        """
+        if not self.microbatch_rule.fits(num_ranks, count):
+            nearest = self.microbatch_rule.nearest(num_ranks, count)
+            raise ValueError(
+                f"num_microbatches={count} does not go with schedule={self.name!r} on {num_ranks}"
+                f" ranks: {self.microbatch_rule.text}. Use {' or '.join(map(str, nearest))}."
+            )
+
+    def most_microbatches(self, num_ranks: int, limit: int) -> int:
+        """Gives the largest number of micro-batches within a limit.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            limit: At least 1.
+        """
+        counts = range(limit, 0, -1)
+        return next((c for c in counts if self.microbatch_rule.fits(num_ranks, c)), limit)
+
+    def build(
+        self, rank_of_stage: tuple[int, ...], num_microbatches: int, num_batches: int = 1
+    ) -> Schedule:
+        """Builds a schedule of compute actions.
+
+        Args:
+            rank_of_stage: The rank of each stage.
+            num_microbatches: Of each batch.
+            num_batches: Batches between two drains.
+        """
+        count = num_microbatches * num_batches
+        ranks = tuple(tuple(self.order(seat, count)) for seat in seats(rank_of_stage))
+        return Schedule(self.name, len(rank_of_stage), count, ranks, self.update_rule, num_batches)

@@ -1,0 +1,308 @@
+"""A schedule is data: for each rank the order of its actions, and nothing else.
+
+Whether a schedule makes sense can be decided without running it. :class:`Execution` plays the
+actions by their rules of dependency, as far as they go; validation asks whether all of them went,
+the simulator asks when. So what is valid and what can be timed cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import islice
+
+from lightning_dist.engine.schedules.actions import Action, ActionKind
+
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
+_MOST_NAMED = 8  # one number too large in a file would make millions of others missing
+
+
+class UpdateRule(StrEnum):
+    """When gradients are applied."""
+
+    FLUSHED = "flushed"
+    """After each batch, when the pipeline is empty."""
+    EACH = "each"
+    """After each backward; the pipeline is never flushed (PipeDream)."""
+    LATE = "late"
+    """After the next batch's forwards; the pipeline is never flushed (PipeDream-2BW)."""
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be executed."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of work of a pipeline.
+
+    Attributes:
+        name: For people.
+        num_stages: Stages of the pipeline.
+        num_microbatches: Micro-batches, of all batches.
+        ranks: The actions of each rank in order.
+        update_rule: When gradients are applied.
+        num_batches: Batches between two drains, where each has several micro-batches.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+    update_rule: UpdateRule = UpdateRule.FLUSHED
+    num_batches: int = 1
+
+    @property
+    def microbatches_per_update(self) -> int:
+        """Micro-batches whose gradients are applied together."""
+        each = self.update_rule is UpdateRule.EACH
+        return 1 if each else self.num_microbatches // self.num_batches
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The most stages that a rank has."""
+        return max(Counter(self.rank_of_stage).values())
+
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        homes = {a.stage_index: rank for rank, actions in enumerate(self.ranks) for a in actions}
+        return tuple(homes[stage] for stage in range(self.num_stages))
+
+    def validate(self) -> Schedule:
+        """Checks that each action is there once, on one rank, and that all can be done.
+
+        Returns:
+            The schedule itself.
+
+        Raises:
+            ScheduleError: An action is missing, doubled or impossible, or ranks wait for each
+                other; the message names the actions.
+        """
+        self._check_ranges()
+        self._check_counts()
+        execution = Execution(self)
+        for _ in execution.run():
+            pass
+        execution.raise_if_stuck()
+        return self
+
+    def in_flight(self, rank: int) -> int:
+        """Counts the most micro-batches with their forward done and their backward not.
+
+        Args:
+            rank: The rank; what is in flight on each of its stages counts for one.
+        """
+        present = peak = 0
+        for action in self.ranks[rank]:
+            present += (action.kind is F) - (action.kind in (B, W))
+            peak = max(peak, present)
+        return peak
+
+    def _check_ranges(self) -> None:
+        rank_of_stage: dict[int, int] = {}
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                if not 0 <= action.stage_index < self.num_stages:
+                    raise ScheduleError(
+                        f"Action {action} on rank {rank} is impossible: the schedule {self.name!r}"
+                        f" has stages 0 to {self.num_stages - 1}."
+                    )
+                if not 0 <= action.microbatch_index < self.num_microbatches:
+                    raise ScheduleError(
+                        f"Action {action} on rank {rank} is impossible: the schedule {self.name!r}"
+                        f" has micro-batches 0 to {self.num_microbatches - 1}."
+                    )
+                home = rank_of_stage.setdefault(action.stage_index, rank)
+                if home != rank:
+                    raise ScheduleError(
+                        f"Action {action} is on rank {rank}, but other actions of stage"
+                        f" {action.stage_index} are on rank {home}. A stage lives on one rank."
+                    )
+
+    def _check_counts(self) -> None:
+        counts = Counter(action for actions in self.ranks for action in actions)
+        doubled = [str(action) for action, count in counts.items() if count > 1]
+        if doubled:
+            raise ScheduleError(f"Schedule {self.name!r} has doubled actions: {doubled}.")
+        trains = any(action.kind in (B, I, W) for action in counts)
+        missing = (
+            str(action)
+            for stage in range(self.num_stages)
+            for index in range(self.num_microbatches)
+            for action in _missing(stage, index, counts, trains)
+        )
+        named = list(islice(missing, _MOST_NAMED))
+        if named:
+            more = " and more" if next(missing, None) is not None else ""
+            raise ScheduleError(
+                f"Schedule {self.name!r} misses actions: {named}{more}. It has stages 0 to"
+                f" {self.num_stages - 1} and micro-batches 0 to {self.num_microbatches - 1}."
+            )
+        both = [str(a) for a in counts if a.kind is B and replace(a, kind=I) in counts]
+        if both:
+            raise ScheduleError(
+                f"Schedule {self.name!r} has whole backwards {both} of what it also parts in two."
+            )
+
+    def format_grid(self, mark: Action | None = None, max_columns: int = 40) -> str:
+        """Draws the compute actions as a table, a row per rank and a column per time slot.
+
+        Args:
+            mark: An action to put between ``>`` and ``<``; a send or receive marks the forward or
+                backward that it belongs to.
+            max_columns: Slots to draw, around the mark.
+
+        Returns:
+            Several lines of text.
+        """
+        slots = self._slots()
+        marked = None if mark is None else self._compute_action_of(mark)
+        width = 1 + max((slot for row in slots for slot in row), default=0)
+        place = next((s for row in slots for s, a in row.items() if a == marked), 0)
+        first = min(max(0, place - max_columns // 2), max(0, width - max_columns))
+        columns = range(first, min(width, first + max_columns))
+
+        def text(row: dict[int, Action], slot: int) -> str:
+            action = row.get(slot)
+            if action is None:
+                return "."
+            short = f"{action.kind.value}{action.microbatch_index}"
+            short = f"{action.stage_index}{short}" if self._shares_ranks else short
+            return f">{short}<" if action == marked else short
+
+        cells = [[text(row, slot) for slot in columns] for row in slots]
+        size = max((len(cell) for row in cells for cell in row), default=1)
+        lines = [
+            f"rank {rank:>2}  " + " ".join(cell.center(size) for cell in row).rstrip()
+            for rank, row in enumerate(cells)
+        ]
+        if len(columns) < width:
+            lines.append(f"(slots {columns.start} to {columns.stop - 1} of {width})")
+        return "\n".join(lines)
+
+    @property
+    def _shares_ranks(self) -> bool:
+        return len(self.ranks) < self.num_stages
+
+    def _compute_action_of(self, action: Action) -> Action:
+        forward = action.kind in (F, ActionKind.SEND_F, ActionKind.RECV_F)
+        whole = replace(action, kind=F if forward else B)
+        parted = replace(action, kind=W if action.kind is W else I)
+        present = {a for actions in self.ranks for a in actions}
+        return parted if whole not in present and parted in present else whole
+
+    def _slots(self) -> list[dict[int, Action]]:
+        """Places each compute action in the first unit of time in which it can be done."""
+        end: dict[Action, int] = {}
+        free = [0] * len(self.ranks)
+        rows: list[dict[int, Action]] = [{} for _ in self.ranks]
+        for rank, action, needed in Execution(self).run():
+            start = max([free[rank], *(end[other] for other in needed)])
+            length = int(action.kind.is_compute)
+            if length:
+                rows[rank][start] = action
+            end[action] = free[rank] = start + length
+        return rows
+
+
+@dataclass
+class Execution:
+    """Plays a schedule by its dependencies.
+
+    Attributes:
+        schedule: What to play.
+        done: Actions done so far.
+    """
+
+    schedule: Schedule
+    done: set[Action] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Starts at the first action of each rank."""
+        self._next = [0] * len(self.schedule.ranks)
+        self._present = {action for actions in self.schedule.ranks for action in actions}
+
+    def run(self) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
+        """Does all that can be done.
+
+        Yields:
+            Rank, action and what the action had to wait for, in an order that respects it.
+        """
+        waiting: dict[Action, list[int]] = {}
+        ready = list(range(len(self.schedule.ranks)))
+        while ready:
+            rank = ready.pop()
+            while (action := self._peek(rank)) is not None:
+                needed = self._needs(action)
+                blocker = next((other for other in needed if other not in self.done), None)
+                if blocker is not None:
+                    waiting.setdefault(blocker, []).append(rank)
+                    break
+                self._next[rank] += 1
+                self.done.add(action)
+                ready.extend(waiting.pop(action, ()))
+                yield rank, action, needed
+
+    def raise_if_stuck(self) -> None:
+        """Raises if a rank could not finish.
+
+        Raises:
+            ScheduleError: Names what each such rank waits for.
+        """
+        stuck = []
+        for rank in range(len(self.schedule.ranks)):
+            action = self._peek(rank)
+            if action is not None:
+                missing = [str(other) for other in self._needs(action) if other not in self.done]
+                stuck.append(f"rank {rank} waits with {action} for {', '.join(missing)}")
+        if stuck:
+            raise ScheduleError(f"Schedule {self.schedule.name!r} deadlocks: {'; '.join(stuck)}.")
+
+    def _peek(self, rank: int) -> Action | None:
+        actions, place = self.schedule.ranks[rank], self._next[rank]
+        return actions[place] if place < len(actions) else None
+
+    def _needs(self, action: Action) -> tuple[Action, ...]:
+        """What must be done before an action: data from its own stage and from a neighbour."""
+        stage, index = action.stage_index, action.microbatch_index
+
+        def at(other_stage: int, kind: ActionKind) -> Action:
+            return Action(other_stage, kind, index)
+
+        def backward_of(other_stage: int) -> Action:
+            parted = at(other_stage, I)
+            return parted if parted in self._present else at(other_stage, B)
+
+        received_f, received_b = at(stage, ActionKind.RECV_F), at(stage, ActionKind.RECV_B)
+        if action.kind is F:
+            if stage == 0:
+                return ()
+            return (received_f,) if received_f in self._present else (at(stage - 1, F),)
+        if action.kind in (B, I):
+            own = at(stage, F)
+            if stage == self.schedule.num_stages - 1:
+                return (own,)
+            return (own, received_b if received_b in self._present else backward_of(stage + 1))
+        return {
+            W: (at(stage, I),),
+            ActionKind.SEND_F: (at(stage, F),),
+            ActionKind.RECV_F: (at(stage - 1, ActionKind.SEND_F),),
+            ActionKind.SEND_B: (backward_of(stage),),
+            ActionKind.RECV_B: (at(stage + 1, ActionKind.SEND_B),),
+        }.get(action.kind, ())
+
+
+def _missing(
+    stage: int, index: int, present: Mapping[Action, int], trains: bool
+) -> Iterator[Action]:
+    def absent(*kinds: ActionKind) -> list[Action]:
+        actions = (Action(stage, kind, index) for kind in kinds)
+        return [action for action in actions if action not in present]
+
+    yield from absent(F)
+    if trains and len(parts := absent(I, W)) > 0 and absent(B):
+        yield from parts if len(parts) == 1 else absent(B)

@@ -1,0 +1,127 @@
+"""Predict a timeline from a schedule and the costs of its stages.
+
+The simulator plays the same dependencies that validation plays
+(:class:`.Execution`), and gives each action the first moment at
+which its rank is free and its data is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.schedule import Execution, Schedule
+from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """How long things take.
+
+    Attributes:
+        forward_seconds: Forward of one micro-batch, by stage.
+        backward_seconds: Full backward of one micro-batch, by stage.
+        transfer_seconds: From a send until its receive can end.
+        update_seconds: One optimizer update.
+        input_share: What part of a backward the gradients of the inputs are, where a schedule
+            parts it in two; the gradients of the weights are the rest.
+    """
+
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    transfer_seconds: float = 0.0
+    update_seconds: float = 0.0
+    input_share: float = 0.5
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward_seconds: float = 1.0,
+        backward_seconds: float = 2.0,
+        transfer_seconds: float = 0.0,
+        update_seconds: float = 0.0,
+    ) -> StageCosts:
+        """Makes the costs of equal stages.
+
+        Args:
+            num_stages: Stages of the pipeline.
+            forward_seconds: Of each stage.
+            backward_seconds: Of each stage.
+            transfer_seconds: Of each transfer.
+            update_seconds: Of each update.
+        """
+        return cls(
+            (forward_seconds,) * num_stages,
+            (backward_seconds,) * num_stages,
+            transfer_seconds,
+            update_seconds,
+        )
+
+    def duration_seconds(self, action: Action) -> float:
+        """Gives the time that an action keeps its rank.
+
+        Args:
+            action: Any; sends, receives and reductions keep their rank no time by themselves.
+        """
+        if action.kind is ActionKind.FORWARD:
+            return self.forward_seconds[action.stage_index]
+        share = {
+            ActionKind.BACKWARD: 1.0,
+            ActionKind.BACKWARD_INPUT: self.input_share,
+            ActionKind.BACKWARD_WEIGHT: 1.0 - self.input_share,
+        }.get(action.kind)
+        if share is not None:
+            return share * self.backward_seconds[action.stage_index]
+        return self.update_seconds if action.kind is ActionKind.STEP else 0.0
+
+
+def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
+    """Plays a schedule.
+
+    Args:
+        schedule: Compute actions only, or lowered.
+        costs: One entry per stage.
+
+    Returns:
+        A timeline that begins at zero. Waiting shows where a receive waits.
+
+    Raises:
+        ValueError: The costs are of another number of stages.
+        ScheduleError: The schedule deadlocks.
+    """
+    if not len(costs.forward_seconds) == len(costs.backward_seconds) == schedule.num_stages:
+        raise ValueError(
+            f"The costs are of {len(costs.forward_seconds)} forwards and"
+            f" {len(costs.backward_seconds)} backwards, but the schedule has"
+            f" {schedule.num_stages} stages."
+        )
+    end: dict[Action, float] = {}
+    free = [0.0] * len(schedule.ranks)
+    spans: list[Span] = []
+    execution = Execution(schedule)
+    homes = schedule.rank_of_stage
+
+    def arrival(source: Action, target: Action) -> float:
+        crosses = homes[source.stage_index] != homes[target.stage_index]
+        return end[source] + (costs.transfer_seconds if crosses else 0.0)
+
+    for rank, action, needed in execution.run():
+        begin = free[rank]
+        ready = max((arrival(other, action) for other in needed), default=0.0)
+        if action.kind.is_receive:
+            start, finish = begin, max(begin, ready)
+        else:
+            start = max(begin, ready)
+            finish = start + costs.duration_seconds(action)
+        end[action] = free[rank] = finish
+        if finish > start:
+            spans.append(Span(rank, _span_kind(action), action, start, finish))
+    execution.raise_if_stuck()
+    return Timeline(len(schedule.ranks), tuple(spans))
+
+
+def _span_kind(action: Action) -> SpanKind:
+    if action.kind.is_compute:
+        return SpanKind.COMPUTE
+    return SpanKind.WAIT if action.kind.is_receive else SpanKind.UPDATE

@@ -1,0 +1,96 @@
+"""How many versions of its weights a stage holds beside the present one.
+
+Counted by playing the schedule as the runtime executes it: a forward notes which weights it sees,
+and an update makes these old. Formulas would have to know that the last stage of ``pipedream_2bw``
+updates when nothing is in flight there, and the like.
+
+==========================================  ======================================================
+weights                                     copies on stage s of n
+==========================================  ======================================================
+synchronous schedules                       0
+``pipedream``                               n - 1 - s
+``pipedream``, ``"vertical_sync"``          n - 1
+``pipedream``, ``"none"``                   0
+``pipedream``, staleness corrected by       n - s, one for each micro-batch in flight; 0 on the
+``"predict"``                               last
+``pipedream_2bw``                           1, 0 on the last
+``pipedream_2bw``, staleness corrected by   2, one for each batch in flight; 1 on the last
+``"predict"``
+==========================================  ======================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.lowering import add_updates
+from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.schedules import find_schedules
+from lightning_dist.engine.schedules.shape import PipelineShape
+
+_Count = Callable[[Sequence[Action]], int]
+
+
+def num_copies(
+    shape: PipelineShape, weight_versions: str, *, predicts: bool = False
+) -> tuple[int, ...]:
+    """Counts the most copies of its weights that each stage holds at a time.
+
+    Who measures how far weights have moved holds a batch's until its update, which is not counted.
+
+    Args:
+        shape: Of the pipeline.
+        weight_versions: As for :class:`~lightning_dist.PipelineStrategy`.
+        predicts: Whether forwards run on what the optimizer will make of the weights.
+    """
+    schedules, size = find_schedules(shape.schedule), shape.num_microbatches
+    rule = schedules.update_rule
+    if rule is UpdateRule.FLUSHED or weight_versions == "none":
+        return (0,) * shape.num_stages
+    num_batches = 2 + 2 * shape.num_stages // size  # until each stage does what it always does
+    schedule = add_updates(schedules.build(shape.rank_of_stage, size, num_batches))
+    is_synced = weight_versions == "vertical_sync" and rule is UpdateRule.EACH
+
+    def of_stage(stage: int) -> int:
+        age = stage if is_synced else 0
+        count: _Count = partial(_most_stashed, age=age)
+        if predicts:
+            count = partial(_most_predicted, size=schedule.microbatches_per_update)
+        actions = schedule.ranks[shape.rank_of_stage[stage]]
+        return count([action for action in actions if action.stage_index == stage])
+
+    return tuple(map(of_stage, range(shape.num_stages)))
+
+
+def _most_stashed(actions: Sequence[Action], age: int) -> int:
+    """Of versions that forwards share; they stay so many updates behind, if there were so many."""
+    present = most = 0
+    used: dict[int, int] = {}
+    for action in actions:
+        if action.kind is ActionKind.FORWARD:
+            used[action.microbatch_index] = max(0, present - age)
+        elif action.kind is ActionKind.BACKWARD:
+            del used[action.microbatch_index]
+        elif action.kind is ActionKind.STEP:
+            present += 1
+        wanted_later = range(max(0, present - age), present)
+        most = max(most, len({*used.values(), *wanted_later} - {present}))
+    return most
+
+
+def _most_predicted(actions: Sequence[Action], size: int) -> int:
+    """Of copies that each batch of a size makes for itself, unless the next update is its own."""
+    num_updates = most = 0
+    copied: set[int] = set()
+    for action in actions:
+        batch, place = divmod(action.microbatch_index, size)
+        if action.kind is ActionKind.FORWARD and place == 0 and batch > num_updates:
+            copied.add(batch)
+        elif action.kind is ActionKind.BACKWARD and place == size - 1:
+            copied.discard(batch)
+        elif action.kind is ActionKind.STEP:
+            num_updates += 1
+        most = max(most, len(copied))
+    return most

@@ -1,0 +1,118 @@
+"""What happened when: measured by the runtime or predicted by the simulator, one type for both.
+
+Whatever draws, compares or summarises a timeline need not know where it came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from lightning_dist.engine.schedules.actions import Action
+
+
+class SpanKind(StrEnum):
+    """What a rank does during a span."""
+
+    COMPUTE = "compute"
+    WAIT = "wait"
+    COMMUNICATION = "communication"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One thing that one rank did.
+
+    Attributes:
+        rank: Who.
+        kind: What sort of thing.
+        action: Which action of the schedule.
+        start_seconds: When it began.
+        end_seconds: When it ended.
+    """
+
+    rank: int
+    kind: SpanKind
+    action: Action
+    start_seconds: float
+    end_seconds: float
+
+    @property
+    def duration_seconds(self) -> float:
+        """How long it took."""
+        return self.end_seconds - self.start_seconds
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of all ranks.
+
+    Attributes:
+        num_ranks: Ranks, those without spans included.
+        spans: In any order.
+    """
+
+    num_ranks: int
+    spans: tuple[Span, ...]
+
+    @property
+    def start_seconds(self) -> float:
+        """When the first span begins."""
+        return min((span.start_seconds for span in self.spans), default=0.0)
+
+    @property
+    def end_seconds(self) -> float:
+        """When the last span ends."""
+        return max((span.end_seconds for span in self.spans), default=0.0)
+
+    @property
+    def makespan_seconds(self) -> float:
+        """From the first begin to the last end."""
+        return self.end_seconds - self.start_seconds
+
+    def busy_seconds(self, rank: int | None = None) -> float:
+        """Sums the time spent computing and updating.
+
+        Args:
+            rank: One rank, or None for all.
+        """
+        return sum(
+            span.duration_seconds
+            for span in self.spans
+            if span.kind in (SpanKind.COMPUTE, SpanKind.UPDATE) and rank in (None, span.rank)
+        )
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of the ranks' time in which they neither compute nor update."""
+        total = self.num_ranks * self.makespan_seconds
+        return (total - self.busy_seconds()) / total if total else 0.0
+
+    def shifted_to_zero(self) -> Timeline:
+        """Gives the same timeline with its first span at zero."""
+        start = self.start_seconds
+        return replace(
+            self,
+            spans=tuple(
+                replace(s, start_seconds=s.start_seconds - start, end_seconds=s.end_seconds - start)
+                for s in self.spans
+            ),
+        )
+
+    def between(self, start_seconds: float, end_seconds: float) -> Timeline:
+        """Cuts a window out.
+
+        Args:
+            start_seconds: Its begin.
+            end_seconds: Its end.
+        """
+        clipped = (
+            replace(
+                span,
+                start_seconds=max(span.start_seconds, start_seconds),
+                end_seconds=min(span.end_seconds, end_seconds),
+            )
+            for span in self.spans
+        )
+        return replace(self, spans=tuple(s for s in clipped if s.duration_seconds > 0))

@@ -1,0 +1,1 @@
+"""Sharded parameters (FSDP2): wrap policies, recomputation, deferred initialisation."""

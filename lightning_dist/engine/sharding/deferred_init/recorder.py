@@ -1,0 +1,218 @@
+"""The dispatch mode that puts a constructor's operations onto a tape.
+
+It sits below autograd and sees each operation on tensors, whoever calls it. An operation runs on
+meta tensors for the shapes of its results, and is kept. Three kinds run for real, too: random ones,
+for their generator has to move on as it would; those whose result is a value (``item``, and with it
+``if`` and ``nonzero``); and those that write to a real tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Private by its path alone: torch's own notes on extending it import the class from here, and there
+# is no other way to see operations below autograd.
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_dist.engine.sharding.deferred_init.operation import Operation, Reference
+from lightning_dist.engine.sharding.deferred_init.tape import Tape
+from lightning_dist.engine.tensors.tree import flatten, map_tensors
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+_aten = torch.ops.aten
+
+# Do not look at what they write to first.
+_FILLS = frozenset(
+    {
+        _aten.copy_.default,
+        _aten.fill_.Scalar,
+        _aten.fill_.Tensor,
+        _aten.normal_.default,
+        _aten.uniform_.default,
+        _aten.zero_.default,
+    }
+)
+FIX = (
+    "Build the model in `__init__` instead of `configure_model`, or pass meta_init=False to the"
+    " strategy."
+)
+
+
+class Recorder(TorchDispatchMode):
+    """Puts each operation on meta tensors onto a tape.
+
+    Args:
+        tape: The tape.
+        only_shapes: Whether random values are of no interest, and need not be drawn.
+
+    Attributes:
+        tape: The tape.
+        aside: Whether operations are to be left alone: those on tensors that the constructor itself
+            wants on the meta device, and our own.
+    """
+
+    def __init__(self, tape: Tape, *, only_shapes: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+        self._only_shapes = only_shapes
+        self.aside = False
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Leaves operations alone for a while."""
+        before, self.aside = self.aside, True
+        try:
+            yield
+        finally:
+            self.aside = before
+
+    @override
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.aside:
+            return func(*args, **kwargs)
+        with self.set_aside():
+            tensors, _ = flatten((args, kwargs))
+            foreign = [t for t in tensors if t.is_meta and not self.tape.knows(t)]
+            deferred = any(map(self.tape.knows, tensors))
+            if deferred and foreign:
+                raise ValueError(
+                    f"{func} mixes a tensor made with device='meta' with others. Leave the device"
+                    " out; nothing is allocated yet."
+                )
+            made = not foreign and kwargs.get("device") == META
+            # Such a call changes the tensor, not its bytes; a storage grows when it is referred to.
+            is_view = torch.Tag.inplace_view in func.tags
+            if is_view or not (deferred or made):
+                return func(*args, **kwargs)
+            return self._record(func, args, kwargs)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = _written(func, args, kwargs)
+        if any(not tensor.is_meta for tensor in written):
+            return self._write_to_real(func, written, args, kwargs)
+        operation = self._operation(func, args, kwargs, written)
+        real = None if operation.generator is None else self._draw(operation)
+        try:
+            returned = func(*on_meta(args), **on_meta(kwargs))
+        except RuntimeError:  # it needs values, or is a mistake that shows again here
+            if real is None:
+                real = self.tape.run_now(operation, keep=operation.generator is None)
+            returned = _stand_in(func, real, written, kwargs)
+        self._append(operation, written, returned)
+        return returned
+
+    def _draw(self, operation: Operation) -> Any:
+        """Runs a random operation, only for its generator to move on as it would."""
+        if not self._only_shapes:
+            return self.tape.run_now(operation, keep=False)
+        torch.rand((), generator=operation.generator)  # whoever draws again gets something else
+        return None
+
+    def _write_to_real(
+        self, func: Any, written: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if any(tensor.is_meta for tensor in written):
+            raise ValueError(
+                f"{func} writes to tensors of which some are made from data and others are"
+                f" deferred. {FIX}"
+            )
+        args, kwargs = map_tensors(self.value, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """Gives the values that a tensor has at this point of the constructor."""
+        return self.tape.value(tensor) if self.tape.knows(tensor) else tensor
+
+    def _operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
+    ) -> Operation:
+        if kwargs.get("device") == META:
+            kwargs = {**kwargs, "device": CPU}
+        tensors, skeleton = flatten((args, kwargs))
+        inputs = tuple(self.tape.refer(t) if t.is_meta else constant(t) for t in tensors)
+        looked_at = inputs[1:] if func in _FILLS and _covers_storage(tensors[0]) else inputs
+        generator = _generator(func, args, kwargs)
+        return Operation(
+            func,
+            skeleton,
+            inputs,
+            reads=frozenset(i.storage for i in looked_at if isinstance(i, Reference)),
+            writes=frozenset(self.tape.refer(tensor).storage for tensor in written),
+            default_dtype=torch.get_default_dtype(),
+            generator=generator,
+            generator_state=None if generator is None else generator.get_state(),
+        )
+
+    def _append(self, operation: Operation, written: list[Tensor], returned: Any) -> None:
+        tensors = flatten(returned)[0]
+        if any(tensor.is_meta and not self.tape.knows(tensor) for tensor in tensors):
+            results = tuple(self.tape.refer(tensor) for tensor in tensors)
+            writes = operation.writes | {result.storage for result in results}
+            operation = dataclasses.replace(operation, results=results, writes=writes)
+        if operation.writes:  # neither a view nor a look
+            self.tape.append(operation)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Lists the tensors that a call changes."""
+    # The schema of an operation has no public name; torch's own modes read it here.
+    arguments = func._schema.arguments
+    given = {
+        argument.name: value for argument, value in zip(arguments, args, strict=False)
+    } | kwargs
+    changed = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return flatten([given.get(name) for name in changed])[0]
+
+
+def _generator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
+    return given[0] if given else torch.default_generator
+
+
+def _covers_storage(tensor: Tensor) -> bool:
+    num_bytes = tensor.numel() * tensor.element_size()
+    return tensor.is_contiguous() and num_bytes == tensor.untyped_storage().nbytes()
+
+
+def _stand_in(func: Any, real: Any, written: list[Tensor], kwargs: dict[str, Any]) -> Any:
+    """Gives what the constructor gets for what was computed."""
+    if written:
+        return written[0] if len(written) == 1 else tuple(written)
+    if kwargs.get("device") not in (None, META):  # who asks for a CPU tensor may read its bytes
+        return real
+    if any(tensor.layout != torch.strided for tensor in flatten(real)[0]):
+        raise ValueError(f"{func} makes a tensor that is not strided. {FIX}")
+    return on_meta(real)
+
+
+def constant(tensor: Tensor) -> Tensor:
+    """Copies a real tensor, which its owner may change before the tape runs again."""
+    return tensor.detach().clone()
+
+
+def on_meta(tree: Any) -> Any:
+    """Gives meta tensors for the real ones of a tree."""
+
+    def twin(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+
+    return map_tensors(twin, tree)

@@ -1,0 +1,110 @@
+"""Steps that call backward and update by themselves, on a sharded module.
+
+FSDP2 gathers what the root holds for the root's forward, and shards it again behind the backward.
+With manual optimization a step has several forwards, backwards and updates. Such a step is not run
+as the root's forward, and the root holds no parameters: what the step calls are units, each
+gathered for its own forward and its own backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_dist.engine.common.suggestion import shorten
+from lightning_dist.engine.sharding.sharding import reshard
+from lightning_dist.engine.sharding.wrap import Unit, WrapPolicy
+from lightning_dist.engine.tensors.module_tree import (
+    outermost,
+    parameter_uses,
+    shardable_modules,
+    without_splits,
+)
+
+
+class ManualSteps:
+    """Runs steps of manual optimization.
+
+    Args:
+        root: Sharded; runs what it is called with.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Marks a training step.
+
+        Yields:
+            Nothing.
+        """
+        self._root(_nothing)  # the first module that FSDP2 sees is its root
+        try:
+            yield
+        finally:
+            reshard(self._root)
+
+    def run_update(self, apply: Callable[[], object]) -> object:
+        """Updates, and frees what was gathered of the weights before.
+
+        Args:
+            apply: Runs the closure, if there is one, and the optimizer's step.
+        """
+        try:
+            return apply()
+        finally:
+            reshard(self._root)
+
+
+def _nothing() -> None:
+    """Computes nothing."""
+
+
+@dataclass(frozen=True)
+class WithCalled(WrapPolicy):
+    """What the user's policy chooses, and all that a step calls.
+
+    Attributes:
+        policy: The user's.
+    """
+
+    policy: WrapPolicy
+
+    def __str__(self) -> str:
+        """Shows what the user has written."""
+        return str(self.policy)
+
+    def choose(self, module: nn.Module) -> list[Unit]:
+        """Chooses the outermost modules behind the policy's own choice.
+
+        Args:
+            module: The model.
+        """
+        chosen = self.policy.choose(module)
+        called = outermost(shardable_modules(module))
+        names = {*called, *(unit.name for unit in chosen)}
+        return [*chosen, *(Unit(n) for n in without_splits(module, names) if n in called)]
+
+
+def check_called(module: nn.Module, units: Sequence[str]) -> None:
+    """Checks that each parameter belongs to a module that a step calls.
+
+    Args:
+        module: The user's.
+        units: Names of the modules that are gathered for their calls.
+
+    Raises:
+        ValueError: One belongs to the LightningModule itself, or to two of its modules.
+    """
+    uses = parameter_uses(module, units)
+    left = [name for use in uses if not use.home for name in use.names.values()]
+    if left:
+        raise ValueError(
+            f"With manual optimization parameters are gathered where modules are called, and"
+            f" {shorten(left)} belong to no module of the LightningModule, or to several. Put each"
+            " into one module of its own, or use DDPStrategy."
+        )

@@ -1,0 +1,171 @@
+"""Find ranks that run different units of a sharded model, before they gather for each other.
+
+A unit's parameters come together in a collective, so all ranks must run the same units in the same
+order. When one skips a block that another runs (layers dropped at random, experts chosen by the
+data), gathers of different units meet: the step hangs, or computes with another unit's weights
+without a sign. So before a unit runs the ranks say which it is.
+
+That is one message for each unit, too many to go on for ever. After the first steps a rank notes
+the units that it runs, and posts a fingerprint of the list when the step's forward is over, which
+nobody waits for: it is read a step later, and whenever somebody looks at the weights. A run that
+computes with wrong weights ends there. One that hangs inside of a later step gives no sign before
+its timeout; ``always`` finds it, too.
+
+The backward sends a unit's gradients when it comes to the unit's inputs, or at its very end if none
+of them requires a gradient. That differs between ranks if only some have trained what comes before
+the unit in this step, and gradients of different units would meet. So the ranks also tell whether
+the inputs do, and where others' do, a rank's own shall, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dist.engine.tensors.tree import flatten, map_tensors
+
+_STEPS_LOOKED_AT = 8
+_ADVICE = (
+    "Each unit is gathered by all ranks together, so a step must run the same modules on all of"
+    " them: choose them by numbers that are the same on all ranks, make the module around them a"
+    " unit, or use DDPStrategy(find_unused_parameters=True)."
+)
+
+
+class UnitAgreement:
+    """Compares the units that the ranks run, in the first steps or in all of them.
+
+    Args:
+        module: The model, sharded already.
+        units: Names of its units.
+        training_group: A gloo group of all ranks: replicas meet in the backward.
+        evaluation_group: One of the ranks that compute a forward together.
+        always: Whether to compare each unit in all steps; it takes a message for each.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[str],
+        training_group: dist.ProcessGroup,
+        evaluation_group: dist.ProcessGroup,
+        *,
+        always: bool,
+    ) -> None:
+        self._names = [*units, "the end of the step"]
+        self._groups = {True: training_group, False: evaluation_group}
+        self._always = always
+        # Apart, for replicas may evaluate different numbers of batches, and train as many.
+        self._num_steps = {True: 0, False: 0}
+        self._is_training = False
+        self._ran: list[tuple[int, bool]] = []
+        # Units with such inputs on some rank, by their place in a step, which may run one twice.
+        self._differentiable: set[tuple[int, int]] = set()
+        self._pending: dict[bool, tuple[dist.Work, Tensor]] = {}
+        for index, name in enumerate(units):
+            hook = partial(self._before_unit, index)
+            # Ahead of FSDP2's own, which gathers.
+            module.get_submodule(name).register_forward_pre_hook(
+                hook, prepend=True, with_kwargs=True
+            )
+
+    @contextmanager
+    def step(self, *, training: bool) -> Iterator[None]:
+        """Marks a step's forward; all ranks that take part in it must enter it.
+
+        Args:
+            training: Whether its result will be differentiated.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            ValueError: The ranks run different units.
+        """
+        self._is_training = training
+        self._ran.clear()
+        yield
+        if self._compares_units:
+            self._compare(len(self._names) - 1)
+        else:
+            self._read(training)
+            self._post()
+        self._num_steps[training] += 1
+
+    def settle(self) -> None:
+        """Reads what is still on its way; all ranks call it between two steps.
+
+        Raises:
+            ValueError: The ranks have run different units in the last step.
+        """
+        for training in list(self._pending):
+            self._read(training)
+
+    @property
+    def _compares_units(self) -> bool:
+        return self._always or self._num_steps[self._is_training] < _STEPS_LOOKED_AT
+
+    def _before_unit(
+        self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        tensors, _ = flatten((args, kwargs))
+        is_training = torch.is_grad_enabled()
+        is_own = is_training and any(tensor.requires_grad for tensor in tensors)
+        place = len(self._ran), index
+        # Without a message: alike on all ranks, for what comes before may have been unfrozen.
+        is_any = self._compare(index, is_own) if self._compares_units else is_own
+        if is_any:
+            self._differentiable.add(place)
+        self._ran.append((index, place in self._differentiable))
+        if is_own or not is_training or place not in self._differentiable:
+            return None
+        changed: tuple[tuple[Any, ...], dict[str, Any]]
+        changed = map_tensors(_with_gradient, (args, kwargs))
+        return changed
+
+    def _post(self) -> None:
+        digest = blake2b(repr(self._ran).encode(), digest_size=7).digest()
+        fingerprint = int.from_bytes(digest, "little")
+        extremes = torch.tensor([fingerprint, -fingerprint])
+        group = self._groups[self._is_training]
+        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group, async_op=True)
+        assert work is not None
+        self._pending[self._is_training] = work, extremes
+
+    def _read(self, training: bool) -> None:
+        if training not in self._pending:
+            return
+        work, extremes = self._pending.pop(training)
+        work.wait()
+        if int(extremes[0]) != -int(extremes[1]):
+            raise ValueError(
+                "The ranks have run different units of the sharded model in a step that is over,"
+                f" and may have computed with each other's weights. {_ADVICE} With"
+                " find_unused_parameters=True the ranks compare before each unit and say which."
+            )
+
+    def _compare(self, index: int, is_differentiable: bool = False) -> bool:
+        own = torch.tensor([index, int(is_differentiable)])
+        group = self._groups[self._is_training]
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, own, group=group)
+        found = [int(other[0]) for other in everyone]
+        if len(set(found)) > 1:
+            pairs = zip(dist.get_process_group_ranks(group), found, strict=True)
+            where = ", ".join(f"rank {rank} at {self._names[i]!r}" for rank, i in pairs)
+            raise ValueError(
+                f"The ranks run different units of the sharded model: {where}. {_ADVICE}"
+            )
+        return any(bool(other[1]) for other in everyone)
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    """Makes the backward come to an input; its gradient is not used."""
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor

@@ -1,0 +1,179 @@
+"""What a choice of units comes to: who holds which parameters, and how much is whole at a time.
+
+With resharding after the forward a unit is whole only while it runs, and FSDP2 gathers the next one
+meanwhile: in forward because the host is ahead of the device, in backward on purpose, in the
+reverse of the order in which the forwards ended. So the most that is whole is the root's own
+parameters (the root runs all the time), and two neighbouring units with whatever unit is around
+them. Units that are not resharded add up until their backward, and so do the shares of those that
+are resharded to fewer ranks.
+
+That is the most for modules that run in the order of the module tree; FSDP2 goes by the order in
+which they do run. One more exception: a unit none of whose inputs needs a gradient (the decoder's
+first layer, which sees embedded targets that are not trained) stays whole to the end of the
+backward. And a rank with several stages of a pipeline has a root for each; they are one line here.
+
+Only whole parameters are counted: not the shards, gradients, optimizer state, nor the buffer of a
+collective, which is as large as its unit and lives until the next one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from lightning_dist.engine.common.quantity import format_bytes, format_count
+from lightning_dist.engine.common.table import draw_table
+from lightning_dist.engine.sharding.wrap_policy import Unit
+from lightning_dist.engine.tensors.module_tree import bottom_up, original_class, parameter_uses
+
+ROOT = Unit("")
+
+
+@dataclass(frozen=True, slots=True)
+class WrapRow:
+    """One unit.
+
+    Attributes:
+        unit: The unit; the root's name is empty.
+        class_name: The module's class.
+        num_parameters: Elements of the parameters of its own, those of units inside left out.
+        num_bytes: What they take while they are whole.
+    """
+
+    unit: Unit
+    class_name: str
+    num_parameters: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WrapSummary:
+    """A model's units; as text, a table in which equal units are one line.
+
+    Attributes:
+        rows: The root first, then the units in the order of ``named_modules``.
+        peak_whole_bytes: The most bytes of parameters that are whole at the same time; see the
+            module's docstring for what it assumes.
+    """
+
+    rows: tuple[WrapRow, ...]
+    peak_whole_bytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(row.num_parameters for row in self.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """What all parameters take when they are whole."""
+        return sum(row.num_bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        """Draws the table."""
+        lines = [("unit", "class", "parameters", "whole", "")]
+        lines += [_line(rows) for rows in _equal_rows(self.rows)]
+        total = (format_count(self.num_parameters), format_bytes(self.num_bytes))
+        lines.append(("all", "", *total, f"{format_bytes(self.peak_whole_bytes)} at a time"))
+        return draw_table(lines, right=(2, 3))
+
+
+def describe(
+    module: nn.Module,
+    units: Sequence[Unit],
+    *,
+    bytes_per_element: int | None = None,
+    reshard_after_forward: bool | int = True,
+) -> WrapSummary:
+    """Describes what a model's units hold, before or after it is sharded.
+
+    A parameter belongs to the innermost unit around it, a shared one to the innermost unit around
+    all its uses, and counts once.
+
+    Args:
+        module: The model; its parameters may be on the meta device, or DTensors, which count
+            globally.
+        units: As a policy has selected them.
+        bytes_per_element: Of a whole parameter, such as 2 under bf16 mixed precision; units with
+            ``keep_fp32`` keep their own. None: each parameter's own.
+        reshard_after_forward: For units that leave it open, as ``fully_shard`` takes it.
+    """
+    by_name = {unit.name: unit for unit in (ROOT, *units)}
+    counts, sizes = dict.fromkeys(by_name, 0), dict.fromkeys(by_name, 0)
+    for use in parameter_uses(module, [unit.name for unit in units]):
+        own = bytes_per_element is None or by_name[use.home].keep_fp32
+        element = use.parameter.element_size() if own else bytes_per_element
+        assert element is not None
+        counts[use.home] += use.parameter.numel()
+        sizes[use.home] += use.parameter.numel() * element
+    top_down = [name for name, _ in module.named_modules() if name in by_name]
+    assert len(top_down) == len(by_name), "a unit has its module's first name"
+    rows = tuple(_row(module, by_name[name], counts[name], sizes[name]) for name in top_down)
+    upwards = [name for name, _ in bottom_up(module) if name in by_name]
+    return WrapSummary(rows, _peak(rows, top_down, upwards, reshard_after_forward))
+
+
+def _row(root: nn.Module, unit: Unit, count: int, size: int) -> WrapRow:
+    cls = original_class(root.get_submodule(unit.name))
+    return WrapRow(unit, cls.__name__, count, size)
+
+
+def _peak(
+    rows: Sequence[WrapRow], top_down: list[str], upwards: list[str], default: bool | int
+) -> int:
+    sizes = {row.unit.name: row.num_bytes for row in rows}
+    kept = {row.unit.name: _kept(row, default) for row in rows}
+
+    def added(one: str, other: str) -> int:
+        whole = {name for name in sizes if _is_around(name, one) or _is_around(name, other)}
+        return sum(sizes[name] - kept[name] for name in whole)
+
+    # Forwards begin in the one order and end in the other, which backward takes in reverse.
+    pairs = {("", ""), *pairwise(top_down), *pairwise(upwards)}
+    return sum(kept.values()) + max(added(one, other) for one, other in pairs)
+
+
+def _kept(row: WrapRow, default: bool | int) -> int:
+    """Gives what stays on each rank from a unit's forward to its backward."""
+    chosen = row.unit.reshard_after_forward
+    reshard = default if chosen is None else chosen
+    if reshard is False:
+        return row.num_bytes
+    return 0 if reshard is True else -(-row.num_bytes // reshard)
+
+
+def _is_around(outer: str, inner: str) -> bool:
+    return outer in ("", inner) or inner.startswith(outer + ".")
+
+
+def _equal_rows(rows: Sequence[WrapRow]) -> list[list[WrapRow]]:
+    groups: dict[object, list[WrapRow]] = {}
+    for row in rows:
+        place = tuple("" if part.isdigit() else part for part in row.unit.name.split("."))
+        key = (place, row.class_name, row.num_parameters, row.num_bytes, *_options(row.unit))
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def _line(rows: list[WrapRow]) -> tuple[str, str, str, str, str]:
+    first, last = rows[0], rows[-1]
+    options = ", ".join(_options(first.unit))
+    sizes = (format_count(first.num_parameters), format_bytes(first.num_bytes))
+    if len(rows) == 1:
+        return (first.unit.name or "(root)", first.class_name, *sizes, options)
+    name = f"{first.unit.name} ... {last.unit.name}"
+    return (
+        name,
+        f"{first.class_name} x{len(rows)}",
+        *sizes,
+        f"each, {options}" if options else "each",
+    )
+
+
+def _options(unit: Unit) -> list[str]:
+    reshard = unit.reshard_after_forward
+    said = [] if reshard is None else [f"reshard_after_forward={reshard}"]
+    return [*said, "keep_fp32"] if unit.keep_fp32 else said

@@ -1,0 +1,1 @@
+"""A module split into the layers of a pipeline."""

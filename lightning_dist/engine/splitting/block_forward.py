@@ -1,0 +1,296 @@
+"""The way of a model's own forward past blocks that live on other stages.
+
+The forward loops over its list of blocks. In place of the list stands one that yields the same
+blocks behind a toll gate, :class:`BlockRoute`, which sees each call from outside of all hooks and
+wrappers of the block:
+
+===========================  =====================================================
+block                        its call
+===========================  =====================================================
+before the stage's own       gives placeholders
+right before the first own   gives what this very block returned on the stage before
+the stage's own              runs
+the last own                 runs, and the forward is left with what it returned
+===========================  =====================================================
+
+So whatever a block returns (a tensor, a tuple), the forward finds where it looks for it. On the
+last stage nothing is left: norm, head and loss follow.
+
+*Placeholders are not numbers.* A module with parameters that runs before the blocks, an embedding,
+is elsewhere on later stages. There its structure on the meta device says what it would return, and
+as many NaNs are returned. All that is made of them ends at the first own block, unless the model
+hands some value past the blocks. Then the block's arguments, which are looked at once, tell; or the
+result does: it is NaN with NaNs in the placeholders, and a number with zeros. What neither can tell
+ends in a loss that is NaN, never in a wrong number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.splitting.cut import ForeignLayer
+from lightning_dist.engine.tensors.tree import flatten, map_tensors
+
+_INSTEAD = (
+    "Let PipelineStrategy trace the model with layers='trace', or put an `nn.Sequential` of layers"
+    " that hand on all they need into your module."
+)
+
+
+class _BlocksLeft(BaseException):  # noqa: N818  (it is not an error)
+    """Leaves the model's forward behind a stage's last block.
+
+    Not an ``Exception``, so that a model's ``except Exception`` does not stop it.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stage's blocks.
+
+    Attributes:
+        first: The first.
+        end: Behind the last.
+    """
+
+    first: int
+    end: int
+
+
+@dataclass(slots=True)
+class _Course:
+    """One run of the forward.
+
+    Attributes:
+        span: The blocks to run.
+        received: From the stage before.
+        fill: Of placeholders.
+        next_block: The block whose call comes next.
+        output: What the last own block returned.
+    """
+
+    span: Span
+    received: Any
+    fill: float = math.nan
+    next_block: int = 0
+    output: Any = None
+    _placeholder: Any = None
+
+    def placeholder(self) -> Any:
+        """Gives what looks like an output of a block."""
+        if self._placeholder is None:
+            self._placeholder = map_tensors(partial(_unknown, fill=self.fill), self.received)
+        return self._placeholder
+
+
+class BlockRoute:
+    """Stands between a model's forward and its blocks.
+
+    Args:
+        model: Holds all; has not been cut yet, or is by now.
+        path: Dotted path of its list of blocks.
+        before: Names of what else holds parameters and runs before the blocks.
+        after: Names of what runs behind them.
+    """
+
+    def __init__(
+        self, model: nn.Module, path: str, before: Collection[str], after: Collection[str]
+    ) -> None:
+        self._model = model
+        self._path = path
+        self._before = before
+        self._after = after
+        self._blocks = cast(nn.ModuleList, model.get_submodule(path))
+        self._forward: Callable[..., Any] = model.forward
+        self._course: _Course | None = None
+        self._inspected: set[Span] = set()
+        self._finished: set[Span] = set()
+
+    def attach(self) -> None:
+        """Puts itself in between; the model is cut by now, and its forward its own."""
+        self._forward = self._model.forward
+        self._set_blocks(_GuardedBlocks(self._blocks, self._call))
+        for name in (*self._before, *self._after):
+            module = self._model.get_submodule(name)
+            if isinstance(module, ForeignLayer):
+                stand_in = partial(self._stand_in, name, module, module.imitation())
+                module.forward = stand_in  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Takes itself away."""
+        self._set_blocks(self._blocks)
+        for name in (*self._before, *self._after):
+            module = self._model.get_submodule(name)
+            if isinstance(module, ForeignLayer):
+                del module.forward
+
+    def run(
+        self, span: Span, received: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """Runs the model's forward, as far as a stage goes.
+
+        Args:
+            span: The stage's blocks.
+            received: What the block before them returned on its stage; ignored on the first.
+            arguments: Of the forward.
+            keywords: Of the forward.
+
+        Returns:
+            What the last own block returned; on the last stage what the forward returned.
+
+        Raises:
+            ValueError: The forward does not call each block once and in order, or something that
+                lives elsewhere.
+        """
+        result = self._run(_Course(span, received), arguments, keywords)
+        is_last = span.end == len(self._blocks)
+        if is_last and span.first > 0 and span not in self._finished:
+            self._finished.add(span)
+            if _has_nan(result) and not _has_nan(received):
+                self._refuse_leak(_Course(span, received, fill=0.0), arguments, keywords)
+        return result
+
+    def _run(self, course: _Course, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        self._course = course
+        try:
+            result = self._forward(*arguments, **keywords)
+        except _BlocksLeft:
+            return course.output
+        finally:
+            self._course = None
+        if course.next_block < course.span.end:
+            raise ValueError(self._out_of_order(course, "ended"))
+        return result
+
+    def _refuse_leak(
+        self, course: _Course, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        """Refuses a result that is NaN because of placeholders, and not of its own."""
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            if _has_nan(self._run(course, arguments, keywords)):
+                return
+        raise ValueError(
+            f"{_INSTEAD} {type(self._model).__name__} uses a value from before the blocks of"
+            f" {self._path!r} behind them, and only what a block returns travels between stages."
+        )
+
+    def _call(self, index: int, block: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        course = self._course
+        if course is None:
+            return block(*arguments, **keywords)
+        if index != course.next_block:
+            raise ValueError(self._out_of_order(course, f"called block {index}"))
+        span = course.span
+        course.next_block += 1
+        if index < span.first:
+            is_next_own = index + 1 == span.first
+            return course.received if is_next_own else course.placeholder()
+        if index == span.first > 0 and span not in self._inspected:
+            self._inspected.add(span)
+            self._inspect(index, course.received, [*enumerate(arguments), *keywords.items()])
+        output = block(*arguments, **keywords)
+        if index + 1 == span.end < len(self._blocks):
+            course.output = output
+            raise _BlocksLeft
+        return output
+
+    def _out_of_order(self, course: _Course, what: str) -> str:
+        return (
+            f"{type(self._model).__name__} {what} when block {course.next_block} of"
+            f" {self._path!r} should have come. A pipeline needs a forward that calls each block of"
+            " the list once, in order: switch off what skips blocks (`layerdrop=0`, say), or name"
+            " another list with `layers=`."
+        )
+
+    def _stand_in(
+        self, name: str, foreign: ForeignLayer, empty: nn.Module, *arguments: Any, **keywords: Any
+    ) -> Any:
+        course = self._course
+        if course is None:
+            return ForeignLayer.forward(foreign, *arguments, **keywords)
+        is_behind = course.next_block > course.span.first
+        if is_behind or name in self._after:
+            taken, found = ("before", "behind") if name in self._before else ("behind", "before")
+            raise ValueError(
+                f"{name!r} was taken to run {taken} the blocks of {self._path!r}, and is on stage"
+                f" {foreign.stage_index} therefore, but it runs {found} them, on this stage. Say so"
+                f" in the model's pipeline plan: `model.pp_plan = {{...}}`, with its inputs and"
+                " outputs like those of the other parts."
+            )
+        return _placeholder(empty, arguments, keywords, course.fill)
+
+    def _inspect(self, index: int, received: Any, given: list[tuple[int | str, Any]]) -> None:
+        """Looks for values that come from elsewhere, and not with what was received."""
+        if _has_nan(received):  # nothing to tell them apart by; a dry run's tensors say so, too
+            return
+        leaks = [str(name) for name, value in given if _has_nan(value)]
+        if leaks:
+            raise ValueError(
+                f"{_INSTEAD} Block {index} of {self._path!r} is given the arguments {leaks} that"
+                f" depend on one of {sorted(self._before)}, which live on the first stage. Only"
+                f" what a block returns travels between stages, so {type(self._model).__name__}"
+                " cannot be cut between its blocks."
+            )
+
+    def _set_blocks(self, blocks: nn.ModuleList) -> None:
+        holder, _, name = self._path.rpartition(".")
+        setattr(self._model.get_submodule(holder), name, blocks)
+
+
+class _GuardedBlocks(nn.ModuleList):
+    """Gives its blocks behind a gate to who loops over it; to all else it is the list itself."""
+
+    def __init__(self, blocks: nn.ModuleList, gate: Callable[..., Any]) -> None:
+        super().__init__()
+        self._modules = blocks._modules
+        self._gate = gate
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, block in enumerate(self._modules.values()):
+            yield _GuardedBlock(block, partial(self._gate, index, block))
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+
+class _GuardedBlock:
+    """A block whose call goes through a gate."""
+
+    def __init__(self, block: nn.Module, gate: Callable[..., Any]) -> None:
+        self._block = block
+        self._gate = gate
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._gate(*arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        # Another rank's block still says what it is: the kind of its attention, a dtype.
+        is_foreign = isinstance(self._block, ForeignLayer)
+        return getattr(self._block.described if is_foreign else self._block, name)
+
+
+def _placeholder(skeleton: nn.Module, arguments: Any, keywords: Any, fill: float) -> Any:
+    """Makes what a module would return, without its values."""
+    given = flatten((arguments, keywords))[0]
+    device = given[0].device if given else torch.device("cpu")
+    on_meta = map_tensors(lambda t: t.to("meta"), (arguments, keywords))
+    with torch.no_grad():
+        returned = skeleton(*on_meta[0], **on_meta[1])
+    return map_tensors(lambda t: _unknown(t, fill, device), returned)
+
+
+def _unknown(tensor: Tensor, fill: float, device: torch.device | None = None) -> Tensor:
+    has_nan = tensor.is_floating_point() or tensor.is_complex()
+    return torch.full_like(tensor, fill if has_nan else 0, device=device, requires_grad=False)
+
+
+def _has_nan(tree: Any) -> bool:
+    floating = (t for t in flatten(tree)[0] if t.is_floating_point() or t.is_complex())
+    return any(bool(t.isnan().any()) for t in floating)

@@ -1,0 +1,121 @@
+"""Check whether a forward runs the blocks of a list one after the other, as its code says.
+
+As a person would who reads it: there is one ``for`` over the list, and its body gives a block what
+the block before has returned, and does nothing else with it. Branches, experts and towers are lists
+too, but not so. Nor may a value pass by the blocks, as a skip connection does: stages hand on what
+a block returns, and nothing else. What is not plain to see counts as no chain.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from lightning_dist.engine.tensors.forward_source import syntax_of
+
+
+def loops_over(model: nn.Module, list_path: str) -> bool:
+    """Checks whether a model's forward runs the blocks of a list as a chain, and nothing beside it.
+
+    Args:
+        model: Holds the list.
+        list_path: Dotted path of the ``nn.ModuleList`` in it.
+    """
+    code = syntax_of(type(model).forward)
+    wanted = f"self.{list_path}"
+    if code is None or sum(_is_attribute(node, wanted) for node in ast.walk(code)) != 1:
+        return False
+    body = getattr(code.body[0], "body", [])
+    loops = [s for s in body if isinstance(s, ast.For) and _list_of(s.iter) == wanted]
+    stores = (isinstance(node, ast.Attribute | ast.Subscript) for node in _stores(code))
+    return bool(loops) and not any(stores) and _is_chain(model, body, loops[0])
+
+
+def _is_chain(model: nn.Module, body: list[ast.stmt], loop: ast.For) -> bool:
+    *_, block = (node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name))
+    steps = [
+        node
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Assign) and _is_call_of(node.value, block)
+    ]
+    carried = _stored(steps[:1])
+    if not carried or any(_stored([step]) != carried for step in steps):
+        return False
+    if not all(_loaded([step.value]) & carried for step in steps):
+        return False
+    index = body.index(loop)
+    made = _made(body[:index]) - carried
+    if _loaded(loop.body) & made or not _leaves_alone(model, loop, steps, carried | {block}):
+        return False
+    return not _loaded(body[index + 1 :]) & (made | _stored([loop]) - carried)
+
+
+def _made(statements: list[ast.stmt]) -> set[str]:
+    """Returns the names of what the module's own parts may have computed."""
+    made: set[str] = set()
+    for statement in statements:
+        names = _loaded([statement])
+        if names & (made | {"self"}):
+            # A call for its own sake may keep what it is given: `skips.append(x)`.
+            made |= names - {"self"} if isinstance(statement, ast.Expr) else _stored([statement])
+    return made
+
+
+def _leaves_alone(
+    model: nn.Module, loop: ast.For, steps: list[ast.Assign], names: set[str]
+) -> bool:
+    """Checks that a loop uses nothing of the module and of some names besides the blocks' calls."""
+    for statement in loop.body:
+        nodes = [*ast.walk(statement)]
+        numbers = {
+            id(n.value) for n in nodes if isinstance(n, ast.Attribute) and _is_number(model, n)
+        }
+        if any(_is_loaded(n, "self") and id(n) not in numbers for n in nodes):
+            return False
+    in_steps = {id(node) for step in steps for node in ast.walk(step)}
+    beside = [n for s in loop.body for n in ast.walk(s) if id(n) not in in_steps]
+    return not any(_is_loaded(node, name) for node in beside for name in names)
+
+
+def _is_number(model: nn.Module, node: ast.Attribute) -> bool:
+    """Checks for ``self.training`` and the like."""
+    is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+    return is_own and isinstance(getattr(model, node.attr, None), bool | int | float)
+
+
+def _list_of(iterated: ast.expr) -> str:
+    """Returns the code of what a loop runs over, as it is or inside of ``enumerate``."""
+    if isinstance(iterated, ast.Call) and ast.unparse(iterated.func) == "enumerate":
+        iterated = iterated.args[0]
+    return ast.unparse(iterated)
+
+
+def _is_call_of(value: ast.expr, block: str) -> bool:
+    """Checks for ``block(x)``, ``block(x)[0]`` or ``checkpoint(block, x)``."""
+    call = value.value if isinstance(value, ast.Subscript) else value
+    if not isinstance(call, ast.Call):
+        return False
+    return any(isinstance(n, ast.Name) and n.id == block for n in (call.func, *call.args[:1]))
+
+
+def _is_attribute(node: ast.AST, path: str) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == path
+
+
+def _stores(code: ast.AST) -> Iterator[ast.AST]:
+    return (n for n in ast.walk(code) if isinstance(getattr(n, "ctx", None), ast.Store))
+
+
+def _stored(statements: Iterable[ast.AST]) -> set[str]:
+    return {n.id for s in statements for n in _stores(s) if isinstance(n, ast.Name)}
+
+
+def _loaded(statements: Iterable[ast.AST]) -> set[str]:
+    names = (n for s in statements for n in ast.walk(s) if isinstance(n, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Load)}
+
+
+def _is_loaded(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)

@@ -1,0 +1,103 @@
+"""The blocks of a model that is no sequence: embeddings, a list of like blocks, norm and head.
+
+The model's own forward stays in place, and runs on each stage: masks, position ids and rotary
+embeddings are made anew from the batch, which all stages read, so that only what one block returns
+to the next travels. Nothing here knows an architecture. A layer is a block; the first one has with
+it what runs before the blocks, the last one what runs behind them. What has no parameters is on all
+stages.
+
+How the forward gets past what lives elsewhere is :mod:`.splitting.block_forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_dist.engine.splitting.block_forward import BlockRoute, Span
+from lightning_dist.engine.splitting.layer_outputs import keywords_of_a_stage
+from lightning_dist.engine.splitting.layers import Layers
+
+
+class Blocks(Layers):
+    """The blocks in one ``nn.ModuleList`` of a model.
+
+    Args:
+        module: The model.
+        path: Dotted path of the list in it.
+        before: Names of what else holds parameters and runs before the blocks.
+        after: Names of what runs behind them.
+    """
+
+    def __init__(
+        self, module: nn.Module, path: str, before: Sequence[str], after: Sequence[str]
+    ) -> None:
+        blocks = [f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]
+        last = len(blocks) - 1
+        super().__init__(
+            module,
+            [
+                (*(before if index == 0 else ()), block, *(after if index == last else ()))
+                for index, block in enumerate(blocks)
+            ],
+        )
+        self._path = path
+        self._route = BlockRoute(module, path, before, after)
+
+    @property
+    @override
+    def origin(self) -> str:
+        return f"the blocks of {self._path}"
+
+    @override
+    def stage(self, first: int, end: int) -> nn.Module:
+        names = [name for group in self.names[first:end] for name in group]
+        own = {name: self.module.get_submodule(name) for name in names}
+        return _StageOfBlocks(own, self._route, Span(first, end))
+
+    @override
+    def layer_input(
+        self, is_first: bool, received: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> Any:
+        given = keywords_of_a_stage(self.module, keywords)
+        return (None if is_first else received, arguments, given)
+
+    @override
+    def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
+        """Does nothing: the model holds what its parts hold."""
+
+    @override
+    def attach(self) -> None:
+        self._route.attach()
+
+    @override
+    def detach(self) -> None:
+        self._route.detach()
+
+
+class _StageOfBlocks(nn.Module):
+    """A stage's part of the model, with the names that it has there."""
+
+    def __init__(self, own: Mapping[str, nn.Module], route: BlockRoute, span: Span) -> None:
+        super().__init__()
+        self._route = route
+        self._span = span
+        for name, module in own.items():
+            _place(self, name, module)
+
+    def forward(self, given: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> Any:
+        received, arguments, keywords = given
+        return self._route.run(self._span, received, arguments, keywords)
+
+
+def _place(holder: nn.Module, name: str, module: nn.Module) -> None:
+    first, _, rest = name.partition(".")
+    if not rest:
+        holder.add_module(first, module)
+        return
+    if first not in holder._modules:
+        holder.add_module(first, nn.Module())
+    _place(holder.get_submodule(first), rest, module)

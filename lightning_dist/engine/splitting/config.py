@@ -1,0 +1,275 @@
+"""What a user asks of a pipeline, checked, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from numbers import Integral
+from typing import Literal
+
+from torch.optim import Optimizer
+
+from lightning_dist.engine.common.count import check_count
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.schedules.csv_file import ScheduleFile
+from lightning_dist.engine.schedules.family import ScheduleFamily
+from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.schedules import find_schedules
+from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.stashing.extrapolation import check_extrapolation, extrapolated
+from lightning_dist.engine.stashing.policy import Predict, WeightVersions
+from lightning_dist.engine.stashing.rate_correction import RateCorrection
+
+StalenessCorrection = Literal["none", "lr", "predict"]
+_MICROBATCHES_PER_RANK = 4
+
+# The names for the command line's help; a string may also be "file:" and a path.
+ScheduleName = (
+    Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "zb_h1",
+        "zbv",
+        "pipedream",
+        "pipedream_2bw",
+    ]
+    | str
+)
+
+
+@dataclass(frozen=True)  # without slots, which the command line's parser does not take
+class PipelineConfig:
+    """The arguments of :class:`~lightning_dist.PipelineStrategy` of the same names.
+
+    Attributes:
+        schedule: Name of the schedule.
+        num_microbatches: Pieces of each Lightning batch.
+        layers: Dotted path of the pipelined module; or ``"trace"``, or that, a colon and a path.
+        partition: How to cut it, or the layers per stage.
+        weight_versions: Which weights an asynchronous backward sees.
+        stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
+        staleness_correction: ``"lr"`` trains stale stages with smaller rates at first;
+            ``"predict"`` runs forwards on where the optimizer is going.
+        correction_steps: Updates until all stages train with the full rate.
+
+    Raises:
+        ValueError: One of them is unknown, too small, or does not go with another.
+    """
+
+    schedule: ScheduleName = "1f1b"
+    num_microbatches: int | Literal["auto"] = "auto"
+    layers: str = "auto"
+    partition: Literal["parameters", "uniform", "profile"] | Sequence[int] = "parameters"
+    weight_versions: WeightVersions = "stash"
+    stages_per_rank: int | Literal["auto"] = "auto"
+    staleness_correction: StalenessCorrection = "none"
+    correction_steps: int = 1000
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        for name, example in (("schedule", "1f1b"), ("layers", "auto")):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise ValueError(f"{name}={value!r} must be a string, like {example!r}.")
+        rule = self.schedules.update_rule
+        if self.weight_versions not in ("stash", "vertical_sync", "none"):
+            raise ValueError(
+                f"weight_versions={self.weight_versions!r} is unknown; use 'stash',"
+                " 'vertical_sync' or 'none'."
+            )
+        if self.weight_versions != "stash" and rule is UpdateRule.LATE:
+            raise ValueError(
+                f"weight_versions={self.weight_versions!r} does not go with schedule="
+                f"{self.schedule!r}, which gives each batch the same version on all stages anyway."
+                " Leave it at 'stash'."
+            )
+        if self.num_microbatches != "auto":
+            check_count("num_microbatches", self.num_microbatches, instead="'auto'")
+        if self.stages_per_rank != "auto":
+            check_count("stages_per_rank", self.stages_per_rank, instead="'auto'")
+        if rule is UpdateRule.EACH and self.num_microbatches not in ("auto", 1):
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} does not go with schedule='pipedream',"
+                " which takes each Lightning batch as one micro-batch. Leave it at 'auto' and use"
+                " smaller batches, or use schedule='1f1b'."
+            )
+        self._check_correction(rule)
+        if isinstance(self.partition, str) and self.partition not in (
+            "parameters",
+            "uniform",
+            "profile",
+        ):
+            raise ValueError(
+                f"partition={self.partition!r} is unknown; use 'parameters', 'uniform', 'profile'"
+                " or the layers per stage, like [3, 3]."
+            )
+        if not isinstance(self.partition, str) and not _are_counts(self.partition):
+            raise ValueError(
+                f"partition={self.partition!r} must be 'parameters', 'uniform', 'profile' or the"
+                " layers per stage, each of them an integer of at least 1, like [3, 3]."
+            )
+
+    def _check_correction(self, rule: UpdateRule) -> None:
+        check_count("correction_steps", self.correction_steps)
+        if self.staleness_correction not in ("none", "lr", "predict"):
+            raise ValueError(
+                f"staleness_correction={self.staleness_correction!r} is unknown; use 'none', 'lr'"
+                " or 'predict'."
+            )
+        if self.staleness_correction != "none" and rule is UpdateRule.FLUSHED:
+            raise ValueError(
+                f"staleness_correction={self.staleness_correction!r} does not go with schedule="
+                f"{self.schedule!r}, under which no weights are stale. Leave it at 'none'."
+            )
+        if self.staleness_correction == "lr" and rule is UpdateRule.LATE:
+            raise ValueError(
+                "staleness_correction='lr' does not go with schedule="
+                f"{self.schedule!r}: it makes up for a staleness that differs from stage to stage,"
+                " and here it is one update on each. Use 'predict', or leave it at 'none'."
+            )
+        if self.staleness_correction == "predict" and self.weight_versions != "stash":
+            raise ValueError(
+                f"staleness_correction='predict' does not go with weight_versions="
+                f"{self.weight_versions!r}: it makes versions of its own. Leave that at 'stash'."
+            )
+
+    def rate_correction(self, shape: PipelineShape) -> RateCorrection | None:
+        """Says how a rank's learning rate is corrected, if it is.
+
+        Args:
+            shape: The rank's part of the pipeline.
+        """
+        if self.staleness_correction != "lr":
+            return None
+        age = shape.rank if self.weight_versions == "vertical_sync" else 0
+        return RateCorrection(shape.num_ranks - 1 - shape.rank + age, self.correction_steps)
+
+    def prediction(self, optimizer: Optimizer | None) -> Predict | None:
+        """Says how forwards see weights of later updates, if they do.
+
+        Args:
+            optimizer: Of a rank's parameters; None where nothing is trained.
+
+        Raises:
+            ValueError: Its updates cannot be foreseen.
+        """
+        if self.staleness_correction != "predict" or optimizer is None:
+            return None
+        check_extrapolation(optimizer)
+        return partial(extrapolated, optimizer)
+
+    @property
+    def schedules(self) -> ScheduleFamily | ScheduleFile:
+        """The kind of schedule."""
+        return find_schedules(self.schedule)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the layers are found by tracing a module."""
+        return self.layers.partition(":")[0] == "trace"
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether batches overlap, so that weights are stale."""
+        return self.schedules.update_rule is not UpdateRule.FLUSHED
+
+    def rank_of_stage(self, num_ranks: int) -> tuple[int, ...]:
+        """Gives the rank of each stage.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+
+        Raises:
+            ValueError: The schedule takes other numbers of stages or micro-batches.
+        """
+        per_rank = None if self.stages_per_rank == "auto" else self.stages_per_rank
+        found = self.schedules.rank_of_stage(num_ranks, per_rank)
+        self.schedules.check_microbatches(num_ranks, self.training_microbatches(num_ranks))
+        return found
+
+    @property
+    def may_use_fewer_microbatches(self) -> bool:
+        """Whether a batch of fewer samples is cut into fewer micro-batches."""
+        return self.num_microbatches == "auto" and not self.asynchronous
+
+    def training_microbatches(self, num_ranks: int) -> int:
+        """Decides the number of micro-batches of a training batch.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+        """
+        if self.num_microbatches != "auto":
+            return self.num_microbatches
+        return self.schedules.default_microbatches(num_ranks)
+
+    def evaluation_microbatches(self, num_ranks: int) -> int:
+        """Decides the number of micro-batches of a batch that runs forward only.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+        """
+        if self.asynchronous and num_ranks > 1:  # one would leave all ranks but one idle
+            return _MICROBATCHES_PER_RANK * num_ranks
+        return self.training_microbatches(num_ranks)
+
+    def shape(self, mesh: MeshShape, rank: int, layers_per_stage: tuple[int, ...]) -> PipelineShape:
+        """Says which part of which pipeline a rank is.
+
+        Args:
+            mesh: All ranks.
+            rank: One of them.
+            layers_per_stage: The partition.
+        """
+        return PipelineShape(
+            self.schedule,
+            self.training_microbatches(mesh.pp),
+            layers_per_stage,
+            mesh.coordinates(rank)["pp"],
+            stages_per_rank=len(layers_per_stage) // mesh.pp,
+            may_use_fewer=self.may_use_fewer_microbatches,
+            replica_index=mesh.data_index(rank),
+        )
+
+
+def _are_counts(partition: object) -> bool:
+    return (
+        isinstance(partition, Sequence)
+        and len(partition) > 0
+        and all(isinstance(count, Integral) and int(count) >= 1 for count in partition)
+    )
+
+
+def share_among_stages(
+    world_size: int, num_stages: int | Literal["auto"], config: PipelineConfig
+) -> MeshShape:
+    """Shares the ranks among stages and data replicas.
+
+    Args:
+        world_size: All ranks.
+        num_stages: Stages; ``"auto"`` takes all ranks.
+        config: What else the user asks for.
+
+    Raises:
+        ValueError: The stages do not divide them, or the schedule does not go with the sizes.
+    """
+    if num_stages == "auto":
+        config.rank_of_stage(world_size)
+        return MeshShape(pp=world_size)
+    per_rank = None if config.stages_per_rank == "auto" else config.stages_per_rank
+    num_ranks = config.schedules.num_ranks(num_stages, per_rank)
+    config.rank_of_stage(num_ranks)
+    if world_size % num_ranks:
+        above = num_ranks * (world_size // num_ranks + 1)
+        choices = f"{above - num_ranks} or {above}" if world_size > num_ranks else f"{above}"
+        takes = f"{num_ranks} ranks" + (
+            "" if num_ranks == num_stages else f" of {num_stages // num_ranks} stages"
+        )
+        raise ValueError(
+            f"The world size ({world_size}) must be a multiple of num_stages={num_stages}: each"
+            f" data replica takes {takes}. Use {choices} devices in all, or another"
+            " `num_stages`."
+        )
+    return MeshShape(pp=num_ranks, dp_replicate=world_size // num_ranks)

@@ -1,0 +1,347 @@
+"""Take a stage's layers out of a module, and leave the names as they were.
+
+The layers of other stages are replaced in place by :class:`ForeignLayer`, never re-indexed, so each
+parameter keeps the name that it has on a single device, and a state dict means the same under every
+layout. A foreign layer holds no parameters of its own (``parameters()`` is this rank's), but it
+remembers the shape of what it replaced, for those who must see the whole model: the summary, and
+``configure_optimizers``, which decides the groups. A parameter that it shares with layers of this
+rank stays that parameter there, so what was tied is tied in the whole model too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.splitting.layers import Layers, layers_in
+
+Module = TypeVar("Module", bound=nn.Module)
+DtypeOf = Callable[[nn.Parameter], torch.dtype]
+
+
+def _own_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return parameter.dtype
+
+
+class ForeignLayer(nn.Module):
+    """Stands for a layer that lives on another rank.
+
+    Args:
+        skeleton: The structure of the layer that it replaces, its tensors on the meta device.
+        name: The layer's name in the pipelined module.
+        stage_index: The stage that has it.
+
+    Attributes:
+        is_in_sight: Whether its description shows.
+    """
+
+    def __init__(self, skeleton: nn.Module, name: str, stage_index: int) -> None:
+        super().__init__()
+        self.name = name
+        self.stage_index = stage_index
+        # In a tuple, where nn.Module does not look for submodules.
+        self._skeleton = (skeleton,)
+        self._dtype_of: DtypeOf = _own_dtype
+        self._description: tuple[nn.Module, ...] = ()
+        self.is_in_sight = False
+
+    def compute_in(self, dtype_of: DtypeOf) -> None:
+        """Says what the layer's parameters compute in where it lives.
+
+        Args:
+            dtype_of: Takes a parameter of the skeleton.
+        """
+        self._dtype_of = dtype_of
+
+    def imitation(self) -> nn.Module:
+        """Makes what returns tensors like the layer's, on the meta device."""
+        # Of a shared parameter the skeleton has this rank's copy, with values, or with a part.
+        stand_ins: dict[int, Tensor] = {
+            id(p): nn.Parameter(torch.empty(p.shape, device="meta", dtype=self.dtype_of(p)), False)
+            for p in self.skeleton.parameters()
+        }
+        return skeleton_of(self.skeleton, stand_ins)
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Gives the data type that a parameter computes in where the layer lives.
+
+        Args:
+            parameter: Of the skeleton.
+        """
+        return self._dtype_of(parameter)
+
+    def answer_by(self, description: nn.Module | None) -> None:
+        """Says what answers for the attributes of the layer.
+
+        Args:
+            description: See :func:`.describe`. None
+                answers for none.
+        """
+        self._description = () if description is None else (description,)
+
+    @property
+    def described(self) -> nn.Module:
+        """What answers for the attributes of the layer."""
+        return self._description[0] if self._description else self.skeleton
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """The layer's structure, its tensors on the meta device."""
+        return self._skeleton[0]
+
+    def __getattr__(self, name: str) -> Any:
+        """Says where an attribute is that a model's forward reads past the layer's own."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name not in dir(self.skeleton):
+                raise
+            if self._description:
+                return getattr(self.described, name)
+            raise AttributeError(
+                f"{name!r} of layer {self.name!r} was asked for, but that layer lives on stage"
+                f" {self.stage_index}, not on this rank. Use it where the layer runs only, or put"
+                " both uses on one stage with `partition=`."
+            ) from error
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Walks through the layer's description while that is in sight, else through nothing.
+
+        ``parameters()``, ``modules()`` and ``buffers()`` of all that holds the layer come here.
+        """
+        walk = super().named_modules
+        if self.is_in_sight and self._description:
+            walk = self.described.named_modules
+        yield from walk(memo, prefix, remove_duplicate)
+
+    def forward(self, *_: object, **__: object) -> Tensor:
+        """Refuses.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"Layer {self.name!r} lives on stage {self.stage_index}, not on this rank. Call the"
+            " whole pipelined module, not its layers one by one, and only inside training_step,"
+            " validation_step, test_step or predict_step; for the whole model in one process load a"
+            " checkpoint with `lightning_dist.checkpoint.load_full`."
+        )
+
+
+def skeleton_of(module: Module, stand_ins: dict[int, Tensor] | None = None) -> Module:
+    """Copies a module's structure, with its tensors on the meta device.
+
+    Args:
+        module: Any; is left as it is.
+        stand_ins: What to take in place of some tensors, by their ids; gets those that are made.
+    """
+    return _copy_with(module, {} if stand_ins is None else stand_ins, torch.device("meta"))
+
+
+def _copy_with(module: Module, stand_ins: dict[int, Tensor], device: torch.device) -> Module:
+    for parameter in module.parameters():
+        if id(parameter) not in stand_ins:
+            empty = torch.empty_like(parameter, device=device)
+            stand_ins[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    for buffer in module.buffers():
+        if id(buffer) not in stand_ins:
+            stand_ins[id(buffer)] = torch.empty_like(buffer, device=device)
+    for part in module.modules():
+        for tensor in _computed(part):
+            stand_ins[id(tensor)] = torch.empty_like(tensor.detach(), device=device)
+    # What deepcopy finds in its memo it takes for a copy. A hook may be the method of anything.
+    hooks = {id(hook): hook for part in module.modules() for hook in _hooks_of(part)}
+    return copy.deepcopy(module, {**stand_ins, **hooks})
+
+
+def _computed(part: nn.Module) -> list[Tensor]:
+    """Lists the tensors in attributes that remember how they were computed; none can be copied.
+
+    ``torch.nn.utils.weight_norm`` leaves a weight so, and each forward anew.
+    """
+    return [held for held in vars(part).values() if isinstance(held, Tensor) and held.grad_fn]
+
+
+def _hooks_of(part: nn.Module) -> list[object]:
+    attributes = vars(part).items()
+    return [h for name, held in attributes if name.endswith("_hooks") for h in held.values()]
+
+
+def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:
+    """Gives the stage of each layer.
+
+    Args:
+        layers_per_stage: The partition.
+    """
+    return [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
+
+
+def cut(
+    module: nn.Sequential | Layers, layers_per_stage: Sequence[int], own_stages: Collection[int]
+) -> None:
+    """Replaces the layers of all other stages; does nothing where that was done before.
+
+    Args:
+        module: The pipelined module, or its layers; changed in place.
+        layers_per_stage: The partition.
+        own_stages: The stages to keep.
+
+    Raises:
+        ValueError: The module has been cut in another way before.
+    """
+    layers = layers_in(module)
+    stages = stage_of_layers(layers_per_stage)
+    was_cut = is_cut(layers.module)
+    for part in layers.parts():
+        is_foreign = isinstance(part.module, ForeignLayer)
+        if is_foreign == (stages[part.layer_index] in own_stages) and was_cut:
+            raise ValueError(
+                f"This model has been cut before, and what stages {list(own_stages)} of the"
+                f" partition {list(layers_per_stage)} have is not what this process kept: layer"
+                f" {part.name!r} is {'elsewhere' if is_foreign else 'here'}. Build the model"
+                " anew and load a checkpoint to change the partition."
+            )
+    if was_cut:
+        return
+    kept = [part.module for part in layers.parts() if stages[part.layer_index] in own_stages]
+    stand_ins: dict[int, Tensor] = {id(p): p for layer in kept for p in layer.parameters()}
+    for part in layers.parts():
+        stage = stages[part.layer_index]
+        if stage not in own_stages:
+            skeleton = skeleton_of(part.module, stand_ins)
+            _place(layers.module, part.name, ForeignLayer(skeleton, part.name, stage))
+
+
+def recut(
+    module: nn.Sequential | Layers, layers_per_stage: Sequence[int], own_layers: Collection[int]
+) -> None:
+    """Cuts a module anew that was cut before; no tensor is made or copied.
+
+    Args:
+        module: The pipelined module, or its layers; changed in place. What leaves this rank has no
+            values by now, and what comes has got them; see
+            :mod:`.rebalance.layer_values`.
+        layers_per_stage: The new partition.
+        own_layers: The layers that are on this rank.
+    """
+    layers = layers_in(module)
+    stages = stage_of_layers(layers_per_stage)
+    for part in layers.parts():
+        stage, present = stages[part.layer_index], part.module
+        if isinstance(present, ForeignLayer):
+            present.stage_index = stage
+            if part.layer_index in own_layers:
+                _place(layers.module, part.name, present.skeleton)
+        elif part.layer_index not in own_layers:
+            _place(layers.module, part.name, ForeignLayer(present, part.name, stage))
+
+
+def _place(module: nn.Module, name: str, part: nn.Module) -> None:
+    holder, _, own_name = name.rpartition(".")
+    setattr(module.get_submodule(holder), own_name, part)
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Whether a layer in a module lives on another rank."""
+    return any(isinstance(layer, ForeignLayer) for layer in module.modules())
+
+
+def layers_of(
+    module: nn.Sequential | Layers, layers_per_stage: Sequence[int], stage_index: int
+) -> nn.Module:
+    """Gives the layers of a stage, as one module that runs them.
+
+    Args:
+        module: The pipelined module, or its layers; the stage's are on this rank.
+        layers_per_stage: The partition.
+        stage_index: The stage.
+    """
+    first = sum(layers_per_stage[:stage_index])
+    return layers_in(module).stage(first, first + layers_per_stage[stage_index])
+
+
+def layer_parameter_counts(module: nn.Sequential | Layers) -> list[int]:
+    """Counts the parameters of each layer, foreign ones included.
+
+    Args:
+        module: The pipelined module, cut or not, or its layers.
+    """
+    layers = layers_in(module)
+    counts = [0] * len(layers)
+    for part in layers.parts():
+        counts[part.layer_index] += sum(p.numel() for p in structure_of(part.module).parameters())
+    return counts
+
+
+def structure_of(layer: nn.Module) -> nn.Module:
+    """Gives a layer, or the structure of one that lives elsewhere.
+
+    Args:
+        layer: Either.
+    """
+    return layer.skeleton if isinstance(layer, ForeignLayer) else layer
+
+
+@contextmanager
+def whole(module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
+    """Puts the structure of the foreign layers in their places for a while.
+
+    Args:
+        module: The pipelined module, or what holds it.
+        device: Where their tensors pretend to be. None leaves them on the meta device; on the CPU
+            they take address space but no memory, for nobody writes to them.
+
+    Yields:
+        Nothing.
+    """
+    foreign = foreign_layers(module)
+    stand_ins: dict[int, Tensor] = {id(p): p for p in module.parameters()}  # this rank's
+    for holder, name, layer in foreign:
+        skeleton = layer.skeleton
+        shown = skeleton if device is None else _copy_with(skeleton, stand_ins, device)
+        setattr(holder, name, shown)
+    try:
+        yield
+    finally:
+        for holder, name, layer in foreign:
+            setattr(holder, name, layer)
+
+
+def foreign_layers(module: nn.Module) -> list[tuple[nn.Module, str, ForeignLayer]]:
+    """Lists the foreign layers in a module with what holds each under which name.
+
+    Args:
+        module: The pipelined module, or what holds it.
+    """
+    return [
+        (holder, name, layer)
+        for holder in module.modules()
+        for name, layer in holder.named_children()
+        if isinstance(layer, ForeignLayer)
+    ]
+
+
+def foreign_state_names(
+    module: nn.Sequential | Layers, layers_per_stage: Sequence[int], own_stages: Collection[int]
+) -> set[str]:
+    """Names what other stages hold, as in the whole module's state dict.
+
+    Args:
+        module: The pipelined module, cut or not, or its layers.
+        layers_per_stage: The partition.
+        own_stages: The stages of this rank.
+    """
+    stages = stage_of_layers(layers_per_stage)
+    return {
+        f"{part.name}.{key}"
+        for part in layers_in(module).parts()
+        if stages[part.layer_index] not in own_stages
+        for key in structure_of(part.module).state_dict()
+    }

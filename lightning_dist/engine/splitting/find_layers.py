@@ -1,0 +1,323 @@
+"""Find the module to cut, and refuse what cannot be cut, with the names and the fix.
+
+All checks look at the module and the trainer alone, so each rank finds the same before anything is
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from lightning_dist.engine.planning.partition import partition_layers, uniform_partition
+from lightning_dist.engine.splitting.block_loop import loops_over
+from lightning_dist.engine.splitting.cut import ForeignLayer, layer_parameter_counts, whole
+from lightning_dist.engine.splitting.find_blocks import blocks_of, find_blocks, find_model
+from lightning_dist.engine.splitting.layers import Layers, layers_in
+from lightning_dist.engine.splitting.ties import Tie
+from lightning_dist.engine.tensors.module_tree import outermost
+
+
+class LayersNotFoundError(ValueError):
+    """Says that a module has no layers that can be found without tracing the module."""
+
+
+def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
+    """Finds the layers of the user's module.
+
+    ``"auto"`` takes the blocks of a Hugging Face model, or the children of one ``nn.Sequential``,
+    or the blocks that a forward runs one after the other. What has them must hold all trainable
+    parameters.
+
+    Args:
+        module: The user's module; other stages' layers may be out of it already.
+        layers: ``"auto"``, or the dotted path of an ``nn.Sequential`` or an ``nn.ModuleList``.
+
+    Returns:
+        The path of the pipelined module, and its layers.
+
+    Raises:
+        LayersNotFoundError: ``"auto"`` finds none that hold all trainable parameters.
+        ValueError: There are none of that path, or a trainable parameter belongs to none.
+    """
+    if layers == "auto":
+        try:
+            return _find_layers(module)
+        except ValueError as error:
+            raise LayersNotFoundError(str(error)) from None
+    with whole(module):
+        if _is_module_list(module, layers):
+            return _blocks_in_list(module, layers)
+    path, sequence = find_sequence(module, layers)
+    return path, layers_in(sequence)
+
+
+def _find_layers(module: nn.Module) -> tuple[str, Layers]:
+    with whole(module):
+        path = find_model(module)
+        if path is not None:
+            return path, find_blocks(module.get_submodule(path), path)
+        list_path = None if _in_a_sequence(module) else _find_block_list(module)
+        if list_path is not None:
+            return _blocks_in_list(module, list_path)
+    path, sequence = find_sequence(module, "auto")
+    return path, layers_in(sequence)
+
+
+def _in_a_sequence(module: nn.Module) -> bool:
+    """Checks whether an ``nn.Sequential`` holds all trainable parameters."""
+    trainable = _trainable(module)
+    sequences = (m for m in module.modules() if isinstance(m, nn.Sequential))
+    return any(trainable <= {id(p) for p in m.parameters()} for m in sequences)
+
+
+def _find_block_list(module: nn.Module) -> str | None:
+    """Finds the one list of blocks that a model's forward runs one after the other.
+
+    Returns:
+        Its dotted path; None where there is none, or several, or where the attribute of the
+        LightningModule that has the list does not hold all trainable parameters.
+    """
+    lists = outermost([n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)])
+    chains = []
+    for path in lists:
+        holder, _, inner = path.partition(".")
+        has_several = len(list(module.get_submodule(path).children())) > 1
+        if inner and has_several and loops_over(module.get_submodule(holder), inner):
+            chains.append((path, holder))
+    if len(chains) != 1:
+        return None
+    ((path, holder),) = chains
+    inside = {id(p) for p in module.get_submodule(holder).parameters()}
+    return path if _trainable(module) <= inside else None
+
+
+def _trainable(module: nn.Module) -> set[int]:
+    return {id(p) for p in module.parameters() if p.requires_grad}
+
+
+def _is_module_list(module: nn.Module, path: str) -> bool:
+    return isinstance(dict(module.named_modules()).get(path), nn.ModuleList)
+
+
+def _blocks_in_list(module: nn.Module, layers: str) -> tuple[str, Layers]:
+    path, _, list_path = layers.partition(".")
+    if not list_path:
+        raise ValueError(
+            "Put the model into a module of its own, whose forward runs the blocks:"
+            f" layers={layers!r} is an `nn.ModuleList` of the LightningModule itself, which has"
+            " steps, but no forward of the model to cut."
+        )
+    model = module.get_submodule(path)
+    refuse_outside(module, path, model)
+    return path, blocks_of(model, list_path, path)
+
+
+def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
+    """Finds the module whose children are the layers.
+
+    Args:
+        module: The user's module.
+        layers: ``"auto"``, or the dotted path of an ``nn.Sequential`` in it.
+
+    Returns:
+        Its path and the sequence.
+
+    Raises:
+        ValueError: There is none, there are several, or a trainable parameter is outside of it.
+    """
+    path, sequence = _find_trainable(module) if layers == "auto" else _get(module, layers)
+    if type(sequence).forward is not nn.Sequential.forward:
+        raise ValueError(
+            f"Name a plain `nn.Sequential` with `layers=`: {path!r} is a {type(sequence).__name__}"
+            " with a forward of its own, so its layers cannot be run one after the other."
+        )
+    refuse_outside(module, path, sequence)
+    return path, sequence
+
+
+def refuse_outside(
+    module: nn.Module, path: str, pipelined: nn.Module, kind: str = "pipelined"
+) -> None:
+    """Refuses trainable parameters outside of the pipelined module.
+
+    Args:
+        module: The user's module.
+        path: Of the pipelined module in it.
+        pipelined: The pipelined module.
+        kind: What to call it.
+
+    Raises:
+        ValueError: There is one.
+    """
+    inside = {id(p) for p in pipelined.parameters()}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            raise ValueError(
+                f"Make {name!r} part of {path!r}, like `nn.Sequential(*layers, head)`, or freeze it"
+                f" with `requires_grad_(False)`: the trainable parameter {name!r} is outside of the"
+                f" {kind} module {path!r}, so it would belong to no stage."
+            )
+
+
+def _get(module: nn.Module, path: str) -> tuple[str, nn.Sequential]:
+    try:
+        found = module.get_submodule(path)
+    except AttributeError:
+        raise ValueError(
+            "Leave out `layers=`, or name an `nn.Sequential` or a list of blocks with it:"
+            f" layers={path!r} is no path of a submodule. The module has the `nn.Sequential`s"
+            f" {_sequences(module)}."
+        ) from None
+    if not isinstance(found, nn.Sequential):
+        raise ValueError(
+            "Leave out `layers=`, or name an `nn.Sequential`, whose children are run one after the"
+            f" other: layers={path!r} is a {type(found).__name__}. The module has"
+            f" {_sequences(module)}."
+        )
+    return path, found
+
+
+def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
+    trainable = _trainable(module)
+    holders = [
+        (name, m)
+        for name, m in module.named_modules()
+        if isinstance(m, nn.Sequential)
+        and (
+            any(id(p) in trainable for p in m.parameters())
+            or any(isinstance(layer, ForeignLayer) for layer in m.children())
+        )
+    ]
+    if not holders:
+        raise ValueError(
+            "Build the model as an `nn.Sequential` of layers and assign it to an attribute"
+            f" (`training_step` stays as it is){_module_lists(module)}. No `nn.Sequential` with"
+            " trainable parameters was found in the module, so there are no layers to put on"
+            " stages."
+        )
+    names = outermost([name for name, _ in holders])
+    if len(names) > 1:
+        raise ValueError(
+            "Make one `nn.Sequential` of all layers, like `nn.Sequential(*encoder, *head)`, or name"
+            " the one to cut with `layers=` and freeze the others. Several hold trainable"
+            f" parameters: {names}."
+        )
+    return _descend(names[0], dict(holders)[names[0]])
+
+
+def _descend(name: str, sequence: nn.Sequential) -> tuple[str, nn.Sequential]:
+    """Goes into a sequence that holds nothing but one sequence."""
+    children = list(sequence.named_children())
+    if len(children) == 1 and isinstance(children[0][1], nn.Sequential):
+        return _descend(f"{name}.{children[0][0]}", children[0][1])
+    return name, sequence
+
+
+def tensors_outside(module: nn.Module, layers: Layers) -> list[Tensor]:
+    """Lists a module's parameters and buffers that no stage has for itself.
+
+    Args:
+        module: The user's module.
+        layers: Of the pipelined module.
+    """
+    parts = [part.module for part in layers.parts()]
+    inside = {id(t) for part in parts for t in (*part.parameters(), *part.buffers())}
+    return [t for t in (*module.parameters(), *module.buffers()) if id(t) not in inside]
+
+
+def _module_lists(module: nn.Module) -> str:
+    lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
+    return f", or name the list of its blocks with `layers=`, one of {lists}" if lists else ""
+
+
+def _sequences(module: nn.Module) -> list[str]:
+    return [n for n, m in module.named_modules() if isinstance(m, nn.Sequential)]
+
+
+def choose_partition(
+    layers: Layers, partition: str | Sequence[int], num_stages: int
+) -> tuple[int, ...]:
+    """Decides how many layers each stage gets.
+
+    Args:
+        layers: Of the pipelined module.
+        partition: ``"parameters"``, ``"uniform"``, or the layers per stage; ``"profile"`` begins
+            with what ``"parameters"`` gives.
+        num_stages: Stages of the pipeline.
+
+    Returns:
+        The layers per stage.
+
+    Raises:
+        ValueError: The partition does not fit the layers or the stages.
+    """
+    num_layers = len(layers)
+    if num_layers < num_stages:
+        raise ValueError(
+            f"Use fewer devices, for no more stages than {num_layers}, or layers='trace', which"
+            f" cuts inside of blocks too: num_stages={num_stages} is more than the {num_layers}"
+            " layers of the pipelined module."
+        )
+    if partition == "uniform":
+        return tuple(uniform_partition(num_layers, num_stages))
+    if partition in ("parameters", "profile"):
+        costs = [float(count) for count in layer_parameter_counts(layers)]
+        return tuple(partition_layers(costs, num_stages))
+    if isinstance(partition, str):
+        raise ValueError(
+            f"partition={partition!r} is unknown; use 'parameters', 'uniform', 'profile' or the"
+            " layers per stage."
+        )
+    counts = tuple(partition)
+    if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
+        raise ValueError(
+            f"partition={list(counts)} must give each of the {num_stages} stages at least one layer"
+            f" and sum to the {num_layers} layers of the pipelined module, but has {len(counts)}"
+            f" entries that sum to {sum(counts)}."
+        )
+    return counts
+
+
+def refuse_places_outside(module: nn.Module, path: str, pipelined: nn.Module) -> None:
+    """Refuses a parameter of a layer that the module holds outside of the pipelined one too.
+
+    Stages without that layer would have it there all the same, as it was at the start.
+
+    Args:
+        module: The user's module.
+        path: Of the pipelined module in it.
+        pipelined: The pipelined module.
+
+    Raises:
+        ValueError: There is one.
+    """
+    inside = {id(p): name for name, p in pipelined.named_parameters()}
+    every = module.named_modules(remove_duplicate=False)
+    prefixes = tuple(f"{name}." for name, found in every if found is pipelined)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in inside and not name.startswith(prefixes):
+            raise ValueError(
+                f"The parameter '{path}.{inside[id(parameter)]}' is also {name!r}, outside of the"
+                f" pipelined module {path!r}, where stages without its layer could not train it."
+                " Leave that attribute out. To use a parameter twice, give it to two layers of the"
+                " pipelined module; their gradients are summed."
+            )
+
+
+def refuse_ties(ties: Sequence[Tie], reason: str) -> None:
+    """Refuses parameters that several stages use.
+
+    Args:
+        ties: All of the pipeline.
+        reason: Why they cannot be, and what else would do; ends with a full stop.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if ties:
+        raise ValueError(
+            f"The parameters {ties[0]} are tied. {reason} Or put both layers on one stage with"
+            " `partition=`, or untie them."
+        )

@@ -1,0 +1,170 @@
+"""How a model is cut into stages: decided on the whole model, then carried out."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.cut import cut, foreign_state_names, stage_of_layers, whole
+from lightning_dist.engine.splitting.find_layers import (
+    choose_partition,
+    find_layers,
+    refuse_places_outside,
+    refuse_ties,
+    tensors_outside,
+)
+from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.splitting.ties import Tie, find_ties
+
+_NO_SUM_IN_TIME = (
+    "Under schedule='pipedream' the later stage applies a batch's gradients before the earlier one"
+    " has found its own, so nobody could apply their sum without a bubble. Use"
+    " schedule='pipedream_2bw', which has the time, or a synchronous one."
+)
+
+
+@dataclass(frozen=True)
+class PipelineSplit:
+    """One rank's part of a model.
+
+    Attributes:
+        path: Dotted path of the pipelined module.
+        layers: Of the pipelined module.
+        layers_per_stage: The partition.
+        stages: This rank's.
+        rank_of_stage: The rank of each stage, in the pipeline.
+        ties: Parameters that several stages use.
+    """
+
+    path: str
+    layers: Layers
+    layers_per_stage: tuple[int, ...]
+    stages: tuple[int, ...]
+    rank_of_stage: tuple[int, ...]
+    ties: tuple[Tie, ...]
+
+    @property
+    def has_last(self) -> bool:
+        """Whether whole steps run here."""
+        return len(self.layers_per_stage) - 1 in self.stages
+
+    @property
+    def source(self) -> str:
+        """Where the layers come from, as the line at the start says it."""
+        origin = f" ({self.layers.origin})" if self.layers.origin else ""
+        return f"{self.path or 'the module'}{origin}"
+
+    @property
+    def sequence(self) -> nn.Module:
+        """The pipelined module."""
+        return self.layers.module
+
+    def keeps(self, name: str) -> bool:
+        """Whether this rank keeps what bears a name in the whole model.
+
+        Args:
+            name: Of a module, a parameter or a buffer.
+        """
+        stage = self.stage_of(name)
+        return stage is None or stage in self.stages
+
+    def stage_of(self, name: str) -> int | None:
+        """Gives the stage of what bears a name in the whole model; None outside of the layers.
+
+        Args:
+            name: Of a module, a parameter or a buffer.
+        """
+        layer = self._layer_of(name)
+        return None if layer is None else stage_of_layers(self.layers_per_stage)[layer]
+
+    @property
+    def own_names(self) -> list[list[str]]:
+        """Names of this rank's layers in the pipelined module, by stage."""
+        stages = stage_of_layers(self.layers_per_stage)
+        parts = self.layers.parts()
+        return [[p.name for p in parts if stages[p.layer_index] == own] for own in self.stages]
+
+    @property
+    def ties_within_a_rank(self) -> list[Tie]:
+        """Ties of several stages that are on one rank, whichever that is."""
+        return [tie for tie in self.ties if len(tie.ranks(self.rank_of_stage)) < len(tie.names)]
+
+    def is_in_a_layer(self, name: str) -> bool:
+        """Whether a module is a part of a layer of the pipelined module, or inside of one.
+
+        Args:
+            name: In the whole model.
+        """
+        return self._layer_of(name) is not None
+
+    def _layer_of(self, name: str) -> int | None:
+        for part in self.layers.parts():
+            if f"{name}.".startswith(f"{self.path}.{part.name}."):
+                return part.layer_index
+        return None
+
+    def cut(self) -> None:
+        """Takes the layers of all other ranks out of the model."""
+        cut(self.layers, self.layers_per_stage, self.stages)
+
+    def whole(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+        """Shows the structure of the whole model for a while; see :func:`cut.whole`.
+
+        Args:
+            device: Where the tensors of other ranks pretend to be.
+        """
+        return whole(self.sequence, device)
+
+    def tensors_outside(self, module: nn.Module) -> list[Tensor]:
+        """Lists a module's parameters and buffers that no stage has for itself.
+
+        Args:
+            module: The user's module.
+        """
+        return tensors_outside(module, self.layers)
+
+    def foreign_names(self) -> set[str]:
+        """Names what other stages hold, as in the whole model's state dict."""
+        names = foreign_state_names(self.layers, self.layers_per_stage, self.stages)
+        return {f"{self.path}.{name}" for name in names}
+
+    def is_stored_here(self, name: str) -> bool:
+        """Whether this rank puts an entry of its state dict into checkpoints.
+
+        Outside of the layers each rank holds a copy, and the last stage alone runs whole steps.
+
+        Args:
+            name: Of the entry.
+        """
+        return self.has_last or self.is_in_a_layer(name)
+
+
+def find_split(
+    module: nn.Module, config: PipelineConfig, num_ranks: int, rank: int
+) -> PipelineSplit:
+    """Decides where a model is cut.
+
+    Args:
+        module: The whole model, or what an earlier split has left of it.
+        config: What the user asks for.
+        num_ranks: Ranks of the pipeline.
+        rank: This one, in the pipeline.
+
+    Raises:
+        ValueError: It cannot be cut so.
+    """
+    path, layers = find_layers(module, config.layers)
+    rank_of_stage = config.rank_of_stage(num_ranks)
+    layers_per_stage = choose_partition(layers, config.partition, len(rank_of_stage))
+    if len(layers_per_stage) > 1:
+        refuse_places_outside(module, path, layers.module)
+    ties = find_ties(layers, layers_per_stage)
+    if config.schedules.update_rule is UpdateRule.EACH:
+        refuse_ties(ties, _NO_SUM_IN_TIME)
+    own = tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
+    return PipelineSplit(path, layers, layers_per_stage, own, rank_of_stage, ties)

@@ -1,0 +1,1 @@
+"""Layers found by tracing a module."""

@@ -1,0 +1,206 @@
+"""Make a graph of a module's forward with torch.export, or say what stands in the way.
+
+``torch.export`` follows the forward with tensors that have no values and writes down which
+operations they meet. What is not an operation leaves no trace, and most of that is meant to: Python
+loops, branches on sizes. Three things would be lost without a word, and are refused here: a
+``torch.autograd.Function`` (its forward would be written down, and differentiated as if it had no
+backward of its own), an attribute that the forward assigns, and a batch size that the forward has
+fixed. What reads a value, torch refuses itself; here the line of the user's code is added.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, is_concrete_int
+from torch.utils import _pytree as pytree
+
+from lightning_dist.engine.splitting.tracing.call import Call, CallCheck
+
+_OWN = Path(__file__).parents[3]
+_NOT_THE_USERS = (Path(torch.__file__).parent, _OWN, Path(sysconfig.get_path("stdlib")))
+_CUSTOM_OP = (
+    "Write it as a `torch.library.custom_op` with `register_autograd`, or build the model as an"
+    " `nn.Sequential` and name it with `layers=`, which traces nothing."
+)
+_INSTEAD = (
+    "Change that part, or build the model as an `nn.Sequential` and name it with `layers=`, which"
+    " traces nothing."
+)
+
+
+def export(module: nn.Module, call: Call) -> ExportedProgram:
+    """Traces a module as it is: in training or in evaluation, part by part.
+
+    Args:
+        module: Nothing is computed with its values.
+        call: An example, of at least two samples.
+
+    Raises:
+        ValueError: The forward does what a graph cannot hold.
+    """
+    shapes = pytree.tree_map(_open_dims, dict(call.arguments))
+    # Gradients are asked for, whoever traces: a block under `no_grad` shall stand out in the graph.
+    with torch.inference_mode(False), torch.enable_grad(), _nothing_lost(), _quiet():
+        try:
+            program = torch.export.export(
+                module, call.args, call.kwargs, dynamic_shapes=shapes, strict=False
+            )
+        except _FunctionError as error:
+            place = _place(error.__traceback__)
+            raise ValueError(
+                f"The forward calls {error.args[0]}, a torch.autograd.Function{place}: a graph"
+                f" would lose its backward. {_CUSTOM_OP}"
+            ) from None
+        except Exception as error:
+            raise ValueError(_explain(error)) from error
+    _refuse_fixed_batch(program, call)
+    return program
+
+
+def check_of(program: ExportedProgram, call: Call) -> CallCheck:
+    """Says which calls a graph is made for.
+
+    Args:
+        program: From :func:`export`.
+        call: What it was traced with.
+    """
+    sizes = [
+        tuple(int(size) if is_concrete_int(size) else None for size in value.shape)
+        for value in _input_values(program)
+        if isinstance(value, Tensor)
+    ]
+    # Private, and without an equal: what `ExportedProgram.module()` asserts before it runs.
+    guards = getattr(program, "_guards_code", [])
+    return CallCheck(call, sizes, guards, {**SYMPY_INTERP, "inf": float("inf")})
+
+
+class _FunctionError(Exception):
+    """An autograd function was called."""
+
+
+@contextmanager
+def _nothing_lost() -> Iterator[None]:
+    """Refuses what torch leaves out of graphs."""
+
+    def refuse(cls: type, *_: Any, **__: Any) -> None:
+        raise _FunctionError(cls.__name__)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
+            yield
+    for warning in caught:
+        _refuse_assignment(str(warning.message))
+
+
+def _refuse_assignment(text: str) -> None:
+    if "assigned during export" not in text:
+        return
+    listed = text.partition("attribute")[2].partition(" assigned during export")[0]
+    names = [word.strip(",") for word in listed.split() if word.startswith("self.")]
+    # What torch's recurrent layers assign is what they had.
+    kept = [name for name in names if "._flat_weights[" not in name]
+    if kept or not names:
+        raise ValueError(
+            f"The forward assigns {', '.join(kept) or text}, which a graph does not do. Return it"
+            " from the forward; or, if it is a running value, register it as a buffer and write"
+            " into that in place."
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torch from printing graphs; what went wrong is in the error."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):  # where half a graph is printed
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _open_dims(leaf: Any) -> Mapping[int, Any] | None:
+    """Leaves a tensor's sizes open; torch would fix those of 0 and 1, and warn."""
+    if not isinstance(leaf, Tensor):
+        return None
+    return {dim: Dim.AUTO if size > 1 else Dim.STATIC for dim, size in enumerate(leaf.shape)}
+
+
+def _explain(error: Exception) -> str:
+    text = str(error).strip()
+    reason = text.splitlines()[0] if text else type(error).__name__
+    advice = _INSTEAD
+    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__:
+        advice = (
+            "A graph has one way through the forward for all values: choose with `torch.where` (or"
+            " `torch.cond`), or decide in `training_step`. " + _INSTEAD
+        )
+    place = _place(error.__traceback__)
+    return f"torch.export cannot trace the forward{place}. It says: {reason} {advice}"
+
+
+def _place(found: TracebackType | None) -> str:
+    """Names the innermost line of the user's own code."""
+    for frame in reversed(traceback.extract_tb(found)):
+        if _is_the_users(frame.filename):
+            return f" at {frame.filename}:{frame.lineno}, `{frame.line}`"
+    return ""
+
+
+def _refuse_fixed_batch(program: ExportedProgram, call: Call) -> None:
+    """Refuses a graph that takes no other batch size than the example's."""
+    check = check_of(program, call)
+    assert call.batch_size is not None
+    errors = []
+    for size in (call.batch_size + 1, 2 * call.batch_size):
+        try:
+            check.check(call.resized(size))
+        except ValueError as error:
+            errors.append(error)
+    if len(errors) == 2:
+        raise ValueError(
+            f"The forward takes the batch size for a constant, {call.batch_size} as in the example,"
+            f" but micro-batches are of other sizes{_fixed_at(program)}. Take the size from the"
+            " tensor, as in `x.view(x.shape[0], -1)` or `x.flatten(1)`. Of a larger batch the"
+            f" trace says: {errors[0]}"
+        )
+
+
+def _fixed_at(program: ExportedProgram) -> str:
+    """Names the line that has fixed a size, where torch has noted it (a private note)."""
+    values = [value for value in _input_values(program) if isinstance(value, Tensor)]
+    shapes = getattr(getattr(values[0], "fake_mode", None), "shape_env", None)
+    for frames in getattr(shapes, "specialization_stacks", {}).values():
+        for frame in reversed(list(frames or [])):
+            if _is_the_users(frame.filename):
+                return f": see {frame.filename}:{frame.lineno}, `{frame.line}`"
+    return ""
+
+
+def _is_the_users(filename: str) -> bool:
+    path = Path(filename)
+    return path.is_file() and not any(path.is_relative_to(home) for home in _NOT_THE_USERS)
+
+
+def _input_values(program: ExportedProgram) -> list[Any]:
+    """Gives what stood for each leaf of the call while it was traced."""
+    placeholders = program.graph.find_nodes(op="placeholder")
+    kinds = [spec.kind.name for spec in program.graph_signature.input_specs]
+    pairs = zip(placeholders, kinds, strict=True)
+    return [node.meta.get("val") for node, kind in pairs if kind == "USER_INPUT"]

@@ -1,0 +1,284 @@
+"""A traced forward as a list of operations, and where it may be cut into layers.
+
+A layer begins where a part of the module comes to its parameters: in front of each convolution or
+norm, not in the midst of what follows it. So the layers are in the order of the forward, whatever
+the modules are nested in, and what is alive between two of them (a skip connection) is handed on.
+
+Some cuts would change what is computed. A parameter that is used twice belongs to one layer. So
+does memory that is written to in place: what is sent to another stage is a copy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from lightning_dist.engine.splitting.tracing.trace_writes import memory_of, written_by
+
+# Checks of what the example was (its dtype, its device), which autocast or a GPU would fail.
+_DROPPED = (torch.ops.aten._assert_tensor_metadata.default,)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Operations that no cut may part.
+
+    Attributes:
+        first: Position of the first.
+        last: Position of the last.
+        reason: Why, for the user.
+    """
+
+    first: int
+    last: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class TraceGraph:
+    """A traced forward.
+
+    Attributes:
+        root: Holds the blocks that the graph calls.
+        inputs: Placeholders of the leaves of a call.
+        names: The parameters' and buffers' names by their placeholders.
+        constants: Tensors that are neither, by their placeholders.
+        parameters: Which of the names are parameters'.
+        body: The operations in their order, the output last.
+        out_spec: How the outputs are put together.
+    """
+
+    root: nn.Module
+    inputs: tuple[fx.Node, ...]
+    names: Mapping[fx.Node, str]
+    constants: Mapping[fx.Node, Any]
+    parameters: frozenset[str]
+    body: tuple[fx.Node, ...]
+    out_spec: Any
+
+    def parameters_of(self, node: fx.Node) -> list[str]:
+        """Names the parameters that an operation uses.
+
+        Args:
+            node: Of the body.
+        """
+        return [name for name in self.held_by(node) if name in self.parameters]
+
+    def held_by(self, node: fx.Node) -> list[str]:
+        """Names the parameters and buffers that an operation uses.
+
+        Args:
+            node: Of the body.
+        """
+        return [self.names[n] for n in node.all_input_nodes if n in self.names]
+
+    def together(self) -> list[Together]:
+        """Says what must not be parted."""
+        return [*self._used_twice(), *self._written()]
+
+    def _used_twice(self) -> list[Together]:
+        uses: dict[str, list[int]] = {}
+        for position, node in enumerate(self.body):
+            for name in self.parameters_of(node):
+                uses.setdefault(name, []).append(position)
+        return [
+            Together(at[0], at[-1], f"the parameter {name!r} is used more than once")
+            for name, at in uses.items()
+            if len(at) > 1
+        ]
+
+    def _written(self) -> list[Together]:
+        """Finds what is written to: from where it comes to be, to where that ends.
+
+        A value that nobody writes to any more may be copied, so the last write is the end. Buffers
+        stay what they are, so there it is the last use.
+        """
+        first: dict[int, int] = {m: 0 for node in self.inputs for m in memory_of(node)}
+        kept = {m: self._title(n) for n in (*self.names, *self.constants) for m in memory_of(n)}
+        last: dict[int, tuple[int, fx.Node]] = {}
+        uses: dict[int, int] = {}
+        for position, node in enumerate(self.body):
+            for memory in {m for n in (node, *node.all_input_nodes) for m in memory_of(n)}:
+                first.setdefault(memory, position)
+                uses[memory] = position
+            last |= dict.fromkeys(written_by(node), (position, node))
+        return [
+            Together(
+                first.get(memory, 0),
+                uses[memory] if memory in kept else position,
+                f"{kept.get(memory, 'a value')} is written to in place{_line_of(node)}",
+            )
+            for memory, (position, node) in last.items()
+        ]
+
+    def _title(self, placeholder: fx.Node) -> str:
+        if placeholder in self.constants:
+            return f"the tensor {placeholder.name!r}"
+        return f"{self.names[placeholder]!r}"
+
+
+def graph_of(program: ExportedProgram, canonical: Mapping[str, str]) -> TraceGraph:
+    """Takes an exported program apart.
+
+    Args:
+        program: From :func:`.export`.
+        canonical: The first name of each parameter and buffer by all of its names.
+    """
+    placeholders = program.graph.find_nodes(op="placeholder")
+    pairs = list(zip(placeholders, program.graph_signature.input_specs, strict=True))
+    held = [(n, spec) for n, spec in pairs if spec.kind.name in ("PARAMETER", "BUFFER")]
+    parameters = {canonical[str(s.target)] for _, s in held if s.kind.name == "PARAMETER"}
+    others = {"USER_INPUT", "PARAMETER", "BUFFER"}
+    body = [n for n in program.graph.nodes if n.op in ("call_function", "output")]
+    return TraceGraph(
+        program.graph_module,
+        tuple(n for n, spec in pairs if spec.kind.name == "USER_INPUT"),
+        {n: canonical[str(spec.target)] for n, spec in held},
+        {n: program.constants[str(s.target)] for n, s in pairs if s.kind.name not in others},
+        frozenset(parameters),
+        tuple(n for n in body if n.target not in _DROPPED),
+        program.call_spec.out_spec,
+    )
+
+
+def find_anchors(graph: TraceGraph, module: nn.Module) -> set[str]:
+    """Says which parameters and buffers decide where layers begin: those of one part.
+
+    A norm counts its batches before it comes to its weight, so its buffers are among them. A
+    constant that many parts use is not.
+
+    Args:
+        graph: The trace in training.
+        module: What was traced.
+    """
+    owners = {_owner_of(name) for name in graph.parameters}
+    return {
+        name
+        for name in graph.names.values()
+        if name in graph.parameters
+        or (_owner_of(name) in owners and not _has_parts(module, _owner_of(name)))
+    }
+
+
+def find_starts(
+    graph: TraceGraph, module: nn.Module, anchors: Collection[str]
+) -> tuple[list[int], list[str]]:
+    """Finds where the layers of a graph begin.
+
+    Args:
+        graph: The trace in training.
+        module: What was traced.
+        anchors: From :func:`find_anchors`.
+
+    Returns:
+        Position of the first operation of each layer, and why some cuts were not made.
+    """
+    starts, owners = [0], set[str]()
+    for position, node in enumerate(graph.body):
+        found = {_owner_of(name) for name in graph.held_by(node) if name in anchors}
+        # A module with parts is not one step of the forward because it has parameters of its own.
+        is_new = found != owners or any(_has_parts(module, owner) for owner in found)
+        if found and owners and is_new:
+            starts.append(position)
+        owners = found or owners
+    together = graph.together()
+    reasons = {
+        t.reason: None for t in together if any(t.first < start <= t.last for start in starts)
+    }
+    kept = [s for s in starts if not any(t.first < s <= t.last for t in together)]
+    return kept, list(reasons)
+
+
+def assign_starts(graph: TraceGraph, homes: Mapping[str, int], num_layers: int) -> list[int]:
+    """Finds where layers that are known begin in another graph of the same module.
+
+    Args:
+        graph: The trace in another mode.
+        homes: The layer of each parameter, and of buffers that belong to one layer.
+        num_layers: How many there are; some may have nothing to do in this mode.
+
+    Raises:
+        ValueError: Its operations are in another order.
+    """
+    starts, layer = [0], 0
+    for position, node in enumerate(graph.body):
+        for name in graph.held_by(node):
+            home = homes.get(name, layer)
+            if home < layer:
+                raise ValueError(
+                    f"The forward uses {name!r} earlier in training than in this mode, so its"
+                    " layers have no one order. Let it run its parts in one order, whatever"
+                    " `self.training` is."
+                )
+            starts += [position] * (home - layer)
+            layer = home
+    starts += [len(graph.body)] * (num_layers - len(starts))
+    for t in graph.together():
+        if any(t.first < start <= t.last for start in starts[1:]):
+            raise ValueError(
+                f"In this mode {t.reason}, across layers that are apart in training. Write out of"
+                " place there."
+            )
+    return starts
+
+
+def names_in_layers(graph: TraceGraph, starts: Sequence[int]) -> list[set[str]]:
+    """Names the parameters and buffers that each layer of a graph uses.
+
+    Args:
+        graph: The trace.
+        starts: Of its layers.
+    """
+    return [
+        {name for node in nodes for name in graph.held_by(node)}
+        for nodes in parts_of(graph, starts)
+    ]
+
+
+def parts_of(graph: TraceGraph, starts: Sequence[int]) -> list[tuple[fx.Node, ...]]:
+    """Gives the operations of each layer.
+
+    Args:
+        graph: The trace.
+        starts: Of its layers.
+    """
+    return [graph.body[start:end] for start, end in pairwise([*starts, len(graph.body)])]
+
+
+def titles_of(graph: TraceGraph, starts: Sequence[int]) -> list[str]:
+    """Names the layers by the first part that comes to its parameters in each.
+
+    Args:
+        graph: The trace.
+        starts: Of its layers.
+    """
+    titles = []
+    for nodes in parts_of(graph, starts):
+        names = [name for node in nodes for name in graph.parameters_of(node)]
+        titles.append((_owner_of(names[0]) or names[0]) if names else "")
+    return titles
+
+
+def _owner_of(name: str) -> str:
+    # A parametrized weight is made from parameters that belong to the module all the same.
+    return name.rpartition(".")[0].partition(".parametrizations")[0]
+
+
+def _has_parts(module: nn.Module, owner: str) -> bool:
+    if not owner:
+        return True
+    children = module.get_submodule(owner).named_children()
+    return any(name != "parametrizations" for name, _ in children)
+
+
+def _line_of(node: fx.Node) -> str:
+    """Names the line of the user's code that an operation comes from, as torch has noted it."""
+    found = re.findall(r'File "(.+)", line (\d+), .*\n\s*(.+)', node.meta.get("stack_trace") or "")
+    return " at {}:{}, `{}`".format(*found[-1]) if found else ""

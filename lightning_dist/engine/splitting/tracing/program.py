@@ -1,0 +1,204 @@
+"""The graphs of a traced module, cut into layers.
+
+Training and evaluation are other graphs: dropout and norms do other things, and so may the user's
+branches on ``self.training``. Where the layers begin is decided in training. The graph for any
+other mode, of the whole module or of single parts (frozen norms, say), is traced when it is first
+needed, on a structure without values that is kept for that, and is cut where the parameters are.
+The ranks do so alike, for all of them have all parts of the module, if not all tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from lightning_dist.engine.splitting.cut import skeleton_of
+from lightning_dist.engine.splitting.tracing.call import Call, CallCheck, bind, example_of
+from lightning_dist.engine.splitting.tracing.export import check_of, export
+from lightning_dist.engine.splitting.tracing.graph import (
+    TraceGraph,
+    assign_starts,
+    find_anchors,
+    find_starts,
+    graph_of,
+    names_in_layers,
+    titles_of,
+)
+from lightning_dist.engine.splitting.tracing.segment import Segment, cut_graph
+from lightning_dist.engine.splitting.tracing.trace_mode import (
+    Mode,
+    changed_attributes,
+    mode_of,
+    set_mode,
+)
+from lightning_dist.engine.tensors.module_hooks import hooks_of
+
+_TRACED_ON = torch.device("cpu")
+_MAX_GRAPHS = 8  # enough for whoever does not change a number at each step
+
+
+class TraceProgram:
+    """The graphs of a module, by mode.
+
+    Args:
+        module: Whole, with its tensors on any device.
+        args: Positional arguments of an example call.
+        kwargs: Named ones.
+        dress: Changes a structure before it is traced: what its parts do is built in.
+
+    Raises:
+        ValueError: It cannot be traced.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dress: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        _refuse_hooks(module)
+        self.dress = dress
+        self._module = module
+        self._skeleton = skeleton_of(module)
+        for hooks in hooks_of(self._skeleton):  # they run around the sequence, as around any other
+            hooks.clear()
+        self.signature = inspect.signature(module.forward)
+        given = bind(self.signature, args, kwargs)
+        self._example = _on_cpu(self.signature, example_of(self.signature, given))
+        self.canonical = _first_names(module)
+        self._graphs: dict[Mode, tuple[CallCheck, list[Segment]]] = {}
+        in_training = mode_of(self._skeleton.train())
+        program = self._trace(in_training)
+        self._find_layers(graph_of(program, self.canonical))
+        self._add(in_training, program)
+        self._current = mode_of(module)
+        for mode in (self._current, mode_of(self._skeleton.eval())):
+            self._segments_in(mode)
+        self._names = [self._names_of(index) for index in range(len(self.titles))]
+
+    def __deepcopy__(self, memo: object) -> TraceProgram:
+        """Gives itself: a copy of a layer, for its shapes, needs no other graphs."""
+        return self
+
+    def _find_layers(self, graph: TraceGraph) -> None:
+        """Decides on the layers, by the graph in training."""
+        anchors = find_anchors(graph, self._skeleton)
+        starts, self.uncut = find_starts(graph, self._skeleton, anchors)
+        self.titles = titles_of(graph, starts)
+        names = names_in_layers(graph, starts)
+        self._homes = {name: i for i, own in enumerate(names) for name in own & anchors}
+        # Who takes no part gets no gradient, wherever it is.
+        for name, _ in self._skeleton.named_parameters():
+            self._homes.setdefault(name, len(starts) - 1)
+
+    def _trace(self, mode: Mode) -> ExportedProgram:
+        structure = skeleton_of(self._skeleton).to_empty(device=_TRACED_ON)
+        set_mode(structure, mode)
+        if self.dress is not None:
+            self.dress(structure)
+        changed: set[str] = set()
+        # In the trace, for torch puts back what it finds changed behind it.
+        structure.register_forward_hook(
+            lambda *_: changed.update(changed_attributes(structure, mode))
+        )
+        program = export(structure, self._example)
+        if changed:
+            raise ValueError(
+                f"The forward assigns {sorted(changed)}, which a graph does not do. Assign such"
+                " values in the steps or hooks of the LightningModule."
+            )
+        return program
+
+    def _segments_in(self, mode: Mode) -> tuple[CallCheck, list[Segment]]:
+        if mode in self._graphs:
+            self._graphs[mode] = self._graphs.pop(mode)  # the first is the one not used for longest
+        else:
+            while len(self._graphs) >= _MAX_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            self._add(mode, self._trace(mode))
+        return self._graphs[mode]
+
+    def _add(self, mode: Mode, program: ExportedProgram) -> None:
+        graph = graph_of(program, self.canonical)
+        starts = assign_starts(graph, self._homes, len(self.titles))
+        segments = cut_graph(graph, starts, _TRACED_ON)
+        self._graphs[mode] = check_of(program, self._example), segments
+
+    def _names_of(self, index: int) -> frozenset[str]:
+        own = {name for name, home in self._homes.items() if home == index}
+        return frozenset(own.union(*(parts[index].names for _, parts in self._graphs.values())))
+
+    def names_of_layer(self, index: int) -> frozenset[str]:
+        """Names a layer's parameters, and the buffers that it uses in training or evaluation.
+
+        Args:
+            index: Of the layer.
+        """
+        return self._names[index]
+
+    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Prepares for a call of the module.
+
+        Args:
+            args: Its positional arguments.
+            kwargs: Its named ones.
+
+        Returns:
+            The leaves of the call, which the first layer takes.
+
+        Raises:
+            ValueError: The graph is not made for this call.
+        """
+        self._current = mode_of(self._module)
+        check, _ = self._segments_in(self._current)
+        return check.check(bind(self.signature, args, kwargs))
+
+    def run(self, index: int, values: Any, parameters: Mapping[str, Tensor]) -> Any:
+        """Runs a layer in the mode of the latest call.
+
+        Args:
+            index: Of the layer.
+            values: What it takes.
+            parameters: Its own by name.
+        """
+        segment = self._graphs[self._current][1][index]
+        buffers = {
+            name: self._module.get_buffer(name) for name in segment.names if name not in parameters
+        }
+        return segment.run(values, {**parameters, **buffers})
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    """Refuses what would run in the trace, and never again."""
+    names = [name for name, part in module.named_modules() if name and any(hooks_of(part))]
+    if names:
+        raise ValueError(
+            f"{names} have forward hooks, which nobody calls in a graph. Return what they collect"
+            " from the forward; for weight and spectral norm use"
+            " `torch.nn.utils.parametrizations`."
+        )
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Gives the first name of each parameter and buffer by all of its names."""
+    first: dict[int, str] = {}
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def _on_cpu(signature: inspect.Signature, call: Call) -> Call:
+    def moved(leaf: Any) -> Any:
+        return leaf.detach().to(_TRACED_ON) if isinstance(leaf, Tensor) else leaf
+
+    args, kwargs = pytree.tree_map(moved, (call.args, call.kwargs))
+    return bind(signature, args, kwargs)

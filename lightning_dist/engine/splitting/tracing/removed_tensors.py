@@ -1,0 +1,149 @@
+"""Take tensors out of a module whose parts stay where they are.
+
+A traced module is not cut between its children, but between operations, and whatever part has
+parameters on another stage keeps its place: it still knows whether it is in training, and the order
+of the names is the same everywhere. Only its tensors are gone. Their shapes stay, for those who
+must see the whole model: the summary, and ``configure_optimizers``, which decides the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.tensors.remote_tensor import absent
+
+
+class TensorsAway:
+    """Parameters and buffers of a module that other ranks hold.
+
+    Args:
+        module: Loses them.
+        names: Of those to take out; all names of a tensor that has several.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        self._module = (module,)  # in a tuple, where nn.Module does not look for submodules
+        self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+        self._shapes: dict[str, Tensor] = {}
+        self._described: dict[str, Tensor] = {}
+        self.take(names)
+
+    def take(self, names: Collection[str]) -> None:
+        """Takes tensors out.
+
+        Args:
+            names: Of those to take out; all names of a tensor that has several.
+        """
+        (module,) = self._module
+        places = {name: _place_of(module, name) for name in names}
+        by_identity: dict[int, Tensor] = {}
+        for name, (tensors, key) in places.items():
+            tensor = tensors[key]
+            assert tensor is not None
+            self._shapes[name] = by_identity.setdefault(id(tensor), _on(tensor, "meta"))
+        for tensors, key in places.values():
+            tensors[key] = None
+        self._places |= places
+        for name in {name.rpartition(".")[0] for name in names} - {""}:
+            _refuse_calls(module.get_submodule(name), name)
+
+    def give(self, values: Mapping[str, Tensor]) -> None:
+        """Puts tensors in, which are this rank's from now on.
+
+        Args:
+            values: By name; all names of those that have several.
+        """
+        (module,) = self._module
+        for name, tensor in values.items():
+            tensors, key = self._places.pop(name)
+            del self._shapes[name]
+            tensors[key] = tensor
+        still_away = {name.rpartition(".")[0] for name in self._places}
+        for name in {name.rpartition(".")[0] for name in values} - still_away - {""}:
+            del module.get_submodule(name).forward
+
+    @property
+    def names(self) -> set[str]:
+        """The names that were given."""
+        return set(self._places)
+
+    @contextmanager
+    def back(self, device: torch.device | None) -> Iterator[None]:
+        """Puts tensors of the same shapes in their places for a while.
+
+        Args:
+            device: Where they pretend to be. None leaves them on the meta device; on the CPU they
+                take address space but no memory, for nobody writes to them.
+
+        Yields:
+            Nothing.
+        """
+        made = {id(shape): _on(shape, device or "meta") for shape in self._shapes.values()}
+        with self._in_their_places({name: made[id(s)] for name, s in self._shapes.items()}):
+            yield
+
+    @contextmanager
+    def described(self, device: torch.device) -> Iterator[None]:
+        """Lets tensors say what they are for a while; whatever needs a value is a ValueError.
+
+        Args:
+            device: Where they would be if this rank had them.
+
+        Yields:
+            Nothing.
+        """
+        known = self._described
+        for name, shape in self._shapes.items():
+            if name not in known or known[name].device != device:
+                known[name] = absent(shape, shape.dtype, device, _reason(name))
+        with self._in_their_places({name: known[name] for name in self._shapes}):
+            yield
+
+    @contextmanager
+    def _in_their_places(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        for name, (tensors, key) in self._places.items():
+            tensors[key] = values[name]
+        try:
+            yield
+        finally:
+            for tensors, key in self._places.values():
+                tensors[key] = None
+
+
+def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    path, _, key = name.rpartition(".")
+    owner = module.get_submodule(path)
+    tensors: Mapping[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
+    return tensors, key  # type: ignore[return-value]
+
+
+def _reason(name: str) -> str:
+    return (
+        f"The value of {name!r} was asked for, but its stage is on another rank. In a step only the"
+        " traced module's own forward may use it."
+    )
+
+
+def _on(tensor: Tensor, device: torch.device | str) -> Tensor:
+    empty = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, tensor.requires_grad)
+    return empty
+
+
+def _refuse_calls(owner: nn.Module, name: str) -> None:
+    def forward(*_: object, **__: object) -> Tensor:
+        raise ValueError(
+            f"{name!r} has parameters on another rank. Call the whole traced module, not its parts,"
+            " and only inside training_step, validation_step, test_step or predict_step; for the"
+            " whole model in one process load a checkpoint with"
+            " `lightning_dist.checkpoint.load_full`."
+        )
+
+    replace: Callable[..., Any] = forward
+    owner.forward = replace

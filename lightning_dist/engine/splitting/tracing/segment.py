@@ -1,0 +1,137 @@
+"""One layer of a traced forward: some of its operations, as code.
+
+What a layer takes is what layers before it have made and it or a later one needs, in a tuple. So a
+skip connection passes through the layers between its ends like any activation, over as many stages
+as there are, and its gradient comes back the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from lightning_dist.engine.splitting.tracing.graph import TraceGraph, parts_of
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A layer.
+
+    Attributes:
+        code: Takes the values, the tensors by :attr:`names`, and the device.
+        names: Parameters and buffers that it uses.
+        takes: Which of the leaves of a call it takes, on the first layer; None on all others, which
+            take what the layer before returns.
+        out_spec: How the outputs are put together, on the last layer.
+    """
+
+    code: fx.GraphModule
+    names: tuple[str, ...]
+    takes: tuple[int, ...] | None
+    out_spec: Any
+
+    def run(self, values: Sequence[Any], tensors: Mapping[str, Tensor]) -> Any:
+        """Runs the layer.
+
+        Args:
+            values: The leaves of a call on the first layer; else what the one before returned.
+            tensors: At least those of :attr:`names`.
+
+        Returns:
+            A tuple for the next layer, or what the forward returns.
+        """
+        taken = values if self.takes is None else [values[index] for index in self.takes]
+        own = [tensors[name] for name in self.names]
+        outputs = self.code(*taken, *own, _device_of([*own, *taken]))
+        return outputs if self.out_spec is None else pytree.tree_unflatten(outputs, self.out_spec)
+
+
+def cut_graph(graph: TraceGraph, starts: Sequence[int], device: torch.device) -> list[Segment]:
+    """Cuts a graph into layers.
+
+    Args:
+        graph: The trace.
+        starts: Position of the first operation of each layer.
+        device: Where it was traced. Operations that make a tensor there make it where their layer
+            computes.
+    """
+    parts = parts_of(graph, starts)
+    alive = _alive_before(graph, parts)
+    segments = []
+    for index, nodes in enumerate(parts):
+        is_last = index == len(parts) - 1
+        returned = graph.body[-1].args[0] if is_last else tuple(alive[index + 1])
+        used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
+        held = [n for n in used if n in graph.names]
+        constants = [n for n in used if n in graph.constants]
+        code = _compile(
+            graph,
+            [n for n in nodes if n.op != "output"],
+            alive[index],
+            held,
+            constants,
+            returned,
+            device,
+        )
+        takes = tuple(graph.inputs.index(n) for n in alive[0]) if index == 0 else None
+        names = tuple(graph.names[n] for n in held)
+        segments.append(Segment(code, names, takes, graph.out_spec if is_last else None))
+    return segments
+
+
+def _alive_before(graph: TraceGraph, parts: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
+    """Lists, for each layer, the values that are there before it and used in it or later."""
+    order = {n: i for i, n in enumerate([*graph.inputs, *graph.body])}
+    alive: list[list[fx.Node]] = []
+    needed: set[fx.Node] = set()
+    for nodes in reversed(parts):
+        needed |= {n for node in nodes for n in node.all_input_nodes if n in order}
+        needed -= set(nodes)
+        alive.append(sorted(needed, key=order.__getitem__))
+    return alive[::-1]
+
+
+def _compile(
+    graph: TraceGraph,
+    nodes: Sequence[fx.Node],
+    values: Sequence[fx.Node],
+    held: Sequence[fx.Node],
+    constants: Sequence[fx.Node],
+    returned: Any,
+    device: torch.device,
+) -> fx.GraphModule:
+    """Makes a module of some operations."""
+    code = fx.Graph()
+    copies = {node: code.placeholder(node.name) for node in (*values, *held)}
+    here = code.placeholder("device")
+    root: dict[str, Any] = {}
+    for node in constants:
+        root[node.name] = graph.constants[node]
+        copies[node] = code.get_attr(node.name)
+
+    def copy_of(node: fx.Node) -> fx.Node:
+        if node not in copies and node.op == "get_attr":  # a block
+            root[str(node.target)] = getattr(graph.root, str(node.target))
+            copies[node] = code.get_attr(str(node.target))
+        return copies[node]
+
+    def moved(leaf: Any) -> Any:
+        return here if leaf == device and isinstance(leaf, torch.device) else leaf
+
+    for node in nodes:
+        copy = code.node_copy(node, copy_of)
+        copy.args, copy.kwargs = pytree.tree_map(moved, (copy.args, copy.kwargs))
+        copy.meta = {}  # values of the example, and what it takes to make them
+        copies[node] = copy
+    code.output(fx.node.map_arg(returned, copy_of))
+    return fx.GraphModule(root, code)
+
+
+def _device_of(values: Sequence[Any]) -> torch.device:
+    found = [leaf.device for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, Tensor)]
+    return found[0] if found else torch.device("cpu")

@@ -1,0 +1,204 @@
+"""A traced module as a sequence of layers that the rest of the pipeline can cut, run and stash.
+
+The user's module stays what it is: its parts, their modes, the names of its parameters. Only its
+forward becomes the sequence's. Each layer holds the parameters that its operations use, the very
+objects that the module holds, so gradients, optimizers and weight versions mean the same ones.
+Buffers are looked up in the module when a layer runs. What a layer runs is
+:mod:`.tracing.program`'s.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_dist.engine.splitting.layer_outputs import without_cache
+from lightning_dist.engine.splitting.layers import LayerSequence
+from lightning_dist.engine.splitting.tracing.program import TraceProgram
+from lightning_dist.engine.splitting.tracing.removed_tensors import TensorsAway
+
+
+class TracedLayer(nn.Module):
+    """One layer.
+
+    Args:
+        program: The graphs.
+        index: Which layer.
+        parameters: That it uses, by their names in the traced module.
+    """
+
+    def __init__(
+        self, program: TraceProgram, index: int, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        super().__init__()
+        self._program = program
+        self._index = index
+        for name, parameter in parameters.items():
+            self.register_parameter(_key_of(name), parameter)
+        self._keys = {name: _key_of(name) for name in parameters}
+
+    def named_tensors(self) -> dict[str, nn.Parameter]:
+        """Gives the parameters by their names in the traced module."""
+        held = {name: self._parameters[key] for name, key in self._keys.items()}
+        return {name: p for name, p in held.items() if p is not None}
+
+    def forward(self, values: Any) -> Any:
+        """Runs the layer.
+
+        Args:
+            values: What the layer before has returned, or the leaves of the call.
+        """
+        # Not the parameters: versions of weights stand in their places at times.
+        parameters = {name: self._parameters[key] for name, key in self._keys.items()}
+        return self._program.run(self._index, values, parameters)  # type: ignore[arg-type]
+
+
+class TracedSequence(nn.Sequential):
+    """The layers of a traced module.
+
+    Args:
+        module: The user's; its forward becomes this sequence's.
+        args: Positional arguments of an example call.
+        kwargs: Named ones.
+        dress: As for :class:`TraceProgram`.
+
+    Raises:
+        ValueError: It cannot be traced.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dress: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        program = TraceProgram(module, args, without_cache(module, kwargs), dress)
+        parameters = dict(module.named_parameters())
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        for index in range(len(program.titles)):
+            own = program.names_of_layer(index)
+            used = {name: p for name, p in parameters.items() if name in own}
+            layers[str(index)] = TracedLayer(program, index, used)
+        super().__init__(layers)
+        self.program = program
+        self.away: TensorsAway | None = None
+        self._module = (module,)  # in a tuple, where nn.Module does not look for submodules
+        module.forward = _TracedForward(self)
+
+    @property
+    def traced(self) -> nn.Module:
+        """The user's module."""
+        return self._module[0]
+
+    def names_in(self, layers: Sequence[int]) -> set[str]:
+        """Gives all names that the tensors of some layers have in the traced module.
+
+        Args:
+            layers: Their indices.
+        """
+        first = frozenset[str]().union(*(self.program.names_of_layer(index) for index in layers))
+        return {name for name, canonical in self.program.canonical.items() if canonical in first}
+
+    def keep(self, layers: Sequence[int]) -> None:
+        """Takes the tensors of all other layers out of the traced module, if nobody has yet.
+
+        Args:
+            layers: Indices of those to keep.
+        """
+        if self.away is None:
+            names = self.names_in(range(len(self))) - self.names_in(layers)
+            self.away = TensorsAway(self._module[0], names)
+
+    def rehome(self, layers: Sequence[int], buffers: Mapping[str, Tensor]) -> None:
+        """Follows layers that have moved: the traced module holds what they hold.
+
+        Args:
+            layers: Indices of those that are here now.
+            buffers: That have come, by name.
+        """
+        assert self.away is not None
+        layer_of = {name: self[index] for index in layers for name in self.names_in([index])}
+        known: dict[str, Tensor] = dict(buffers)
+        for layer in layer_of.values():
+            known |= layer.named_tensors()  # type: ignore[operator]
+        canonical = self.program.canonical
+        self.away.give({name: known[canonical[name]] for name in layer_of.keys() & self.away.names})
+        self.away.take(self.names_in(range(len(self))) - layer_of.keys() - self.away.names)
+
+    def buffers_of(self, layer: int) -> dict[str, Tensor]:
+        """Gives the buffers that a layer of this rank uses, by name.
+
+        Args:
+            layer: Its index.
+        """
+        module = self._module[0]
+        held = self[layer].named_tensors()  # type: ignore[operator]
+        names = self.program.names_of_layer(layer) - held.keys()
+        return {name: module.get_buffer(name) for name in names}
+
+
+class TracedLayers(LayerSequence):
+    """The layers of a traced module, whose buffers are beside them.
+
+    Args:
+        sequence: Stands in for the module's forward.
+    """
+
+    def __init__(self, sequence: TracedSequence) -> None:
+        super().__init__(sequence)
+        self._sequence = sequence
+
+    @property
+    @override
+    def users_module(self) -> nn.Module:
+        return self._sequence.traced
+
+    @property
+    @override
+    def origin(self) -> str:
+        return "traced from its first call"
+
+    @override
+    def beside(self, layer_index: int) -> dict[str, Tensor]:
+        return self._sequence.buffers_of(layer_index)
+
+    @override
+    def in_step(self, device: torch.device) -> AbstractContextManager[None]:
+        away = self._sequence.away
+        return nullcontext() if away is None else away.described(device)
+
+    @override
+    def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
+        self._sequence.rehome(own_layers, beside)
+
+
+class _TracedForward:
+    """What a traced module's forward has become."""
+
+    def __init__(self, sequence: TracedSequence) -> None:
+        self.sequence = sequence
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = without_cache(self.sequence.traced, kwargs)
+        return self.sequence(self.sequence.program.begin(args, given))
+
+
+def sequence_of(module: nn.Module) -> TracedSequence | None:
+    """Gives the layers of a module that has been traced before.
+
+    Args:
+        module: Any.
+    """
+    forward = vars(module).get("forward")
+    return forward.sequence if isinstance(forward, _TracedForward) else None
+
+
+def _key_of(name: str) -> str:
+    return name.replace(".", "/")

@@ -1,0 +1,293 @@
+"""Find the module to trace and an example to trace it with, and share its layers among ranks.
+
+The example is ``example_input_array``, Lightning's own convention for what ``forward`` takes, or
+what the first step calls the module with: the layers must be known before the optimizers are made.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from lightning_dist.engine.precision.half_casts import cast
+from lightning_dist.engine.precision.policy import HalfPrecision
+from lightning_dist.engine.precision.traced_casts import HalfDress, as_in_step
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.cut import stage_of_layers
+from lightning_dist.engine.splitting.find_layers import choose_partition, refuse_outside
+from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.splitting.split import PipelineSplit
+from lightning_dist.engine.splitting.tracing.call import bind, example_of
+from lightning_dist.engine.splitting.tracing.example import (
+    SET_AN_EXAMPLE,
+    Arguments,
+    CallExample,
+    watch_call,
+)
+from lightning_dist.engine.splitting.tracing.program import TraceProgram
+from lightning_dist.engine.splitting.tracing.sequence import (
+    TracedLayers,
+    TracedSequence,
+    sequence_of,
+)
+from lightning_dist.engine.splitting.whole_split import keep_whole
+
+_NO_EXAMPLE = CallExample()
+
+
+class UncutError(ValueError):
+    """Says that a traced module has too few layers because parts of it cannot be cut apart."""
+
+
+@dataclass(frozen=True)
+class TracedSplit(PipelineSplit):
+    """One rank's part of a module that was traced."""
+
+    @property
+    @override
+    def sequence(self) -> TracedSequence:
+        """What stands in for the module's forward."""
+        sequence = self.layers.module
+        assert isinstance(sequence, TracedSequence)
+        return sequence
+
+    @property
+    def _own_layers(self) -> list[int]:
+        stages = stage_of_layers(self.layers_per_stage)
+        return [layer for layer, stage in enumerate(stages) if stage in self.stages]
+
+    def _in_module(self, names: set[str]) -> set[str]:
+        return {_join(self.path, name) for name in names}
+
+    @override
+    def cut(self) -> None:
+        super().cut()
+        self.sequence.keep(self._own_layers)
+
+    @override
+    def whole(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+        away = self.sequence.away
+        return nullcontext() if away is None else away.back(device)
+
+    @override
+    def tensors_outside(self, module: nn.Module) -> list[Tensor]:
+        inside = self._in_module(self.sequence.names_in(range(len(self.sequence))))
+        named = [*module.named_parameters(), *module.named_buffers()]
+        return [tensor for name, tensor in named if name not in inside]
+
+    @override
+    def foreign_names(self) -> set[str]:
+        everywhere = self.sequence.names_in(range(len(self.sequence)))
+        return self._in_module(everywhere - self.sequence.names_in(self._own_layers))
+
+    @override
+    def is_stored_here(self, name: str) -> bool:
+        everywhere = self._in_module(self.sequence.names_in(range(len(self.sequence))))
+        if name not in everywhere:
+            return self.has_last
+        return name in self._in_module(self.sequence.names_in(self._own_layers))
+
+
+def find_traced_split(
+    module: nn.Module,
+    config: PipelineConfig,
+    num_ranks: int,
+    rank: int,
+    half: HalfPrecision | None = None,
+    example: CallExample = _NO_EXAMPLE,
+) -> PipelineSplit:
+    """Traces a module, or takes an earlier trace of it, and decides where it is cut.
+
+    One stage is all of the module, and nothing is traced.
+
+    Args:
+        module: The user's.
+        config: What the user asks for.
+        num_ranks: Ranks of the pipeline.
+        rank: This one, in the pipeline.
+        half: What computes in half precision, which is built into the graphs.
+        example: Shows what steps call a module with.
+
+    Raises:
+        ValueError: It cannot be traced or cut so.
+    """
+    rank_of_stage = config.rank_of_stage(num_ranks)
+    if len(rank_of_stage) == 1:
+        return keep_whole(module)
+    path = config.layers.partition(":")[2]
+    if config.layers in ("auto", "trace"):
+        path = _find_trainable(module, example.has_forward)
+    traced = _get(module, path)
+    dress = None if half is None else HalfDress(half, path)
+    sequence = sequence_of(traced)
+    if sequence is None:
+        refuse_outside(module, path, traced, kind="traced")
+        sequence = _trace(module, traced, path, dress, example)
+    if sequence.program.dress != dress:
+        raise ValueError(
+            f"{path!r} was traced for an earlier run in another precision, which is built into its"
+            " graphs. Make the module anew, or use the same MixedPrecision in each run."
+        )
+    layers = TracedLayers(sequence)
+    partition = _choose_partition(layers, sequence.program, config, len(rank_of_stage), path)
+    own = tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
+    return TracedSplit(
+        path,
+        layers,
+        partition,
+        own,
+        rank_of_stage,
+        ties=(),  # a layer has all uses of its own
+    )
+
+
+def is_traced(module: nn.Module) -> bool:
+    """Whether an earlier run has traced the module, or a part of it.
+
+    Args:
+        module: The user's.
+    """
+    return any(sequence_of(part) is not None for part in module.modules())
+
+
+def _find_trainable(module: nn.Module, has_forward: Callable[[], bool]) -> str:
+    """Finds the one attribute that holds all trainable parameters."""
+    traced = [n for n, child in module.named_children() if sequence_of(child) is not None]
+    if traced:  # by an earlier run
+        return traced[0]
+    if sequence_of(module) is not None:
+        return ""
+    holders = [
+        name
+        for name, child in module.named_children()
+        if any(p.requires_grad for p in child.parameters())
+    ]
+    has_own = any(p.requires_grad for p in module.parameters(recurse=False))
+    if len(holders) == 1 and not has_own:
+        return holders[0]
+    if has_forward():
+        return ""
+    raise ValueError(
+        f"layers='trace' found trainable parameters in {holders or 'no submodule'}"
+        f"{' and in the LightningModule itself' if has_own else ''}, so no one module is there to"
+        " be traced. Put them into one module whose forward runs them all, and call that in the"
+        " steps; or give the LightningModule a `forward` and call `self(...)`; or name a module"
+        " with layers='trace:path' and freeze the rest."
+    )
+
+
+def _get(module: nn.Module, path: str) -> nn.Module:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        names = [name for name, _ in module.named_children()]
+        raise ValueError(
+            f"layers='trace:{path}': the module has no submodule of that path. It has {names} and"
+            " what is in them."
+        ) from None
+
+
+def _trace(
+    module: nn.Module,
+    traced: nn.Module,
+    path: str,
+    dress: HalfDress | None,
+    example: CallExample,
+) -> TracedSequence:
+    if example.inputs is None and example.observe is not None:
+        args, kwargs = example.observe(traced, path)
+    else:
+        args, kwargs = _example_of(module, traced, path, dress, example)
+    try:
+        return TracedSequence(traced, args, kwargs, dress)
+    except ValueError as error:
+        title = f"layers='trace', {path!r} ({type(traced).__name__}): "
+        raise ValueError(f"{title}{error}") from error.__cause__
+
+
+def _example_of(
+    module: nn.Module,
+    traced: nn.Module,
+    path: str,
+    dress: HalfDress | None,
+    example: CallExample,
+) -> Arguments:
+    inputs = example.inputs
+    if inputs is None:
+        raise ValueError(
+            "layers='trace' needs an example of what the traced module is called with."
+            f"{SET_AN_EXAMPLE}"
+        )
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if dress is None and len(dtypes) == 1:
+        # As Lightning's precision plugins make batches, which have converted the parameters.
+        (dtype,) = dtypes
+        inputs = cast(inputs, dtype)
+    arguments = _arguments_of(inputs)
+    if traced is module:
+        return arguments
+    if not example.has_forward():
+        return arguments if dress is None else cast(arguments, dress.half.dtype_into(module, path))
+    with nullcontext() if dress is None else as_in_step(module, dress.half):
+        return _watch_call(module, traced, path, arguments)
+
+
+def _arguments_of(inputs: Any) -> Arguments:
+    """Gives an example's arguments, as Lightning's summary does."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, list | tuple) else ((inputs,), {})
+
+
+def _watch_call(module: nn.Module, traced: nn.Module, path: str, arguments: Arguments) -> Arguments:
+    """Runs the LightningModule's own forward as far as to the call of the traced module."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]  # norms on the way count
+    with watch_call(traced) as seen, torch.random.fork_rng(devices=()), torch.no_grad():
+        signature = inspect.signature(module.forward)
+        call = example_of(signature, bind(signature, *arguments))
+        device = next(module.parameters()).device
+        args, kwargs = pytree.tree_map(
+            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
+            (call.args, call.kwargs),
+        )
+        module.forward(*args, **kwargs)
+    for buffer, value in before:
+        buffer.copy_(value)
+    if not seen:
+        raise ValueError(
+            f"The LightningModule's forward did not call {path!r}, which layers='trace' is to cut."
+            " Name the module that it calls with layers='trace:path'."
+        )
+    return seen[0]
+
+
+def _choose_partition(
+    layers: Layers, program: TraceProgram, config: PipelineConfig, num_stages: int, path: str
+) -> tuple[int, ...]:
+    titles, uncut = program.titles, program.uncut
+    if len(titles) < num_stages:
+        found = (
+            f"Use fewer devices, for no more stages than {len(titles)}: layers='trace' finds"
+            f" {len(titles)} layers in {path!r} ({', '.join(titles)}), which are too few for"
+            f" {num_stages} stages"
+        )
+        if uncut:
+            because = "; ".join(uncut)
+            raise UncutError(f"{found}, because {because}: what lies between must be on one stage.")
+        raise ValueError(f"{found}.")
+    try:
+        return choose_partition(layers, config.partition, num_stages)
+    except ValueError as error:
+        raise ValueError(f"{error} The layers of {path!r} begin at {titles}.") from None
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

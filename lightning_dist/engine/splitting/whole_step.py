@@ -1,0 +1,81 @@
+"""The one layer of a pipeline that has one stage: the user's step, whatever it calls.
+
+Nothing has to be cut there, so no module has to be found in the step, and the step may call any of
+the user's modules as often as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_dist.engine.splitting.layers import Layers
+
+
+class WholeStep(Layers):
+    """All of a user's module as one layer.
+
+    Args:
+        module: The user's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, [("",)])
+
+    @override
+    def stage(self, first: int, end: int) -> nn.Module:
+        return _Step(self.module)
+
+    @override
+    def layer_input(
+        self, is_first: bool, received: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> Any:
+        (step,) = arguments
+        return step
+
+    @override
+    def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
+        """Does nothing: the layer stays."""
+
+    @override
+    def attach(self) -> None:
+        """Does nothing: the step is called by the stage."""
+
+    @override
+    def detach(self) -> None:
+        """Does nothing."""
+
+
+class StepSeam:
+    """Stands where :class:`.Seam` does, around the whole step."""
+
+    def detach(self) -> None:
+        """Does nothing: no forward has been replaced."""
+
+    def run(self, step: Callable[[], Any], layers: Callable[..., Any], *, leaves: bool) -> Any:
+        """Runs a step as the layers of its stage.
+
+        Args:
+            step: The user's.
+            layers: Runs what it is given under the stage's weights.
+            leaves: Whether there are later stages; there are none.
+        """
+        assert not leaves
+        return layers(step)
+
+
+class _Step(nn.Module):
+    """Runs steps; what the user's module holds is under the same names here."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        # The same dicts, so that weights lent to one are lent to the other.
+        self._parameters = module._parameters
+        self._buffers = module._buffers
+        self._modules = module._modules
+
+    def forward(self, step: Callable[[], Any]) -> Any:
+        return step()

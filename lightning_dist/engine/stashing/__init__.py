@@ -1,0 +1,1 @@
+"""Weight versions of asynchronous schedules, and how stale they are."""

@@ -1,0 +1,119 @@
+"""How old the weights are whose gradients a stage applies, measured at each update.
+
+The staleness of an update is the number of updates between the weights that its forwards used and
+those that it is added to. The schedules say what it must be (``n - 1 - s`` under a full
+``pipedream`` pipeline, 1 under ``pipedream_2bw``, 0 under a synchronous schedule), but here it is
+counted: each forward notes the version that it got, and the update compares.
+
+How much that matters depends on how far the weights move meanwhile. So who asks for it is told the
+discrepancy ``||w_forward - w_now|| / ||w_now||`` over the stage's trainable parameters too. That
+takes two passes over them per update, waits for a GPU, and keeps a batch's weights until then:
+under ``pipedream_2bw`` the last stage has a second version like all others.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from lightning_dist.engine.stashing.versions import WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What one stage knows of one of its updates.
+
+    Attributes:
+        staleness: Updates between the weights that its forwards used and those it is added to.
+        stash_bytes: Bytes held beyond the parameters while the optimizer writes.
+        discrepancy: ``||w_forward - w_now|| / ||w_now||``; None where nobody has asked.
+    """
+
+    staleness: int
+    stash_bytes: int
+    discrepancy: float | None = None
+
+
+class StalenessMeter:
+    """Compares the weights of forwards with those that their update is added to, on one stage.
+
+    Args:
+        release: Takes a version back that nobody looks at any more.
+        history: The staleness of earlier updates.
+        measures_discrepancy: Whether to compare values too.
+    """
+
+    def __init__(
+        self,
+        release: Callable[[WeightVersion], None],
+        history: Iterable[int] = (),
+        *,
+        measures_discrepancy: bool = False,
+    ) -> None:
+        self._release = release
+        self._measures_discrepancy = measures_discrepancy
+        self._indices: dict[int, int] = {}
+        self._kept: dict[int, list[WeightVersion]] = {}
+        self._history = array("I", history)
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        """The staleness of each update so far."""
+        return tuple(self._history)
+
+    def end_backward(self, version: WeightVersion, update: int) -> None:
+        """Notes what a micro-batch has used; of several versions the oldest counts.
+
+        Args:
+            version: What its forward ran on; released, at once or after the comparison.
+            update: What its gradients are for.
+        """
+        self._indices[update] = min(version.index, self._indices.get(update, version.index))
+        if self._measures_discrepancy:
+            self._kept.setdefault(update, []).append(version)
+        else:
+            self._release(version)
+
+    def measure(
+        self, update: int, num_steps: int, parameters: Mapping[str, nn.Parameter]
+    ) -> tuple[int, float | None]:
+        """Compares, right before the optimizer writes.
+
+        Args:
+            update: Which.
+            num_steps: Updates that the parameters have seen.
+            parameters: The stage's trainable ones, by name.
+
+        Returns:
+            The staleness in updates, and the discrepancy.
+        """
+        staleness = num_steps - self._indices.pop(update, num_steps)
+        self._history.append(staleness)
+        if not self._measures_discrepancy:
+            return staleness, None
+        kept = self._kept.pop(update, [])
+        discrepancy = 0.0
+        if staleness:
+            oldest = min(kept, key=lambda version: version.index)
+            discrepancy = _discrepancy(oldest.seen, parameters)
+        for version in kept:
+            self._release(version)
+        return staleness, discrepancy
+
+    def clear(self) -> None:
+        """Forgets what was noted, after a failure."""
+        self._indices.clear()
+        self._kept.clear()
+
+
+@torch.no_grad()
+def _discrepancy(weights: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> float:
+    distance = get_total_norm([weights[name] - p for name, p in parameters.items()])
+    if not distance:  # a stage without parameters has a norm of 0 as well
+        return 0.0
+    return float(distance / get_total_norm(list(parameters.values())))

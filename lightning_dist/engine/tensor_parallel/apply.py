@@ -1,0 +1,320 @@
+"""Spread a model over tensor-parallel ranks, layer by layer, as a plan says.
+
+*A region* is what lies between the layers that give each rank features of its own and the layer
+that sums up over them. :mod:`.layers.parallel_layer` spreads the layers;
+:mod:`.layers.activations` says what crosses the border. With sequence parallelism
+(:mod:`.layers.sequence`) what lies between the regions is cut, too.
+
+Parameters that are whole on each rank, but meet other features or another part of the sequence on
+each, get a summand of their gradient there (:mod:`.tensor_parallel.partial_gradients`);
+:meth:`SpreadModule.add_gradients` adds them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from lightning_dist.engine.tensor_parallel.layers import activations, parallel_layer
+from lightning_dist.engine.tensor_parallel.layers.graph_check import Crossings, Whole
+from lightning_dist.engine.tensor_parallel.layers.logits import LogitsApart
+from lightning_dist.engine.tensor_parallel.layers.parallel_layer import Entry, Region
+from lightning_dist.engine.tensor_parallel.layers.projection import (
+    input_size,
+    is_projection,
+    output_size,
+)
+from lightning_dist.engine.tensor_parallel.layers.rng import RegionRandomness
+from lightning_dist.engine.tensor_parallel.layers.sequence import (
+    SEQUENCE_DIM,
+    change_activation,
+    check_blocks,
+    cut_sequence,
+    find_stacks,
+)
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensor_parallel.partial_gradients import (
+    check_shared,
+    check_tied,
+    find_summands,
+)
+from lightning_dist.engine.tensor_parallel.plan.heads import (
+    check_heads,
+    explain_shapes,
+    keep_own_heads,
+)
+from lightning_dist.engine.tensor_parallel.plan.regions import (
+    Styles,
+    attentions,
+    head_features,
+    opens_early,
+    stacked_in,
+)
+from lightning_dist.engine.tensor_parallel.plan.verify_sequence import check_positions
+from lightning_dist.engine.tensors.module_hooks import note_on, put_on
+from lightning_dist.engine.tensors.shards import cut, is_spread
+
+
+@dataclass(frozen=True)
+class SpreadOptions:
+    """How a plan is carried out.
+
+    Attributes:
+        sequence_parallel: Cut the sequence between the regions.
+        loss_parallel: Leave logits apart, for a loss that takes them so.
+    """
+
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+
+
+class SpreadModule:
+    """A module whose layers are spread over tensor-parallel ranks.
+
+    Args:
+        module: Changed in place. Parameters may be on the meta device.
+        styles: By module name, in the order of the model.
+        mesh: The tensor-parallel ranks, of one axis.
+        options: How.
+        is_kept: Whether this rank will keep the module of a name. What it will not is looked at,
+            so that all ranks find the same, but left as it is.
+        stage_of: Gives the stage of a pipeline that has the module of a name.
+
+    Attributes:
+        cuts: Placements on the tensor-parallel ranks by parameter name, of the whole model.
+        logits: What steps run in whose logits are left apart; None where they are joined.
+        crossings: What a first step has made of the borders of regions.
+
+    Raises:
+        ValueError: A size cannot be shared out over the ranks, or a style makes no sense.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        styles: Styles,
+        mesh: DeviceMesh,
+        options: SpreadOptions,
+        is_kept: Callable[[str], bool] = lambda _: True,
+        stage_of: Callable[[str], int | None] = lambda _: None,
+    ) -> None:
+        check_styles(module, styles, mesh.size(), options.sequence_parallel)
+        self.module = module
+        self.styles = styles
+        kept = {name: style for name, style in styles.items() if is_kept(name)}
+        self._mesh = mesh
+        self._options = options
+        self.crossings = Crossings()
+        self.logits = LogitsApart() if options.loss_parallel else None
+        self._randomness = RegionRandomness(mesh.get_local_rank(), torch.device(mesh.device_type))
+        stacks = find_stacks(module) if options.sequence_parallel else []
+        self._blocks = [name for stack in stacks for name in stack]
+        check_blocks(module, self._blocks, styles)
+        check_positions(module, self._blocks, styles, mesh.size())
+        self._uses = _uses(module)
+        stacks_in = {name: stacked_in(module, styles, name) for name in styles}
+        self.cuts = {
+            f"{name}.{attribute}": placement
+            for name, style in styles.items()
+            for attribute, placement in parallel_layer.cuts_of(
+                module.get_submodule(name), style, stacks_in[name]
+            ).items()
+        }
+        summands = find_summands(module, styles, self._is_in_block)
+        check_shared(module, summands, self.cuts)
+        check_tied(module, styles, self.cuts)
+        self._summands = frozenset(summands)
+        partial = [name for name in summands if is_kept(name)]
+        self._entries: dict[str, Entry] = {}
+        for name, style in kept.items():
+            self._spread(name, style, stacks_in[name])
+        for parent in attentions(kept):
+            features = head_features(module, kept, parent)
+            keep_own_heads(module.get_submodule(parent), features, mesh.size())
+            explain_shapes(parent, module.get_submodule(parent), mesh.size())
+        for stack in stacks:
+            # What crosses from stage to stage is whole.
+            for _, of_stage in groupby(filter(is_kept, stack), key=stage_of):
+                blocks = [module.get_submodule(name) for name in of_stage]
+                cut_sequence(blocks[0], blocks[-1], mesh, self._randomness, self.crossings)
+        for part in module.modules():
+            if isinstance(part, nn.TransformerEncoder):
+                part.use_nested_tensor = False  # in evaluation, with padding; none can be spread
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._partial = [name for name in partial if not is_spread(parameters[name])]
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Adds up the gradients of which each rank has a summand; all ranks must call it.
+
+        Once for each update, and not more often. A rank without a gradient, whose tokens went to
+        other experts, gets the others' sum.
+        """
+        parameters = dict(self.module.named_parameters())
+        partial = [parameters[name] for name in self._partial if name in parameters]
+        activations.add_up_gradients([p for p in partial if p.requires_grad], self._mesh)
+
+    def check_graph(self, outputs: Iterable[Tensor]) -> None:
+        """Checks how a step has come to its loss, until :meth:`Crossings.end` is called.
+
+        Args:
+            outputs: The loss, or what a stage returns.
+
+        Raises:
+            ValueError: Not as the plan says.
+        """
+        if self.crossings.is_noting:
+            self.crossings.check(outputs, self._whole_parameters())
+
+    def _whole_parameters(self) -> Whole:
+        found: tuple[dict[int, str], ...] = ({}, {}, {})
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if not is_spread(parameter):
+                is_summand = name in self._summands
+                found[2 if not is_summand else int(self._is_in_block(name))][id(parameter)] = name
+        return Whole(*found)
+
+    def forget_step(self) -> None:
+        """Leaves the region in which a step has failed, and lets go of the last one's activations.
+
+        The modules around layers let go of them, too; but one that only holds its layers, like an
+        ``nn.ModuleDict``, never runs.
+        """
+        self._randomness.leave()
+        self.crossings.begin()
+        for entry in self._entries.values():
+            entry.forget()
+
+    def _spread(self, name: str, style: Style, num_stacked: int) -> None:
+        layer = self.module.get_submodule(name)
+        region = self._region(name)
+        for attribute, placement in parallel_layer.cuts_of(layer, style, num_stacked).items():
+            self._place(layer, attribute, placement)
+        if style is Style.VOCAB:
+            assert isinstance(layer, nn.Embedding)
+            parallel_layer.vocab(layer, self._mesh)
+        if not is_projection(layer):
+            return
+        if style.sums_up:
+            parallel_layer.rowwise(layer, name, region)
+        elif style is Style.COLWISE:
+            parallel_layer.colwise(layer, name, self._entry(name, region), num_stacked)
+        elif style is Style.COLWISE_GATHER:
+            self._spread_head(layer, name, Entry(replace(region, crossings=None)))
+
+    def _spread_head(self, layer: nn.Linear, name: str, entry: Entry) -> None:
+        logits = self.logits
+        if logits is None:
+            parallel_layer.colwise_gather(layer, name, entry)
+        else:
+            parallel_layer.colwise_apart(layer, name, entry, lambda: logits.is_active)
+
+    def _region(self, name: str) -> Region:
+        if self._options.sequence_parallel and self._is_in_block(name):
+            return Region(self._mesh, None, SEQUENCE_DIM, self.crossings)
+        return Region(self._mesh, self._randomness, crossings=self.crossings)
+
+    def _entry(self, name: str, region: Region) -> Entry:
+        """Gives the way in that a layer shares with those beside it."""
+        parent_name = name.rpartition(".")[0]
+        if parent_name not in self._entries:
+            self._entries[parent_name] = entry = Entry(region)
+            parent = self.module.get_submodule(parent_name)
+            parent.register_forward_hook(lambda *_: entry.forget())
+            is_early = opens_early(self.module, parent_name, self._blocks)
+            if region.dim is not None and is_early:
+                # It may look at the length of what it is given, which is that of its layers' then.
+                entry.is_open = True
+                outer = Entry(region)
+                change_activation(parent, outer)
+                parent.register_forward_hook(lambda *_: outer.forget())
+        return self._entries[parent_name]
+
+    def _is_in_block(self, name: str) -> bool:
+        return any(name == block or name.startswith(f"{block}.") for block in self._blocks)
+
+    def _place(self, layer: nn.Module, name: str, placement: Placement) -> None:
+        whole = getattr(layer, name)
+        if is_spread(whole):  # tied to one that came before
+            if whole.placements != (placement,):
+                raise ValueError(
+                    "Use 'vocab' for an embedding and 'colwise_gather' for a head that share a"
+                    " weight: two layers share a parameter, but the plan spreads them in different"
+                    " ways."
+                )
+            return
+        part = nn.Parameter(cut(whole, self._mesh, [placement]), requires_grad=whole.requires_grad)
+        put_on(part, note_on(whole))
+        for holder, attribute in self._uses[whole]:
+            setattr(holder, attribute, part)
+
+
+def refuse_spread(module: nn.Module) -> None:
+    """Refuses a module that has been spread before.
+
+    Args:
+        module: The model.
+
+    Raises:
+        ValueError: It has.
+    """
+    name = next((name for name, p in module.named_parameters() if is_spread(p)), None)
+    if name is not None:
+        raise ValueError(
+            f"{name!r} is spread over ranks already, as part of another LightningModule. Go on with"
+            " that one, or build the model anew and load a checkpoint."
+        )
+
+
+def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_parallel: bool) -> None:
+    """Checks that all sizes can be shared out.
+
+    Args:
+        module: The model.
+        styles: By module name.
+        tp_size: Tensor-parallel ranks.
+        sequence_parallel: As in :class:`SpreadOptions`.
+
+    Raises:
+        ValueError: One cannot, or a style makes no sense.
+    """
+    for name in attentions(styles):
+        check_heads(name, module.get_submodule(name), tp_size)
+    for name, style in styles.items():
+        if style.needs_sequence_parallel and not sequence_parallel:
+            raise ValueError(
+                "Pass sequence_parallel=True, or use another style in plan=: the style"
+                f" {style.value!r} of {name!r} needs sequence_parallel=True."
+            )
+        layer = module.get_submodule(name)
+        if style is Style.VOCAB:
+            assert isinstance(layer, nn.Embedding)
+            _check_size(name, "rows", layer.num_embeddings, tp_size)
+        elif style.sums_up:
+            _check_size(name, "input features", input_size(layer), tp_size)
+        elif style.takes_whole_input:
+            features = output_size(layer) // stacked_in(module, styles, name)
+            _check_size(name, "output features", features, tp_size)
+
+
+def _check_size(name: str, what: str, size: int, tp_size: int) -> None:
+    if size % tp_size:
+        raise ValueError(
+            f"Leave {name!r} out of plan=, or use another tp_size: the {size} {what} of {name!r}"
+            f" cannot be shared out over tp_size={tp_size} ranks; or pad them to"
+            f" {-(-size // tp_size) * tp_size}."
+        )
+
+
+def _uses(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            uses.setdefault(parameter, []).append((part, name))
+    return uses

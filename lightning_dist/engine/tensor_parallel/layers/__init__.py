@@ -1,0 +1,1 @@
+"""Layers whose parameters are spread over ranks."""

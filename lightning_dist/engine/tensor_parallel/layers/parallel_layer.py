@@ -1,0 +1,300 @@
+"""One layer, spread over the tensor-parallel ranks.
+
+A weight becomes a ``DTensor``, which knows the whole's shape and this rank's place in it;
+optimizers, clipping and checkpoints need nothing else. The layer computes with the local part, a
+plain tensor, and so does what the user has written around it.
+
+A bias that is not cut stays an ordinary parameter, whole on each rank: that of a ``rowwise`` layer,
+which is added to the sum, and that of stacked matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from lightning_dist.engine.tensor_parallel.layers import activations
+from lightning_dist.engine.tensor_parallel.layers.apart import mark
+from lightning_dist.engine.tensor_parallel.layers.embedding import look_up
+from lightning_dist.engine.tensor_parallel.layers.graph_check import Crossings
+from lightning_dist.engine.tensor_parallel.layers.own_width import behind
+from lightning_dist.engine.tensor_parallel.layers.projection import (
+    input_dim,
+    is_projection,
+    output_dim,
+    project,
+)
+from lightning_dist.engine.tensor_parallel.layers.rng import RegionRandomness
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.placements import stacked
+from lightning_dist.engine.tensors.shards import is_spread
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where each rank has other features, and how an activation gets in and out.
+
+    Attributes:
+        mesh: The tensor-parallel ranks.
+        randomness: Of this rank; None where it is switched further outside.
+        dim: Along which each rank has a part of the activation outside; None where all have the
+            same.
+        crossings: Takes note of what goes in and comes out; None where nothing sums up.
+    """
+
+    mesh: DeviceMesh
+    randomness: RegionRandomness | None
+    dim: int | None = None
+    crossings: Crossings | None = None
+
+    def dim_of(self, x: Tensor) -> int | None:
+        """Gives the dim along which a rank has a part of an activation outside.
+
+        Args:
+            x: The activation.
+
+        Raises:
+            ValueError: It has no such dim.
+        """
+        if self.dim is not None and x.dim() < self.dim + 2:
+            raise ValueError(
+                f"sequence_parallel=True wants activations of batch, sequence and features, but a"
+                f" layer is given one of shape {tuple(x.shape)}. Leave sequence_parallel out."
+            )
+        return self.dim
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Lets an activation in."""
+        return activations.enter(x, self.mesh, self.dim_of(x))
+
+    def begin(self, features: Tensor, layer: str, *, training: bool) -> None:
+        """Notes that what follows is this rank's own.
+
+        Args:
+            features: What a layer has made.
+            layer: Its name.
+            training: Whether it trains.
+        """
+        if self.crossings is not None:
+            self.crossings.give(features, layer)
+        if self.randomness is not None and training:
+            self.randomness.enter()
+
+    def end(self) -> None:
+        """Notes that what follows is the same on all ranks."""
+        if self.randomness is not None:
+            self.randomness.leave()
+
+    def leave(self, own: Tensor) -> Tensor:
+        """Sums up over the ranks."""
+        return activations.leave(own, self.mesh, self.dim_of(own))
+
+
+@dataclass
+class Entry:
+    """The way into a region, for all layers that open it together.
+
+    Query, key and value projections read one activation: it enters once, so that its gradient is
+    summed over the ranks once.
+
+    Attributes:
+        region: The region.
+        is_open: Whether something around the layers has let the activation in already.
+    """
+
+    region: Region
+    is_open: bool = False
+    _outside: Tensor | None = field(default=None, repr=False)
+    _state: tuple[int, bool] = field(default=(0, False), repr=False)
+    _inside: Tensor | None = field(default=None, repr=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Lets an activation in."""
+        if self.is_open:
+            return x
+        # Written to since, it is another activation; and one that was let in by a validation has no
+        # gradient.
+        version = 0 if x.is_inference() else x._version
+        state = version, torch.is_grad_enabled()
+        if self._inside is None or self._outside is not x or self._state != state:
+            self._inside = self.region.enter(x)
+            self._outside, self._state = x, state
+        return self._inside
+
+    def forget(self) -> None:
+        """Lets go of the activation."""
+        self._outside = self._inside = None
+
+
+@dataclass(frozen=True)
+class _SpreadForward:
+    """A spread layer's forward, which knows that layer by itself.
+
+    A copy of the layer would compute with the weights of the layer that it was made of.
+    """
+
+    compute: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise ValueError(
+            "A module that is spread over tensor-parallel ranks cannot be copied. Copy it before"
+            " the strategy sets it up; for an average of the weights use ShardedWeightAveraging,"
+            " and for the whole model load a checkpoint with"
+            " `lightning_dist.checkpoint.load_full`."
+        )
+
+
+def cuts_of(layer: nn.Module, style: Style, num_stacked: int = 1) -> dict[str, Placement]:
+    """Tells how a layer's parameters are cut, before it is changed.
+
+    Args:
+        layer: Any.
+        style: In the plan.
+        num_stacked: Matrices of one size that the weight holds on top of each other.
+
+    Returns:
+        Placements on the tensor-parallel ranks, by the parameters' names in the layer; what stays
+        whole is left out.
+    """
+    if style is Style.VOCAB:
+        return {"weight": Shard(0)}
+    if not is_projection(layer):
+        return {}
+    if style.sums_up:
+        return {"weight": Shard(input_dim(layer))}
+    if not style.takes_whole_input:
+        return {}
+    if num_stacked > 1:
+        return {"weight": stacked(output_dim(layer), num_stacked)}
+    cuts: dict[str, Placement] = {"weight": Shard(output_dim(layer))}
+    return cuts if layer.bias is None else {**cuts, "bias": Shard(0)}
+
+
+def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> None:
+    """Gives each rank some of a layer's output features.
+
+    Args:
+        layer: A projection, its parameters cut; changed.
+        name: Of the layer.
+        entry: Shared with the layers that read the same activation.
+        num_stacked: Matrices of one size that the weight holds on top of each other.
+    """
+    mesh = entry.region.mesh
+
+    def bias() -> Tensor | None:
+        if layer.bias is None or is_spread(layer.bias):
+            return None if layer.bias is None else local_part(layer.bias)
+        parts = layer.bias.view(num_stacked, mesh.size(), -1)
+        return parts[:, mesh.get_local_rank()].reshape(-1)
+
+    def forward(x: Tensor) -> Tensor:
+        weight, x = local_part(layer.weight), behind(x)
+        _check_width(name, x, weight.shape[input_dim(layer)], "takes what all ranks have")
+        features = project(layer, entry(x), weight, bias())
+        entry.region.begin(features, name, training=layer.training)
+        return features
+
+    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
+
+
+def colwise_gather(layer: nn.Linear, name: str, entry: Entry) -> None:
+    """Computes some output features on each rank, and joins them.
+
+    Args:
+        layer: A projection, its parameters cut; changed.
+        name: Of the layer.
+        entry: Shared with the layers that read the same activation.
+    """
+    colwise(layer, name, entry)
+    compute: Callable[[Tensor], Tensor] = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        features = activations.gather(compute(x), entry.region.mesh)
+        entry.region.end()
+        return features
+
+    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
+
+
+def colwise_apart(layer: nn.Linear, name: str, entry: Entry, is_asked: Callable[[], bool]) -> None:
+    """Computes some output features on each rank, for a loss that takes them so.
+
+    Args:
+        layer: A projection, its parameters cut; changed. Returns a ``DTensor``, if it is asked to.
+        name: Of the layer.
+        entry: Shared with the layers that read the same activation.
+        is_asked: Whether whoever calls it can do with parts; else they are joined.
+    """
+    colwise(layer, name, entry)
+    compute: Callable[[Tensor], Tensor] = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        features = compute(x)
+        entry.region.end()
+        mesh = entry.region.mesh
+        if not is_asked():
+            return activations.gather(features, mesh)
+        apart = [Shard(features.dim() - 1)]
+        return mark(DTensor.from_local(features, mesh, apart, run_check=False))
+
+    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
+
+
+def _check_width(name: str, x: Tensor, width: int, takes: str) -> None:
+    if x.shape[-1] != width:
+        raise ValueError(
+            "Name a 'colwise' layer, which gives each rank its own features, before each 'rowwise'"
+            f" one in plan=, and before nothing else: by the plan {name!r} {takes}, {width} of"
+            f" them, but it is given {x.shape[-1]}."
+        )
+
+
+def rowwise(layer: nn.Linear, name: str, region: Region) -> None:
+    """Lets each rank sum up over its input features, and adds the sums.
+
+    Args:
+        layer: A projection, its parameters cut; changed.
+        name: Of the layer.
+        region: What ends here.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        region.end()
+        if region.crossings is not None:
+            region.crossings.sum_up()
+        weight = local_part(layer.weight)
+        _check_width(name, x, weight.shape[input_dim(layer)], "takes each rank's own features")
+        summed = region.leave(project(layer, x, weight, None))
+        return summed if layer.bias is None else summed + layer.bias
+
+    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
+
+
+def vocab(layer: nn.Embedding, mesh: DeviceMesh) -> None:
+    """Gives each rank some of an embedding's rows.
+
+    Args:
+        layer: Its parameters are cut; changed.
+        mesh: The tensor-parallel ranks.
+    """
+    first = layer.num_embeddings // mesh.size() * mesh.get_local_rank()
+
+    def forward(tokens: Tensor) -> Tensor:
+        rows = local_part(layer.weight)
+        own = tokens - first
+        is_known = (tokens >= 0) & (tokens < layer.num_embeddings)  # others are an error, as usual
+        is_foreign = ((own < 0) | (own >= rows.shape[0])) & is_known
+        found = look_up(layer, own.masked_fill(is_foreign, 0), rows, first)
+        return activations.leave(found.masked_fill(is_foreign[..., None], 0), mesh)
+
+    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]

@@ -1,0 +1,71 @@
+"""Random numbers that are the same on all ranks outside of a region, and differ inside.
+
+Dropout on an activation that all ranks hold must drop the same elements on all of them. Where each
+rank holds other features, or another part of the sequence, the same mask on each rank would make
+one mask of a few copies. A region's own numbers are seeded by one number that is drawn outside, the
+same on all ranks, and by the rank; behind the region the state is what it was after that draw. So
+they are drawn again, the same, when activation checkpointing computes a region a second time. A
+region that draws nothing leaves the state as it was, as on one device.
+
+Such a second computation stops as soon as it has what the backward needs, which may be inside of
+the region, and puts back the generators' state. So where a rank is, is read from their seed.
+"""
+
+from __future__ import annotations
+
+from ctypes import string_at
+
+import torch
+
+from lightning_dist.engine.tensors.rng import generators_of, seed_of
+
+
+class RegionRandomness:
+    """Switches torch's generators at the borders of regions; regions do not nest.
+
+    Args:
+        index: This rank's place among the tensor-parallel ranks.
+        device: Whose generator is switched beside the CPU's.
+    """
+
+    def __init__(self, index: int, device: torch.device) -> None:
+        self._index = index
+        self._device = device
+        self._before: list[torch.Tensor] = []
+        self._outside: list[torch.Tensor] = []
+        self._inside: list[torch.Tensor] = []
+        self._seed = 0
+
+    def enter(self) -> None:
+        """Goes on with numbers of this rank's own; does nothing inside of a region."""
+        if self._is_inside():
+            return
+        generators = generators_of(self._device)
+        self._before = _states(generators)
+        self._seed = seed_of((int(torch.randint(2**62, ())), self._index))
+        self._outside = _states(generators)
+        for generator in generators:
+            generator.manual_seed(self._seed)
+        self._inside = _states(generators)
+
+    def leave(self) -> None:
+        """Goes on with the numbers that all ranks share; does nothing outside of a region."""
+        is_inside, states, self._outside = self._is_inside(), self._outside, []
+        if is_inside:
+            generators = generators_of(self._device)
+            if _bytes_of(_states(generators)) == _bytes_of(self._inside):
+                states = self._before
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+    def _is_inside(self) -> bool:
+        return bool(self._outside) and torch.default_generator.initial_seed() == self._seed % 2**64
+
+
+def _states(generators: list[torch.Generator]) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators]
+
+
+def _bytes_of(states: list[torch.Tensor]) -> list[bytes]:
+    """Reads states in host memory without torch: a dry run's fake mode has no values."""
+    return [string_at(state.data_ptr(), state.nbytes) for state in states]

@@ -1,0 +1,94 @@
+"""Which whole parameters get a summand of their gradient on each rank, and which get all of it.
+
+A parameter that no rank has a part of gets its whole gradient on each rank, unless what it meets
+is apart: the features of a region, or a part of the sequence. Its gradient is the sum over the
+ranks then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from torch import Tensor, nn
+
+from lightning_dist.engine.tensor_parallel.layers.projection import is_projection
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+
+
+def find_summands(
+    module: nn.Module, styles: Mapping[str, Style], is_in_block: Callable[[str], bool]
+) -> list[str]:
+    """Lists the parameters, cut ones too, whose gradients would be summands if whole.
+
+    By all names of a tied one: what a rank keeps of the model may not have the first of them.
+
+    Args:
+        module: The model.
+        styles: By module name.
+        is_in_block: Tells whether the sequence is cut where a name stands.
+    """
+    found: list[str] = []
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        path, _, attribute = name.rpartition(".")
+        parts = path.split(".")
+        ancestors = {".".join(parts[: i + 1]) for i in range(len(parts))}
+        is_local = any(styles.get(ancestor) is Style.LOCAL for ancestor in ancestors)
+        is_stacked_bias = attribute == "bias" and styles.get(path) is Style.COLWISE
+        if is_local or is_stacked_bias or is_in_block(name):
+            found.append(name)
+    return found
+
+
+def check_shared(module: nn.Module, summands: list[str], cuts: Collection[str]) -> None:
+    """Checks that no gradient is a summand at one of a parameter's uses, and whole at another.
+
+    Nobody could tell the two apart in their sum.
+
+    Args:
+        module: The model, of which nothing has been cut yet.
+        summands: What :func:`find_summands` gives.
+        cuts: Names of parameters that will be cut, under all of their names.
+
+    Raises:
+        ValueError: One is.
+    """
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for shared in names.values():
+        if any(name in cuts for name in shared):
+            continue
+        apart = [name for name in shared if name in summands]
+        whole = [name for name in shared if name not in summands]
+        if apart and whole:
+            raise ValueError(
+                "Untie two layers, or leave sequence_parallel or the style 'local' out:"
+                f" {apart[0]!r} and {whole[0]!r} are one parameter, but ranks meet different"
+                " activations at the first (a part of the features or of the sequence) and the same"
+                " ones at the second, so its gradient could not be added up."
+            )
+
+
+def check_tied(module: nn.Module, styles: Mapping[str, Style], cuts: Collection[str]) -> None:
+    """Checks that no layer computes with all of a weight that another layer has a part of.
+
+    Args:
+        module: The model, of which nothing has been cut yet.
+        styles: By module name.
+        cuts: Names of parameters that will be cut.
+
+    Raises:
+        ValueError: One does.
+    """
+    cut = {module.get_parameter(name): name for name in cuts}
+    for path, part in module.named_modules():
+        computes = is_projection(part) or isinstance(part, nn.Embedding)
+        weight = part._parameters.get("weight")
+        if computes and path not in styles and weight is not None and weight in cut:
+            other = cut[weight].rpartition(".")[0]
+            style = "vocab" if isinstance(part, nn.Embedding) else "colwise_gather"
+            raise ValueError(
+                f"Name {path!r} in plan=, too, as {style!r} say, or leave {other!r} out: they have"
+                f" one weight, and by the plan each rank has a part of it in {other!r}"
+                f" ({styles[other].value!r}) and all of it in {path!r}."
+            )

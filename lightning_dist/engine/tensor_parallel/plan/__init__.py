@@ -1,0 +1,1 @@
+"""Plans of tensor parallelism: found, given, and proven."""

@@ -1,0 +1,248 @@
+"""Find the projections of an attention by the usual names, and see that its heads can be cut apart.
+
+Names and sizes say which projections there are, but not what happens between them. What would be
+silently wrong with some of the heads only is left alone: parameters and buffers that are none of
+the projections' (a bias for each head, a slope, a gate), a bias that is passed in from outside, and
+a number of heads that is not to be found in the module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator
+
+from torch import Tensor, nn
+
+from lightning_dist.engine.tensor_parallel.layers.projection import (
+    input_size,
+    is_projection,
+    output_size,
+)
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensor_parallel.plan.heads import count_heads, norms_before, uncounted
+
+_SEPARATE = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q", "k", "v"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("wq", "wk", "wv"),
+    ("w_q", "w_k", "w_v"),
+    ("W_q", "W_k", "W_v"),
+    ("W_query", "W_key", "W_value"),
+    ("Wq", "Wk", "Wv"),
+    ("queries", "keys", "values"),
+    ("to_q", "to_k", "to_v"),
+    ("q_linear", "k_linear", "v_linear"),
+    ("query_proj", "key_proj", "value_proj"),
+)
+_FUSED = (
+    "qkv",
+    "qkv_proj",
+    "query_key_value",
+    "c_attn",
+    "in_proj",
+    "to_qkv",
+    "Wqkv",
+    "wqkv",
+    "w_qkv",
+)
+_OUTPUTS = (
+    "o_proj",
+    "out_proj",
+    "output_proj",
+    "out",
+    "o",
+    "wo",
+    "w_o",
+    "Wo",
+    "W_o",
+    "dense",
+    "proj",
+    "c_proj",
+    "out_lin",
+    "out_linear",
+    "to_out",
+)
+_PASSED_BIASES = ("alibi", "position_bias", "relative_position_bias", "rel_pos_bias")
+# Their fused weights are laid out in a way of their own, under a usual name.
+_ODD_LAYOUTS = ("CodeGenAttention", "GPTBigCodeAttention")
+_ROTARY = ("freq", "cos", "sin")
+
+
+def is_attention_projection(own_name: str) -> bool:
+    """Whether a layer's own name is that of a query, key or value projection.
+
+    Args:
+        own_name: The last part of its name.
+    """
+    return own_name in _FUSED or any(own_name in names for names in _SEPARATE)
+
+
+def find_attention(root: nn.Module, name: str) -> dict[str, Style]:
+    """Finds how an attention can be spread.
+
+    Args:
+        root: The model.
+        name: Of one of its modules.
+
+    Returns:
+        Style by module name; empty if the module is no attention, or not surely a usual one.
+    """
+    inputs, output, flaw = _examine(root, name)
+    if not inputs or output is None or flaw is not None:
+        return {}
+    attention = root.get_submodule(name)
+    norms = head_norms(attention, _features(attention, inputs))
+    found = {_join(name, i): Style.COLWISE for i in inputs} | {output: Style.ROWWISE}
+    return found | {_join(name, norm): Style.LOCAL for norm in norms}
+
+
+def refused_attention(root: nn.Module, name: str) -> dict[str, str]:
+    """Says why an attention is not spread.
+
+    Args:
+        root: The model.
+        name: Of one of its modules.
+
+    Returns:
+        The reason by the name of each layer; empty if it is spread, or no attention.
+    """
+    inputs, output, flaw = _examine(root, name)
+    if flaw is None:
+        return {}
+    return dict.fromkeys([*(_join(name, i) for i in inputs), *filter(None, [output])], flaw)
+
+
+def _examine(root: nn.Module, name: str) -> tuple[tuple[str, ...], str | None, str | None]:
+    """Finds the projections to heads, by name in the attention, that behind them, and a flaw."""
+    attention = root.get_submodule(name)
+    inputs = _inputs(attention)
+    if not inputs:
+        return (), None, None
+    features = _features(attention, inputs)
+    output = _output(root, name, features)
+    if output is None or not _sizes_agree(attention, inputs, features):
+        sizes = " and ".join(str(output_size(attention.get_submodule(i))) for i in inputs)
+        odd = _output(root, name, None)
+        taken = "none" if odd is None else input_size(root.get_submodule(odd))
+        return (
+            inputs,
+            odd,
+            (
+                f"its {' and '.join(inputs)} give {sizes} features, and its output projection takes"
+                f" {taken}; queries, keys and values in one layer must be of one size"
+            ),
+        )
+    parts = {*(attention.get_submodule(i) for i in inputs), root.get_submodule(output)}
+    known = parts.union(head_norms(attention, features).values(), norms_before(attention))
+    return inputs, output, flaw_of_heads(attention, features, known)
+
+
+def flaw_of_heads(
+    attention: nn.Module, features: int, spread_parts: Collection[nn.Module]
+) -> str | None:
+    """Says why an attention may not do the same with some of its heads as with all of them.
+
+    Args:
+        attention: Holds the projections.
+        features: Of all heads together.
+        spread_parts: The layers in it that can be spread.
+
+    Returns:
+        None if it seems to.
+    """
+    if count_heads(attention, features) is None:
+        return uncounted(attention, features)
+    kind = type(attention).__name__
+    if kind in _ODD_LAYOUTS:
+        return f"a {kind} lays queries, keys and values out in a way of its own"
+    own = {tensor for part in spread_parts for tensor in part.parameters()}
+    foreign = [name for name, p in attention.named_parameters() if p not in own]
+    if foreign:
+        return f"its {foreign[0]} is no projection's, and may be of some heads, or of all features"
+    passed = set(_PASSED_BIASES) & set(inspect.signature(attention.forward).parameters)
+    if getattr(getattr(attention, "config", None), "alibi", bool(passed)):
+        return f"it is given a bias for each head ({', '.join(sorted(passed)) or 'alibi'})"
+    odd = list(_odd_buffers(attention))
+    return f"its buffer {odd[0]} may be of some heads" if odd else None
+
+
+def head_norms(attention: nn.Module, features: int) -> dict[str, nn.Module]:
+    """Finds the norms of each head.
+
+    Args:
+        attention: Holds the projections.
+        features: Of all heads together.
+
+    Returns:
+        By name in the attention.
+    """
+    heads = count_heads(attention, features)
+    return {
+        name: part
+        for name, part in attention.named_modules()
+        if heads is not None
+        and "norm" in type(part).__name__.lower()
+        and [p.numel() for p in part.parameters()][:1] == [features // heads]
+        and all(p.shape == (features // heads,) for p in part.parameters())
+    }
+
+
+def _inputs(attention: nn.Module) -> tuple[str, ...]:
+    children = dict(attention.named_children())
+    for names in (*_SEPARATE, *((fused,) for fused in _FUSED)):
+        if all(name in children and is_projection(children[name]) for name in names):
+            return names
+    return ()
+
+
+def _features(attention: nn.Module, inputs: tuple[str, ...]) -> int:
+    return output_size(attention.get_submodule(inputs[0])) // (3 if len(inputs) == 1 else 1)
+
+
+def _output(root: nn.Module, name: str, features: int | None) -> str | None:
+    parent = name.rpartition(".")[0]
+    # BERT has its output projection in a sibling: attention.self, attention.output.dense.
+    for holder in (name, _join(parent, "output")) if name else (name,):
+        for own_name in _OUTPUTS:
+            for candidate in (_join(holder, own_name), _join(holder, f"{own_name}.0")):
+                part = _get(root, candidate)
+                if part is None or not is_projection(part):
+                    continue
+                if features is None or input_size(part) == features:
+                    return candidate
+    return None
+
+
+def _sizes_agree(attention: nn.Module, inputs: tuple[str, ...], features: int) -> bool:
+    sizes = [output_size(attention.get_submodule(name)) for name in inputs]
+    if len(sizes) == 1:
+        return sizes == [3 * features]
+    return sizes[1] == sizes[2] and features % sizes[1] == 0
+
+
+def _odd_buffers(attention: nn.Module) -> Iterator[str]:
+    """Lists what is neither a causal mask nor a rotary frequency: it may be of some heads."""
+    for name, buffer in attention.named_buffers():
+        own_name = name.rpartition(".")[2]
+        if not (_is_mask(buffer) or any(word in own_name for word in _ROTARY)):
+            yield name
+
+
+def _is_mask(buffer: Tensor) -> bool:
+    if buffer.dim() < 2:
+        return buffer.numel() == 1
+    *others, rows, columns = buffer.shape
+    return rows == columns and all(size == 1 for size in others)
+
+
+def _get(root: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return root.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,112 @@
+"""Find a tensor-parallel plan by looking at the model.
+
+What the user's module says comes first, then what a Hugging Face model says, then names and sizes
+that are usual for transformers. What is not surely one of these, or does not compute in parts what
+it computes whole (:mod:`.plan.verify`), stays whole: that costs memory and time, but
+never changes a number. A module that cannot be run on its own is taken at its word there; what it
+does with its parameters and features is seen in the first step
+(:mod:`.layers.graph_check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_dist.engine.common.suggestion import shorten
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensor_parallel.plan.attention import find_attention, refused_attention
+from lightning_dist.engine.tensor_parallel.plan.hugging_face import built_in_plans, translate
+from lightning_dist.engine.tensor_parallel.plan.mlp import find_mlp, refused_mlp
+from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
+from lightning_dist.engine.tensor_parallel.plan.regions import holders
+from lightning_dist.engine.tensor_parallel.plan.verify import check_parts, find_flaws, local_in
+from lightning_dist.engine.tensor_parallel.plan.vocabulary import (
+    find_vocabulary,
+    refused_vocabulary,
+)
+from lightning_dist.engine.tensors.module_tree import original_class
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """How a model can be spread, and why not all of it.
+
+    Attributes:
+        styles: By module name, in the order of the model.
+        reasons: Why layers are left whole that could be spread by their names, by module name.
+    """
+
+    styles: Mapping[str, Style]
+    reasons: Mapping[str, str]
+
+
+def find_plan(module: nn.Module, tp_size: int = 1) -> FoundPlan:
+    """Finds out how a model can be spread.
+
+    Args:
+        module: The model; a method ``tensor_parallel_plan()`` of it says what it shall be.
+        tp_size: Ranks. Those which the vocabulary cannot be shared out over leave it whole; other
+            sizes are not looked at here.
+
+    Raises:
+        ValueError: Nothing was found, or the module's own plan is wrong.
+    """
+    own_plan = getattr(module, "tensor_parallel_plan", None)
+    if callable(own_plan):
+        styles = resolve_plan(module, own_plan())
+        check_parts(module, styles, tp_size)
+        names = [name for name, _ in module.named_modules() if name not in styles]
+        return FoundPlan(styles, dict.fromkeys(names, "tensor_parallel_plan() does not name it"))
+    pairs, reasons = _without_flaws(module, _find_pairs(module), tp_size)
+    styles = pairs | find_vocabulary(module, pairs, tp_size)
+    reasons |= refused_vocabulary(module, styles, tp_size) | _refused(module)
+    if not styles:
+        whys = [f" {name!r} is left whole: {reason}." for name, reason in reasons.items()][:1]
+        classes = dict.fromkeys(original_class(part).__name__ for part in module.modules())
+        raise ValueError(
+            "Pass plan={...}, style by pattern of module names, like {'*.up': 'colwise', '*.down':"
+            " 'rowwise'}, or write a method tensor_parallel_plan() that returns one, or use"
+            " FSDPStrategy(), which takes any module. No"
+            f" tensor-parallel plan was found for {type(module).__name__}: no Hugging Face model"
+            " with a plan of its own, no attention with query, key, value and output projections,"
+            " no MLP of two projections, and no token embedding with a head, by their usual names"
+            f" and sizes. There are: {shorten(list(classes))}.{''.join(whys)}"
+        )
+    ordered = {name: styles[name] for name, _ in module.named_modules() if name in styles}
+    return FoundPlan(ordered, reasons)
+
+
+def _refused(module: nn.Module) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, _ in module.named_modules():
+        found |= refused_attention(module, name) | refused_mlp(module, name)
+    return found
+
+
+def _without_flaws(
+    module: nn.Module, pairs: dict[str, Style], tp_size: int
+) -> tuple[dict[str, Style], dict[str, str]]:
+    """Leaves whole what cannot be cut, though it looks as if it could; the flaw by layer."""
+    styles = {name: pairs[name] for name, _ in module.named_modules() if name in pairs}
+    flaws = find_flaws(module, styles, tp_size)
+    all_holders = holders(module, styles)
+    wrong = {n: flaws[h] for h, layers in all_holders.items() if h in flaws for n in layers}
+    wrong |= {n: flaws[h] for h in flaws for n in local_in(h, styles, all_holders)}
+    return {name: style for name, style in styles.items() if name not in wrong}, wrong
+
+
+def _find_pairs(module: nn.Module) -> dict[str, Style]:
+    found: dict[str, Style] = {}
+    prefixes = []
+    for name, plan in built_in_plans(module).items():
+        prefix = f"{name}." if name else ""
+        prefixes.append(prefix)
+        styles = translate(module.get_submodule(name), plan)
+        found |= {prefix + inner: style for inner, style in styles.items()}
+    for name, _ in module.named_modules():
+        if not name.startswith(tuple(prefixes)):
+            found |= find_attention(module, name) | find_mlp(module, name)
+    return found

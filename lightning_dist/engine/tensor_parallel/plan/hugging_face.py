@@ -1,0 +1,131 @@
+"""Translate the tensor-parallel plan that a Hugging Face model brings along.
+
+Its styles are DTensor layouts of transformers' own, and it is written for inference, too: where a
+module looks at all features of a projection, the plan joins them behind it and cuts them again in
+front of the next one. We have no such style, nor one for experts and for latent attention. Layers
+that work together are spread together or not at all.
+
+Transformers need not be installed: a model with such a plan is known by its attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_dist.engine.common.name_pattern import fits
+from lightning_dist.engine.tensor_parallel.layers.projection import (
+    input_size,
+    is_projection,
+    output_size,
+)
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensor_parallel.plan.attention import (
+    flaw_of_heads,
+    is_attention_projection,
+)
+from lightning_dist.engine.tensor_parallel.plan.mlp import find_mlp, is_featurewise
+
+_STYLES = {
+    "colwise": Style.COLWISE,
+    "packed_colwise": Style.COLWISE,
+    "rowwise": Style.ROWWISE,
+    "replicated_with_grad_allreduce": Style.LOCAL,
+}
+_JOINED = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
+
+
+def built_in_plans(module: nn.Module) -> dict[str, dict[str, str]]:
+    """Finds the models that bring a plan for their layers along, none inside another.
+
+    Args:
+        module: The user's.
+
+    Returns:
+        The style of transformers by pattern, by the name of the model.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name, part in module.named_modules():
+        is_inside = any(name.startswith(f"{outer}." if outer else "") for outer in found)
+        plan = {} if is_inside else _plan_of(part)
+        if any(style in (*_STYLES, *_JOINED) for style in plan.values()):
+            found[name] = plan
+    return found
+
+
+def translate(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
+    """Gives the styles that a built-in plan comes to.
+
+    Args:
+        model: A Hugging Face model.
+        plan: Its plan.
+
+    Returns:
+        Style by name in the model, of all layers between token embedding and head that can be
+        spread.
+    """
+    found: dict[str, Style] = {}
+    modules = dict(model.named_modules())
+    for parent, members in _by_parent(model, plan).items():
+        if any(style in _JOINED for style in members.values()):
+            # A gate stacked on top of another matrix is no obstacle.
+            found |= find_mlp(model, parent)
+        else:
+            found |= _translate_group(modules, parent, members)
+    return found
+
+
+def _plan_of(part: nn.Module) -> dict[str, str]:
+    config = getattr(part, "config", None)
+    own = getattr(part, "_tp_plan", None)
+    if config is None or not hasattr(part, "_tp_plan"):
+        return {}
+    plan = dict(own) if isinstance(own, dict) else {}
+    base = getattr(config, "base_model_tp_plan", None)
+    prefix = getattr(part, "base_model_prefix", "")
+    if isinstance(base, dict):
+        path = f"{prefix}." if isinstance(getattr(part, prefix, None), nn.Module) else ""
+        plan = {path + pattern: style for pattern, style in base.items()} | plan
+    return {pattern: style for pattern, style in plan.items() if isinstance(style, str)}
+
+
+def _by_parent(model: nn.Module, plan: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    # Some styles are of bare parameters, those of experts for instance.
+    names = [name for name, _ in model.named_modules() if name]
+    names += [name for name, _ in model.named_parameters()]
+    groups: dict[str, dict[str, str]] = {}
+    for name in names:
+        for pattern, style in plan.items():
+            if fits(name, pattern):
+                groups.setdefault(name.rpartition(".")[0], {})[name] = style
+    return groups
+
+
+def _translate_group(
+    modules: Mapping[str, nn.Module], parent: str, members: Mapping[str, str]
+) -> dict[str, Style]:
+    styles = {n: _STYLES[s] for n, s in members.items() if s in _STYLES and n in modules}
+    parts = {name: modules[name] for name in styles}
+    downs = [name for name, style in styles.items() if style is Style.ROWWISE]
+    ups = [name for name, style in styles.items() if style is Style.COLWISE]
+    if len(styles) < len(members) or len(downs) != 1 or not ups:
+        return {}
+    if not all(is_projection(parts[name]) for name in ups + downs):
+        return {}
+    taken = input_size(parts[downs[0]])
+    if not all(_is_cut_alike(name, members[name], output_size(parts[name]), taken) for name in ups):
+        return {}
+    if any(is_attention_projection(name.rpartition(".")[2]) for name in ups):
+        is_clear = flaw_of_heads(modules[parent], taken, parts.values()) is None
+    else:
+        own_names = [name.rpartition(".")[2] for name in (*ups, *downs)]
+        is_clear = is_featurewise(modules[parent], tuple(own_names[:-1]), own_names[-1])
+    return styles if is_clear else {}
+
+
+def _is_cut_alike(name: str, style: str, features: int, taken: int) -> bool:
+    """Whether we cut the layer where transformers does."""
+    if style == "packed_colwise":
+        return features == 2 * taken
+    return features <= taken or name.endswith("query_key_value")

@@ -1,0 +1,100 @@
+"""A tensor-parallel plan: which layers are spread in which way.
+
+A plan is written with plain strings, so that it can stand in YAML: patterns of module names (see
+:mod:`.common.name_pattern`) and the styles of :mod:`.layers.styles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_dist.engine.common.name_pattern import fits, with_stars
+from lightning_dist.engine.common.suggestion import nearest, shorten
+from lightning_dist.engine.tensor_parallel.layers.embedding import is_token_table
+from lightning_dist.engine.tensor_parallel.layers.projection import has_own_forward, is_projection
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+
+
+def resolve_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
+    """Finds the modules that a plan is about.
+
+    Args:
+        module: The model.
+        plan: Style by pattern; where several fit a module the last one counts.
+
+    Returns:
+        Style by module name, in the order of the model.
+
+    Raises:
+        ValueError: A style is unknown, a pattern fits nothing, or a module cannot be spread so.
+    """
+    names = [name for name, _ in module.named_modules() if name]
+    found: dict[str, Style] = {}
+    for pattern, style_name in plan.items():
+        style = parse_style(style_name, pattern)
+        fitting = [name for name in names if fits(name, pattern)]
+        if not fitting:
+            shown = list(dict.fromkeys(map(with_stars, names)))
+            near = nearest(pattern, [*shown, *names])
+            raise ValueError(
+                f"Write the name of a module for {pattern!r} in plan=: it fits no module.{near}"
+                f" There are: {shorten(shown)}."
+            )
+        found |= dict.fromkeys(fitting, style)
+    for name, style in found.items():
+        _check_kind(name, module.get_submodule(name), style)
+    return {name: found[name] for name in names if name in found}
+
+
+def parse_style(name: str, pattern: str) -> Style:
+    """Reads a style.
+
+    Args:
+        name: As in a plan.
+        pattern: Which it stands beside, for the error.
+
+    Raises:
+        ValueError: There is no such style.
+    """
+    styles = {style.value: style for style in Style}
+    if not isinstance(name, str) or name not in styles:
+        raise ValueError(
+            f"Use one of {', '.join(styles)} in plan=: the style {name!r} of {pattern!r} is"
+            f" unknown.{nearest(str(name), styles)}"
+        )
+    return styles[name]
+
+
+def _check_kind(name: str, layer: nn.Module, style: Style) -> None:
+    if style is Style.VOCAB:
+        is_right = is_token_table(layer)
+        wanted = "an nn.Embedding without max_norm, scale_grad_by_freq and sparse"
+    elif style.cuts_a_matrix:
+        is_right, wanted = is_projection(layer), "a plain nn.Linear"
+    else:
+        return
+    if has_own_forward(layer):
+        raise ValueError(
+            f"Leave {name!r} out of plan=, or make its forward that of a class: as {style.value!r}"
+            f" a {type(layer).__name__} that has a forward of its own would lose it."
+        )
+    if not is_right:
+        raise ValueError(
+            f"{_instead(name, layer)}: the style {style.value!r} needs {wanted}, but it is a"
+            f" {type(layer).__name__}."
+        )
+
+
+def _instead(name: str, layer: nn.Module) -> str:
+    """Says what to write in a plan, for a layer that another style would do for."""
+    if is_token_table(layer):
+        return f"Use 'vocab' for {name!r} in plan=, or leave it out"
+    if is_projection(layer):
+        return (
+            f"Use 'colwise', 'rowwise' or 'colwise_gather' for {name!r} in plan=, or leave it out"
+        )
+    if any(True for _ in layer.children()):
+        return f"Name the layers inside of {name!r} in plan=, or leave it out"
+    return f"Leave {name!r} out of plan="

@@ -1,0 +1,395 @@
+"""See that parts add up to the whole, before anything is cut.
+
+Names and sizes say which layers look as if they could be cut; whether they can be is up to the code
+between them, which may lay out its heads in another way, or look at all features at once. So it is
+run: a copy of the module around the layers, with random weights, once whole, and once for each rank
+with that rank's part of them. Whatever the ranks' parts give to a layer that sums up must add up to
+what the whole gives to it. Nothing is sent, and all ranks find the same.
+
+What outside of regions is whole on each rank is whole here, too: the layer that sums up returns
+what the whole one has returned. A module that wants more than an activation, and more than can be
+guessed (:mod:`.plan.trial_call`), cannot be run so, and is taken at its word, but
+for an attention that computes with the width of all heads. So is a whole model that is large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dist.engine.common.suggestion import shorten
+from lightning_dist.engine.tensor_parallel.layers.own_width import behind
+from lightning_dist.engine.tensor_parallel.layers.projection import (
+    has_own_forward,
+    input_dim,
+    input_size,
+    is_projection,
+    output_dim,
+    project,
+)
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensor_parallel.plan.attention import is_attention_projection
+from lightning_dist.engine.tensor_parallel.plan.heads import (
+    check_heads,
+    explain_shapes,
+    keep_own_heads,
+    needs_proof,
+)
+from lightning_dist.engine.tensor_parallel.plan.regions import (
+    Styles,
+    attentions,
+    head_features,
+    holders,
+    partner_of,
+    stacked_in,
+)
+from lightning_dist.engine.tensor_parallel.plan.trial import (
+    differ,
+    kind_of,
+    on_the_side,
+    random_copy,
+    shared_copy,
+    train_if_possible,
+)
+from lightning_dist.engine.tensor_parallel.plan.trial_call import TrialCall, trial_calls
+from lightning_dist.engine.tensors.module_tree import original_class
+
+_Cuts = Mapping[str, tuple[Style, int]]
+"""Style, and how many matrices are stacked, of the layers of a module by their names in it."""
+
+_BATCH, _LENGTH = 2, 4
+_LARGEST_MODEL = 2**25
+"""Parameters of a whole model that is still copied; parts of a model are, whatever their size."""
+
+
+def find_flaws(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str]:
+    """Finds the modules that do not compute what they should if their layers are cut.
+
+    Args:
+        module: The model, whole; left as it is. May be on the meta device.
+        styles: By module name, in the order of the model.
+        tp_size: Tensor-parallel ranks.
+
+    Returns:
+        What is wrong with a module, by its name.
+    """
+    known: dict[Any, str | None] = {}
+    found: dict[str, str] = {}
+    all_holders = holders(module, styles)
+    met = {layer for layers in all_holders.values() for layer in layers}
+    alone = {n: style for n, style in styles.items() if style.sums_up and n not in met}
+    for name, layers in all_holders.items():
+        cuts = {layer: (styles[layer], stacked_in(module, styles, layer)) for layer in layers}
+        inner = {_inside(name, layer): cut for layer, cut in cuts.items()}
+        inner |= {_inside(name, n): (Style.LOCAL, 1) for n in local_in(name, styles, all_holders)}
+        inner |= {_inside(name, n): (s, 1) for n, s in alone.items() if _is_in(n, name)}
+        holder = module.get_submodule(name)
+        kind = (*kind_of(holder), *inner)
+        if not name and _is_large(holder):  # more than a copy should be made of
+            known[kind] = _unproven(name, holder, _styles(inner), tp_size)
+        elif kind not in known:
+            with on_the_side():
+                known[kind] = _find_flaw(name, holder, inner, tp_size)
+        flaw = known.get(kind)
+        if flaw is not None:
+            found[name] = flaw
+    return found
+
+
+def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
+    """Checks that what is cut computes what it would whole, as far as that can be seen.
+
+    Args:
+        module: The model.
+        styles: By module name.
+        tp_size: Tensor-parallel ranks.
+
+    Raises:
+        ValueError: It does not.
+    """
+    _check_ends(styles)
+    _check_local(module, styles)
+    for name, flaw in find_flaws(module, styles, tp_size).items():
+        layers = holders(module, styles)[name]
+        named = shorten([repr(layer) for layer in layers], 4)
+        each = "hidden feature is computed by itself"
+        if any(map(is_attention_projection, (layer.rpartition(".")[2] for layer in layers))):
+            each = (
+                "head is computed by itself (of a fused layer: all queries, then all keys, then all"
+                " values)"
+            )
+        raise ValueError(
+            f"Leave {named} out of plan=, or write {label_of(name, module)} so that each {each}:"
+            f" {flaw}. (A copy of it with random weights was run whole and as tp_size={tp_size}"
+            " parts.)"
+        )
+
+
+def local_in(holder: str, styles: Styles, all_holders: Collection[str]) -> list[str]:
+    """Lists the local layers in a module that are in no smaller one of its kind.
+
+    Args:
+        holder: Its name.
+        styles: By module name.
+        all_holders: Names of all modules that run whole regions.
+    """
+    local = (name for name, style in styles.items() if style is Style.LOCAL)
+    return [name for name in local if _innermost(name, all_holders) == holder]
+
+
+def _innermost(name: str, all_holders: Collection[str]) -> str | None:
+    return max((h for h in all_holders if _is_in(name, h)), key=len, default=None)
+
+
+def _is_in(name: str, holder: str) -> bool:
+    return name.startswith(f"{holder}." if holder else "")
+
+
+def _check_ends(styles: Styles) -> None:
+    """Checks that regions begin and end."""
+    begins = [name for name, style in styles.items() if style is Style.COLWISE]
+    ends = [name for name, style in styles.items() if style.sums_up]
+    if begins and not ends:
+        raise ValueError(
+            "Name the layer that takes what it gives 'rowwise' in plan=, or use 'colwise_gather':"
+            f" the plan gives each rank its own features in {begins[0]!r} ('colwise'), and no layer"
+            " sums up over them."
+        )
+    met = {partner_of(styles, name) for name in begins}
+    parents = {name.rpartition(".")[0] for name in begins}
+    for name in ends:
+        if name not in met and name.rpartition(".")[0] not in parents:
+            raise ValueError(
+                f"Name the layer that gives {name!r} its features 'colwise' in plan=, or leave it"
+                f" out: the plan sums up over the ranks' own features in {name!r}, as a"
+                f" {styles[name].value!r} layer does, and no layer beside it gives them any."
+            )
+
+
+def _check_local(module: nn.Module, styles: Styles) -> None:
+    all_holders = holders(module, styles)
+    inside = {n for n in styles if _innermost(n, all_holders) is not None}
+    for name, style in styles.items():
+        if style is Style.LOCAL and name not in inside:
+            raise ValueError(
+                f"Leave {name!r} out of plan=: it says that {name!r} meets each rank's own features"
+                " ('local'), but nothing is cut in the module that has it: no 'colwise' and"
+                " 'rowwise' layers are beside it. It meets the same on all ranks."
+            )
+
+
+def label_of(name: str, holder: nn.Module) -> str:
+    """Names a module, or the whole model by its class."""
+    return repr(name or original_class(holder).__name__)
+
+
+def _is_large(model: nn.Module) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_MODEL
+
+
+def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str | None:
+    label = label_of(name, holder)
+    for layer in cuts:
+        if has_own_forward(holder.get_submodule(layer)):
+            return f"{layer!r} of {label} has a forward of its own, which would be lost"
+    styles = _styles(cuts)
+    try:
+        for parent in attentions(styles):
+            check_heads(parent, holder.get_submodule(parent), tp_size)
+        copy = random_copy(holder)
+        activations = _activations(copy, cuts)
+        calls = list(trial_calls(copy, styles, _LENGTH))
+    except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
+        return _unproven(name, holder, styles, tp_size)
+    for x, call in product(activations, calls):
+        inner: list[str] = []
+        run = partial(_Run, cuts=cuts, call=call, x=x, inner=inner)
+        try:
+            train_if_possible(copy, partial(call.run, copy, x))
+            whole = run(shared_copy(copy))
+        except Exception:  # noqa: BLE001  (as above)
+            continue
+        try:
+            parts = [
+                run(_part(name, copy, cuts, tp_size, rank), whole=whole.sums)
+                for rank in range(tp_size)
+            ]
+        except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
+            if call.is_guess:
+                continue
+            failed = inner[-1] if inner else ""
+            kind = original_class(holder.get_submodule(failed)).__name__
+            where = f"{failed!r}, a {kind} of {label}," if failed else f"{label}, a {kind},"
+            return f"{where} cannot compute with a part of its features: {error}"
+        return _flaw_of(name, holder, whole, parts)
+    return _unproven(name, holder, styles, tp_size)
+
+
+def _unproven(name: str, holder: nn.Module, styles: Styles, tp_size: int) -> str | None:
+    """Says what cannot be taken at its word."""
+    for parent in attentions(styles):
+        attention = holder.get_submodule(parent)
+        if needs_proof(attention, head_features(holder, styles, parent)):
+            path = ".".join(filter(None, (name, parent)))
+            try:
+                check_heads(path, attention, tp_size)
+            except ValueError as error:
+                return str(error)
+            return (
+                f"{path!r} computes with the width of all heads, and could not be run on its own to"
+                " see what it does with that of some"
+            )
+    return None
+
+
+def _flaw_of(name: str, holder: nn.Module, whole: _Run, parts: Sequence[_Run]) -> str | None:
+    label = label_of(name, holder)
+    if any(differ(part.returned, whole.returned) for part in parts):
+        return f"{label} returns something else if its layers are cut"
+    for layer, met in whole.met.items():
+        if any([len(parts) * size for size in part.met[layer]] != met for part in parts):
+            return (
+                f"{layer!r} of {label} is 'local', for what meets each rank's own features, but"
+                " not all that it meets is cut; where it meets the same on all ranks, leave it out"
+                " of the plan"
+            )
+    for layer, wanted in whole.sums.items():
+        for call, sum_of_all in enumerate(wanted):
+            total = torch.stack([part.sums[layer][call] for part in parts]).sum(0)
+            if differ(total, sum_of_all):
+                return _not_the_sum(label, layer, total, sum_of_all)
+    return None
+
+
+class _Run:
+    """One call of a module.
+
+    Args:
+        module: Its layers that sum up are changed.
+        cuts: Of its layers.
+        call: How it is called.
+        x: With which activation.
+        inner: Gets the names of modules inside while they run: the last is that which fails. Both
+            the whole and the parts have hooks for that, for torch runs other code without any.
+        whole: What those layers return, call by call; None where they compute it.
+
+    Attributes:
+        sums: What they have computed, without their biases.
+        met: The elements that each local layer was called with, call by call.
+        returned: The first tensor that the module has returned.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cuts: _Cuts,
+        call: TrialCall,
+        x: Tensor,
+        inner: list[str],
+        whole: Mapping[str, Sequence[Tensor]] | None = None,
+    ) -> None:
+        names = [name for name, (style, _) in cuts.items() if style.sums_up]
+        self.sums: dict[str, list[Tensor]] = {name: [] for name in names}
+        for name in names:
+            given = None if whole is None else whole[name]
+            _note_sums(_layer(module, name), self.sums[name], given)
+        local = [name for name, (style, _) in cuts.items() if style is Style.LOCAL]
+        self.met: dict[str, list[int]] = {name: [] for name in local}
+        hooks = [_note_sizes(module.get_submodule(name), self.met[name]) for name in local]
+        for name, part in module.named_modules():
+            hooks += _note_calls(part, name, inner) if name else ()
+        self.returned = call.run(module, x)
+        for hook in hooks:
+            hook.remove()
+
+
+def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | None) -> None:
+    def forward(x: Tensor) -> Tensor:
+        sums.append(project(layer, x, layer.weight, None))
+        given = sums[-1] if whole is None else whole[len(sums) - 1]
+        return given.clone() if layer.bias is None else given + layer.bias
+
+    layer.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _note_sizes(layer: nn.Module, sizes: list[int]) -> RemovableHandle:
+    return layer.register_forward_pre_hook(lambda _, given: sizes.append(given[0].numel()))
+
+
+def _part(name: str, copy: nn.Module, cuts: _Cuts, tp_size: int, rank: int) -> nn.Module:
+    """Makes what one rank has of a module; values are shared with it."""
+    part = shared_copy(copy)
+    styles = _styles(cuts)
+    features = {parent: head_features(part, styles, parent) for parent in attentions(styles)}
+    for own_name, (style, num_stacked) in cuts.items():
+        if not style.cuts_a_matrix:
+            continue
+        layer = _layer(part, own_name)
+        dim = input_dim(layer) if style.sums_up else output_dim(layer)
+        weight = _piece(layer.weight, dim, num_stacked, tp_size, rank)
+        if style.sums_up:
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+            continue
+        bias = None if layer.bias is None else _piece(layer.bias, 0, num_stacked, tp_size, rank)
+        layer.forward = partial(_project, layer, weight, bias)  # type: ignore[method-assign]
+    for parent, width in features.items():
+        keep_own_heads(part.get_submodule(parent), width, tp_size)
+        path = f"{name}.{parent}" if parent else name
+        explain_shapes(path, part.get_submodule(parent), tp_size)
+    return part
+
+
+def _note_calls(part: nn.Module, name: str, inner: list[str]) -> list[RemovableHandle]:
+    def end(*_: Any) -> None:
+        inner.pop()
+
+    begin = part.register_forward_pre_hook(lambda *_: inner.append(name))
+    return [begin, part.register_forward_hook(end)]
+
+
+def _project(layer: nn.Linear, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return project(layer, behind(x), weight, bias)
+
+
+def _piece(tensor: Tensor, dim: int, num_stacked: int, tp_size: int, rank: int) -> Tensor:
+    apart: Tensor = tensor.unflatten(dim, (num_stacked, -1))
+    return apart.chunk(tp_size, dim + 1)[rank].flatten(dim, dim + 1)
+
+
+def _styles(cuts: _Cuts) -> dict[str, Style]:
+    return {name: style for name, (style, _) in cuts.items()}
+
+
+def _activations(module: nn.Module, cuts: _Cuts) -> list[Tensor]:
+    """Creates sequences and batches of vectors, the likeliest first; each as wide as some layer."""
+    first = next(name for name, (style, _) in cuts.items() if style.takes_whole_input)
+    layers = [_layer(module, first), *filter(is_projection, module.modules())]
+    widths = dict.fromkeys(map(input_size, layers))
+    sequences = [torch.randn(_BATCH, _LENGTH, width) for width in widths]
+    vectors = [x.flatten(0, 1) for x in sequences]
+    normalises = any(isinstance(part, nn.BatchNorm1d) for part in module.modules())
+    return [*vectors, *sequences] if normalises else [*sequences, *vectors]
+
+
+def _layer(module: nn.Module, name: str) -> nn.Linear:
+    layer = module.get_submodule(name)
+    assert is_projection(layer)
+    return layer
+
+
+def _not_the_sum(label: str, layer: str, total: Tensor, wanted: Tensor) -> str:
+    largest, reach = float((total - wanted).abs().max()), float(wanted.abs().max())
+    return (
+        f"what the ranks of {label} give to {layer!r} does not add up to what the whole gives:"
+        f" it is off by {largest:.2g}, with elements up to {reach:.2g}"
+    )
+
+
+def _inside(holder: str, name: str) -> str:
+    return name.removeprefix(f"{holder}.") if holder else name

@@ -1,0 +1,169 @@
+"""See that a block treats each position by itself, but for the layers that get the whole sequence.
+
+The same as :mod:`.plan.verify`, for sequence parallelism: a copy of each kind of
+block is run on a whole sequence, and on each rank's part of one. Layers that get the whole sequence
+get the one that they have had in the first run. What the parts return must be the parts of what the
+whole has returned. A shift, a norm over the batch, a table of positions do not pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.tensor_parallel.layers.projection import input_size, is_projection
+from lightning_dist.engine.tensor_parallel.layers.sequence import SEQUENCE_DIM, change_activation
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensor_parallel.plan.regions import Styles, opens_early
+from lightning_dist.engine.tensor_parallel.plan.trial import (
+    differ,
+    kind_of,
+    on_the_side,
+    random_copy,
+    shared_copy,
+    train_if_possible,
+)
+from lightning_dist.engine.tensor_parallel.plan.trial_call import TrialCall, trial_calls
+
+_BATCH, _LENGTH_PER_RANK = 2, 2
+
+_Change = Callable[[Tensor], Tensor]
+
+
+def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp_size: int) -> None:
+    """Checks that nothing but spread layers looks at more than one position.
+
+    Args:
+        module: The model, whole; left as it is. May be on the meta device.
+        blocks: Names of its blocks.
+        styles: By module name, in the order of the model.
+        tp_size: Tensor-parallel ranks.
+
+    Raises:
+        ValueError: Something does, as far as that can be seen.
+    """
+    known: dict[Any, str | None] = {}
+    for name in blocks:
+        block, prefix = module.get_submodule(name), f"{name}."
+        inner = {n.removeprefix(prefix): s for n, s in styles.items() if n.startswith(prefix)}
+        kind = (*kind_of(block), *inner)
+        if kind not in known:
+            with on_the_side():
+                known[kind] = _find_flaw(block, inner, tp_size)
+        if known[kind] is not None:
+            raise ValueError(
+                f"sequence_parallel=True cuts the sequence for {name!r}, a {type(block).__name__},"
+                f" which {known[kind]}, as a copy with random weights has shown. Something beside"
+                " the spread layers looks at more than one position: a norm over the batch, a"
+                " shift, a mean, a table of positions. Do that outside of the blocks, or leave"
+                " sequence_parallel out."
+            )
+
+
+def _find_flaw(block: nn.Module, styles: Styles, tp_size: int) -> str | None:
+    try:
+        copy = random_copy(block)
+        x = torch.randn(_BATCH, _LENGTH_PER_RANK * tp_size, _width(copy, styles))
+        calls = list(trial_calls(copy, styles, x.shape[SEQUENCE_DIM]))
+    except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
+        return None
+    wrong = "computes something else with a part of it"
+    for call in calls:
+        try:
+            met, returned = _run_whole(copy, styles, call, x)
+        except Exception:  # noqa: BLE001  (as above)
+            continue
+        try:
+            joined = _run_parts(copy, styles, call, x, met, tp_size)
+        except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
+            if call.is_guess:
+                continue
+            return f"{wrong} ({error})"
+        return wrong if differ(joined, returned) else None
+    return None
+
+
+def _run_whole(
+    copy: nn.Module, styles: Styles, call: TrialCall, x: Tensor
+) -> tuple[dict[str, list[Tensor]], Tensor]:
+    """Gives what each layer that gets the whole sequence was given, and what the block returned."""
+    train_if_possible(copy, partial(call.run, copy, x))
+    met: dict[str, list[Tensor]] = {name: [] for name in _gathering(copy, styles)}
+    whole = _with_changes(copy, {name: _note(given) for name, given in met.items()})
+    return met, call.run(whole, x)
+
+
+def _run_parts(
+    copy: nn.Module,
+    styles: Styles,
+    call: TrialCall,
+    x: Tensor,
+    met: Mapping[str, Sequence[Tensor]],
+    tp_size: int,
+) -> Tensor:
+    parts = []
+    for rank, own in enumerate(x.chunk(tp_size, SEQUENCE_DIM)):
+        give = partial(_give, tp_size=tp_size, rank=rank)
+        part = _with_changes(copy, {name: give(given) for name, given in met.items()})
+        _scatter(part, styles, tp_size, rank)
+        parts.append(call.run(part, own))
+    return torch.cat(parts, SEQUENCE_DIM)
+
+
+def _width(block: nn.Module, styles: Styles) -> int:
+    names = [name for name, style in styles.items() if style is Style.COLWISE]
+    return input_size(block.get_submodule(names[0]))
+
+
+def _gathering(block: nn.Module, styles: Styles) -> list[str]:
+    """Names the modules that are given the whole sequence, as they are when a model is spread."""
+    found = []
+    for name, style in styles.items():
+        if style is Style.COLWISE:
+            parent = name.rpartition(".")[0]
+            found.append(parent if opens_early(block, parent, [""]) else name)
+    return list(dict.fromkeys(found))
+
+
+def _with_changes(copy: nn.Module, changes: dict[str, _Change]) -> nn.Module:
+    """Copies a copy, with the same values, and changes what some modules are given."""
+    changed = shared_copy(copy)
+    for name, change in changes.items():
+        change_activation(changed.get_submodule(name), change)
+    return changed
+
+
+def _note(met: list[Tensor]) -> _Change:
+    def note(x: Tensor) -> Tensor:
+        met.append(x.clone())
+        return x
+
+    return note
+
+
+def _give(met: Sequence[Tensor], tp_size: int, rank: int) -> _Change:
+    calls = iter(met)
+
+    def give(x: Tensor) -> Tensor:
+        whole = next(calls)
+        if differ(x, whole.chunk(tp_size, SEQUENCE_DIM)[rank]):
+            raise ValueError("a spread layer is given something else")
+        return whole.clone()
+
+    return give
+
+
+def _scatter(block: nn.Module, styles: Styles, tp_size: int, rank: int) -> None:
+    """Makes layers that sum up return a rank's part of the sequence."""
+
+    def cut(_: nn.Module, __: object, whole: Tensor) -> Tensor:
+        return whole.chunk(tp_size, SEQUENCE_DIM)[rank]
+
+    for name, style in styles.items():
+        layer = block.get_submodule(name)
+        if style.sums_up and is_projection(layer):
+            layer.register_forward_hook(cut)

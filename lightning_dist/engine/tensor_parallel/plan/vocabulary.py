@@ -1,0 +1,142 @@
+"""Find the two layers that are as large as the vocabulary: token embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import nn
+
+from lightning_dist.engine.tensor_parallel.layers.embedding import is_token_table
+from lightning_dist.engine.tensor_parallel.layers.projection import (
+    has_own_forward,
+    input_size,
+    is_projection,
+    output_size,
+)
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+
+_OTHER_TABLES = ("pos", "wpe", "type", "segment", "bias")
+
+
+def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> dict[str, Style]:
+    """Finds how token embedding and head can be spread.
+
+    The head is the last projection with an output for each row of the embedding. A model without
+    one may still compute logits, with the embedding's weight: nothing is spread then, unless it is
+    a Hugging Face model, which would have a layer for that.
+
+    Args:
+        module: The model.
+        taken: Layers that are something else.
+        tp_size: Ranks which the rows must be shared out over.
+
+    Returns:
+        Style by module name; empty if there is none, or of another size.
+    """
+    tables = _token_tables(module)
+    heads = {name: _find_head(module, part, taken) for name, part in tables.items()}
+    candidates = [name for name in tables if heads[name] or _would_have_head(module)]
+    if not candidates:
+        return {}
+    name = max(candidates, key=lambda name: (heads[name] is not None, tables[name].num_embeddings))
+    table, head = tables[name], heads[name]
+    if table.num_embeddings % tp_size:
+        return {}
+    found = {name: Style.VOCAB for name, part in tables.items() if part.weight is table.weight}
+    if head is not None:
+        found[head] = Style.COLWISE_GATHER
+    # One weight is spread in one way: for all layers that have it, or for none.
+    users = {name for name, part in module.named_modules() if table.weight in _own(part)}
+    if users <= set(found):
+        return found
+    return {} if head is None or head in users else {head: Style.COLWISE_GATHER}
+
+
+def refused_vocabulary(
+    module: nn.Module, styles: Mapping[str, Style], tp_size: int
+) -> dict[str, str]:
+    """Says why token embedding and head are not spread.
+
+    Args:
+        module: The model.
+        styles: By module name, as found.
+        tp_size: Tensor-parallel ranks.
+
+    Returns:
+        The reason by the name of each layer that is left whole.
+    """
+    found: dict[str, str] = {}
+    for name, table in _token_tables(module).items():
+        rows, head = table.num_embeddings, _find_head(module, table, styles)
+        if rows % tp_size:
+            more = -(-rows // tp_size) * tp_size
+            flaw = f"its {rows} rows do not divide by tp_size={tp_size}; pad them to {more}"
+        elif head is None:
+            flaw = f"no layer has an output for each of its {rows} rows; a head may use its weight"
+        else:
+            flaw = "its weight is another layer's too, or another table is the vocabulary's"
+        found |= {n: flaw for n in (name, head) if n is not None and n not in styles}
+    return found
+
+
+def check_head(module: nn.Module, styles: Mapping[str, Style], tp_size: int) -> None:
+    """Checks that there are logits to leave apart.
+
+    Args:
+        module: The model.
+        styles: By module name.
+        tp_size: Tensor-parallel ranks.
+
+    Raises:
+        ValueError: No head is spread.
+    """
+    if Style.COLWISE_GATHER in styles.values():
+        return
+    sizes = {table.num_embeddings for table in _token_tables(module).values()}
+    odd = sorted(size for size in sizes if size % tp_size)
+    padded = [f"{size} to {-(-size // tp_size) * tp_size}" for size in odd]
+    reason = (
+        f" A vocabulary must be shared out over tp_size={tp_size} ranks: pad {', '.join(padded)}."
+        if padded
+        else " None was found that has an output for each row of a token embedding."
+    )
+    raise ValueError(
+        "Leave loss_parallel out, or name the head 'colwise_gather' in plan={...}:"
+        " loss_parallel=True leaves each rank its part of the logits, but no head is spread as"
+        f" 'colwise_gather'.{reason}"
+    )
+
+
+def _token_tables(module: nn.Module) -> dict[str, nn.Embedding]:
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if is_token_table(part)
+        and not has_own_forward(part)
+        and not any(word in _own_name(name) for word in _OTHER_TABLES)
+    }
+
+
+def _find_head(module: nn.Module, table: nn.Embedding, taken: Collection[str]) -> str | None:
+    heads = [
+        name
+        for name, part in module.named_modules()
+        if is_projection(part)
+        and not has_own_forward(part)
+        and name not in taken
+        and output_size(part) == table.num_embeddings
+        and input_size(part) == table.embedding_dim
+    ]
+    return heads[-1] if heads else None
+
+
+def _own_name(name: str) -> str:
+    return name.lower().rpartition(".")[2]
+
+
+def _own(part: nn.Module) -> set[nn.Parameter]:
+    return set(part.parameters(recurse=False))
+
+
+def _would_have_head(module: nn.Module) -> bool:
+    return any(hasattr(part, "get_output_embeddings") for part in module.modules())

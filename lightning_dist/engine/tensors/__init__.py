@@ -1,0 +1,1 @@
+"""Tensors, trees of them, and modules."""

@@ -1,0 +1,142 @@
+"""A tensor of another rank: what it is, without what is in it.
+
+A model's forward asks a layer's weights for more than their values: each stage runs a line like
+``x.to(self.embed.weight.dtype)``, whoever has the embedding. Such questions get the answer that the
+rank with the tensor would give. All else that is done with it would need its values, and says so;
+but who detaches it only looks (a logger that draws histograms of weights) and finds unknown values,
+which are NaNs: never a wrong number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.engine.tensors.tree import flatten
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+_OF_THE_SIZES = {
+    *(Tensor.__len__, Tensor.dim, Tensor.nelement, Tensor.numel, Tensor.size, Tensor.stride),
+    *(torch.numel, *_getters("nbytes", "ndim", "shape")),
+}
+_OF_THE_KIND = {
+    *(Tensor.element_size, Tensor.get_device, Tensor.is_complex, Tensor.is_floating_point),
+    *(torch.get_device, torch.is_complex, torch.is_floating_point),
+    *_getters("device", "dtype", "is_cpu", "is_cuda", "is_leaf", "is_meta", "itemsize", "layout"),
+    *_getters("is_nested", "is_quantized", "is_sparse", "requires_grad"),
+}
+_MAKE_ONE_LIKE_IT = {
+    *(Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros),
+}
+_ONLY_LOOK = {Tensor.detach, *_getters("data")}
+_MAKE_ANOTHER_LIKE_IT = {Tensor.to, Tensor.type_as}
+
+
+class AbsentTensor(Tensor):
+    """Has sizes, a data type and a device, and no values."""
+
+    _sample: Tensor
+    _reason: str
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_THE_SIZES:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        asks = func in _OF_THE_KIND or func in _MAKE_ONE_LIKE_IT
+        if asks or (func in _MAKE_ANOTHER_LIKE_IT and not isinstance(args[0], AbsentTensor)):
+            return func(*map(_sample_of, args), **kwargs)
+        if func in _ONLY_LOOK and args[0].dtype.is_floating_point:
+            (seen,) = args
+            return torch.full(seen.shape, torch.nan, dtype=seen.dtype, device=seen.device)
+        raise _refusal((args, kwargs))
+
+    @override
+    def __iter__(self) -> NoReturn:
+        raise _refusal(self)
+
+    @override
+    def __deepcopy__(self, memo: Any) -> AbsentTensor:
+        return self
+
+    @override
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"AbsentTensor({tuple(self.shape)}, {self.dtype}, device={str(self.device)!r})"
+
+
+class AbsentValue(AbsentTensor):
+    """Has not even sizes: what it is to be is known where it is made."""
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        raise _refusal((args, kwargs))
+
+    @override
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return "AbsentValue()"
+
+
+def absent(like: Tensor, dtype: torch.dtype, device: torch.device, reason: str) -> Tensor:
+    """Makes what stands for a tensor of another rank.
+
+    Args:
+        like: Has its sizes.
+        dtype: Its data type.
+        device: Where it would be if this rank had it.
+        reason: What to say to who wants its values: which it is, where it is, what to do.
+    """
+    sample = torch.empty(0, dtype=dtype, device=device, requires_grad=like.requires_grad)
+    if _has_no_values(sample):
+        return torch.empty(like.shape, dtype=dtype, device=device)
+    made = torch.empty(like.shape, dtype=dtype, device="meta").as_subclass(AbsentTensor)
+    made._sample, made._reason = sample, reason
+    return made
+
+
+def absent_value(reason: str) -> Tensor:
+    """Makes what stands for a value that another rank makes.
+
+    Args:
+        reason: What to say to who wants anything of it.
+    """
+    empty = torch.empty((), device="meta")
+    if _has_no_values(empty):
+        return empty
+    made = empty.as_subclass(AbsentValue)
+    made._reason = reason
+    return made
+
+
+def _has_no_values(made: Tensor) -> bool:
+    """Whether this is a dry run, where tensors are of a kind of their own, and all are absent."""
+    return type(made) is not Tensor
+
+
+def _sample_of(value: Any) -> Any:
+    return value._sample if isinstance(value, AbsentTensor) else value
+
+
+def _refusal(given: Any) -> ValueError:
+    absent_ones = (t for t in flatten(given)[0] if isinstance(t, AbsentTensor))
+    return ValueError(next(absent_ones)._reason)

@@ -1,0 +1,87 @@
+"""Write timelines as Chrome-trace JSON, which Perfetto (https://ui.perfetto.dev) opens."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_dist.engine.profiling.phase import Phase
+from lightning_dist.engine.schedules.actions import Action
+from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
+
+_LOOP = "loop"
+
+
+def write_chrome_trace(
+    timeline: Timeline, path: str | os.PathLike[str], phases: Iterable[Phase] = ()
+) -> None:
+    """Writes a timeline.
+
+    Args:
+        timeline: Measured or simulated.
+        path: The JSON file.
+        phases: What loops did meanwhile, on the same clock.
+    """
+    shifted = timeline.shifted_to_zero()
+    names = [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(timeline.num_ranks)
+    ]
+    events = [_event(span) for span in shifted.spans]
+    events += [_loop_event(phase, timeline.start_seconds) for phase in phases]
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}, file)
+
+
+def _event(span: Span) -> dict[str, Any]:
+    waits = span.kind in (SpanKind.WAIT, SpanKind.COMMUNICATION)
+    return {
+        "name": str(span.action),
+        "cat": span.kind.value,
+        "ph": "X",
+        "pid": span.rank,
+        "tid": "communication" if waits else "compute",
+        "ts": span.start_seconds * 1e6,
+        "dur": span.duration_seconds * 1e6,
+        "args": {
+            "stage": span.action.stage_index,
+            "microbatch": span.action.microbatch_index,
+            "kind": span.action.kind.name.lower(),
+        },
+    }
+
+
+def _loop_event(phase: Phase, zero_seconds: float) -> dict[str, Any]:
+    return {
+        "name": phase.kind.value,
+        "cat": _LOOP,
+        "ph": "X",
+        "pid": phase.rank,
+        "tid": _LOOP,
+        "ts": (phase.start_seconds - zero_seconds) * 1e6,
+        "dur": phase.duration_seconds * 1e6,
+    }
+
+
+def read_chrome_trace(path: str | os.PathLike[str]) -> Timeline:
+    """Reads the timeline that :func:`write_chrome_trace` wrote.
+
+    Args:
+        path: The JSON file.
+    """
+    with open(path, encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    spans = tuple(
+        Span(
+            event["pid"],
+            SpanKind(event["cat"]),
+            Action.parse(event["name"]),
+            event["ts"] / 1e6,
+            (event["ts"] + event["dur"]) / 1e6,
+        )
+        for event in events
+        if event["ph"] == "X" and event["cat"] != _LOOP
+    )
+    return Timeline(sum(event["ph"] == "M" for event in events), spans)

@@ -1,0 +1,1 @@
+"""Lightning's contract, once for all strategies."""

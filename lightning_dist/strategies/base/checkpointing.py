@@ -1,0 +1,320 @@
+"""A strategy's part in checkpoints that mean the same under every layout.
+
+Lightning builds the checkpoint dictionary on each rank from what :class:`LayoutFreeCheckpoints`
+gives it. Where a rank holds the whole model that is what it is on a single device, and the first
+rank writes the ordinary file. Elsewhere it is this rank's weights, and this rank's optimizer state
+by parameter name; each rank reads back what it holds. The formats are
+:mod:`.checkpoint.files`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.engine.checkpoint import files as checkpoints
+from lightning_dist.engine.checkpoint.joint_save import JointSave, path_to_read
+from lightning_dist.engine.checkpoint.optimizer_state import (
+    GroupNames,
+    add_groups,
+    is_named,
+    load_by_name,
+    name_groups,
+    regroup,
+    state_by_name,
+    to_names,
+    to_numbers,
+)
+from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names, fold
+from lightning_dist.engine.tensors.shards import gather, is_spread, shard_like
+from lightning_dist.strategies.base.distributed import DistributedStrategy
+from lightning_dist.strategies.base.model_checks import check_group_values
+from lightning_dist.strategies.base.part_warning import warn_of_part, without_warning
+from lightning_dist.strategies.base.whole_file_io import WholeFileIO, is_local
+
+
+class LayoutFreeCheckpoints(DistributedStrategy):
+    """Saves and loads by parameter name; see the module's docstring."""
+
+    _group_names: tuple[GroupNames, ...] = ()
+    _first_names: FirstNames = MappingProxyType({})
+    _is_laid_out = False
+    _has_told_form = False
+
+    @property
+    def writes_one_file(self) -> bool:
+        """Whether a checkpoint is one ordinary file, not a directory of shards."""
+        return self.holds_whole_model if self._save_full is None else self._save_full
+
+    @property
+    def _has_plain_state(self) -> bool:
+        """Whether this rank's state dicts are those of a single device."""
+        return self.holds_whole_model and not any(map(is_spread, self.module.parameters()))
+
+    # --- what this rank holds ----------------------------------------------------------------
+
+    def lay_out(self, trainer: pl.Trainer) -> None:
+        """Decides what this rank holds of the model. Collective: every rank must call it.
+
+        A checkpoint is read behind it and before the rest of ``setup``, as on a single device: so
+        ``configure_optimizers`` and ``on_fit_start`` find what was loaded.
+
+        Args:
+            trainer: About to run.
+        """
+
+    def lay_out_once(self) -> None:
+        """Calls :meth:`lay_out` if this run has not done so; ``setup`` does if no load has."""
+        if not self._is_laid_out:
+            self.lay_out(self.module.trainer)
+            self._is_laid_out = True
+
+    @override
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._is_laid_out = False
+
+    def warn_of_part(self) -> None:
+        """Lets the module warn if a script takes its state dict for the whole model's."""
+        if not self._has_plain_state:
+            warn_of_part(self.module)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with without_warning(self.module):
+            return super().lightning_module_state_dict()
+
+    def _own_state(self) -> dict[str, Any]:
+        with without_warning(self.module):
+            return self.module.state_dict()
+
+    # --- plugins -----------------------------------------------------------------------------
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFileIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        if not isinstance(self.checkpoint_io, TorchCheckpointIO) and not self.writes_one_file:
+            raise ValueError(
+                f"{type(self.checkpoint_io).__name__} would not be asked: ranks with parts of the"
+                " model write a directory, in a format of this package. Give the strategy"
+                " `save_full=True`, or leave the plugin out."
+            )
+
+    # --- names -------------------------------------------------------------------------------
+
+    def name_optimizer_groups(self) -> None:
+        """Remembers the names of the optimizers' parameters while the module is whole."""
+        module = self.module
+        self._group_names = tuple(name_groups(optimizer, module) for optimizer in self.optimizers)
+        self._first_names = first_names(module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._has_plain_state:
+            return super().optimizer_state(optimizer)
+        self.check_group_names()
+        names = self._group_names[self.optimizers.index(optimizer)]
+        return state_by_name(optimizer, self.module, names, self._first_names)
+
+    def check_group_names(self) -> None:
+        """Checks that the optimizers' groups are still those that have names, or names them anew.
+
+        Raises:
+            ValueError: They are not, and other ranks have parameters of them.
+        """
+        if self.mesh.pp == 1:
+            self.name_optimizer_groups()
+            return
+        for optimizer, names in zip(self.optimizers, self._group_names, strict=True):
+            if len(optimizer.param_groups) != len(names):
+                raise ValueError(
+                    f"The optimizer has {len(optimizer.param_groups)} parameter groups, but"
+                    f" `configure_optimizers` made {len(names)}: some were added later, by"
+                    " BaseFinetuning say, and ranks do not know each other's. Make all groups in"
+                    " `configure_optimizers`, or train without checkpoints and without moving"
+                    " layers."
+                )
+
+    def regroup_optimizers(self) -> None:
+        """Gives the optimizers the parameters that this rank has now."""
+        for optimizer, names in zip(self.optimizers, self._group_names, strict=True):
+            regroup(optimizer, self.module, names, self._first_names)
+
+    def foreign_names(self) -> set[str]:
+        """Names of the whole model's state that other ranks hold."""
+        return set()
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    # --- saving ------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any | None = None,
+    ) -> None:
+        path = os.fspath(filepath)
+        if dist.is_initialized():
+            if not self.is_running:
+                warnings.warn(f"A rank has failed, so {path} was not written.", stacklevel=2)
+                return
+            # A rank may have named it after what only it knows, or be in a directory of its own.
+            path = self.broadcast(os.path.abspath(path) if is_local(path) else path)
+        with self.file_work(f"saving {path}"):
+            self._save(checkpoint, path, storage_options)
+
+    def _save(self, checkpoint: dict[str, Any], path: str, storage_options: Any | None) -> None:
+        if not self.writes_one_file and (storage_options is not None or not is_local(path)):
+            raise ValueError(
+                f"{path} (storage_options={storage_options!r}): shards are written to a"
+                " directory of the file system that all ranks share, and nowhere else. The one file"
+                " of `save_full=True` can be elsewhere."
+            )
+        if not dist.is_initialized() and not self.is_global_zero:
+            return  # no run has begun: the first rank has the whole module, and writes it alone
+        everyone = self.group(*self.mesh.sizes) if dist.is_initialized() else None
+        if everyone is not None and not self._has_plain_state:
+            check_group_values(self.optimizers, everyone)
+        if not self.writes_one_file:
+            checkpoints.save_sharded(self._by_name(checkpoint), path, everyone)
+            self._tell_form(path)
+            return
+        whole = checkpoint if self._has_plain_state else self._gather(self._by_name(checkpoint))
+
+        def write() -> None:
+            if whole is not None:
+                super(LayoutFreeCheckpoints, self).save_checkpoint(whole, path, storage_options)
+
+        if self.world_size == 1:
+            write()
+        else:
+            JointSave(path, everyone).step(write)
+
+    def _tell_form(self, path: str) -> None:
+        """Prints that checkpoints are directories, the first time that one is written."""
+        if not self._has_told_form:
+            self._has_told_form = True
+            near = os.path.relpath(path)
+            shown = path if near.startswith(os.pardir) else near
+            rank_zero_info(
+                "Checkpoints are directories, for `ckpt_path`; `load_from_checkpoint` wants one"
+                f" file: save_full=True, or `{checkpoints.merge_command(shown)}`."
+            )
+
+    def _by_name(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Names optimizer states, and leaves one name to each tied parameter."""
+        if not self._has_plain_state:
+            return fold(checkpoint, checkpoints.SECTIONS, self._first_names)
+        folded = fold(checkpoint, checkpoints.SECTIONS, first_names(self.module))
+        if "optimizer_states" in checkpoint:
+            names = (name_groups(optimizer, self.module) for optimizer in self.optimizers)
+            pairs = zip(checkpoint["optimizer_states"], names, strict=True)
+            folded["optimizer_states"] = [to_names(state, groups) for state, groups in pairs]
+        return folded
+
+    def _gather(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        """Makes the ordinary checkpoint, on the first rank; all ranks must call it."""
+        place = self.mesh.coordinates(self.global_rank)
+        part = self._with_whole_tensors(
+            checkpoint, keep=not any(index for axis, index in place.items() if axis != "pp")
+        )
+        parts: list[Any] = [part]
+        if self.mesh.pp > 1 and dist.is_initialized():
+            parts = [None] * self.world_size
+            everyone = self.group(*self.mesh.sizes)
+            dist.gather_object(part, parts if self.is_global_zero else None, dst=0, group=everyone)
+        if not self.is_global_zero:
+            return None
+        return checkpoints.merge_parts(part for part in parts if part is not None)
+
+    def _with_whole_tensors(self, checkpoint: dict[str, Any], keep: bool) -> dict[str, Any] | None:
+        """Puts sharded tensors together; all ranks must call it."""
+        names = ("state_dict", "current_model_state", "optimizer_states")
+        sections = [key for key in names if key in checkpoint]
+        whole: dict[str, Any] = {key: gather(checkpoint[key], keep=keep) for key in sections}
+        return {**checkpoint, **whole} if keep else None
+
+    # --- loading -----------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if self._guard is not None:  # else no run is under way
+            self.lay_out_once()
+        path = os.fspath(checkpoint_path)
+        with self.file_work(f"loading {path}"):
+            return self._load(path, weights_only)
+
+    def _load(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        if is_local(path) and dist.is_initialized() and self.is_running:
+            path = path_to_read(os.path.abspath(path), self.group(*self.mesh.sizes))
+        if not checkpoints.is_sharded(path):
+            return super().load_checkpoint(path, weights_only)
+        parameters = self._parameters()
+        own = parameters.keys() | self._own_state().keys()
+        foreign = self.foreign_names()
+        # What nobody has is loaded too, for `load_state_dict` to complain about.
+        return checkpoints.load_sharded(
+            path,
+            lambda name: name in own or name not in foreign,
+            parameters=parameters,
+            weights_only=weights_only,
+        )
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.module
+        foreign = self.foreign_names()
+        parameters = self._parameters()
+        own = {
+            name: shard_like(value, parameters[name]) if name in parameters else value
+            for name, value in checkpoint["state_dict"].items()
+            if name not in foreign
+        }
+        if foreign:  # a module that has not been cut yet keeps what it has of them
+            present = self._own_state()
+            own |= {name: present[name] for name in foreign & present.keys()}
+        module.load_state_dict(own, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # An ordinary checkpoint without an optimizer has an empty state.
+        states = [{"state": {}, "param_groups": [], **s} for s in checkpoint["optimizer_states"]]
+        if self._has_plain_state:
+            numbered = [to_numbers(state) if is_named(state) else state for state in states]
+            super().load_optimizer_state_dict({"optimizer_states": numbered})
+            return
+        if self.mesh.pp == 1:  # a callback that finetunes has added groups by the time of the save
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                add_groups(optimizer, self.module, state, self._first_names)
+            self.name_optimizer_groups()
+        triples = zip(self.optimizers, states, self._group_names, strict=True)
+        for optimizer, state, names in triples:
+            named = state if is_named(state) else to_names(state, names)
+            load_by_name(optimizer, self.module, named, self._first_names)

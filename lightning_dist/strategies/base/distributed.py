@@ -1,0 +1,289 @@
+"""The base of all strategies of this package: one run of all ranks.
+
+It owns what does not depend on how a model is spread: random numbers that depend on the data rank
+and the batch, how a run ends when a rank fails or is asked to stop. A subclass spreads the model in
+``setup``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, get_args
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import IterableDataset
+from typing_extensions import override
+
+from lightning_dist.engine.comms.batches.replica_channel import open_channel
+from lightning_dist.engine.comms.failures.parent_watch import ending_with_launcher
+from lightning_dist.engine.comms.store_notes import RankNotes
+from lightning_dist.engine.precision.overflow import Agreed, Overflow
+from lightning_dist.engine.tensors.random_state import share_random_state
+from lightning_dist.engine.tensors.rng import seed_all
+from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.callback_order import (
+    ExceptionListener,
+    add_first_callback,
+    mute_checkpoints,
+)
+from lightning_dist.strategies.base.ending.run_guard import RunGuard
+from lightning_dist.strategies.base.ending.shared_failure import SharedFailure
+from lightning_dist.strategies.base.loaders.replica_loaders import ReplicaLoaders
+from lightning_dist.strategies.base.precision_plugin import half_precision_of
+from lightning_dist.strategies.base.process_mesh import ProcessMesh
+
+Read = Literal["first", "each"]
+"""Which ranks of a data replica read its batches."""
+
+_NEVER = timedelta(days=365)
+
+
+def _ignore(*_: object) -> None:
+    """Does nothing."""
+
+
+class DistributedStrategy(ProcessMesh):
+    """Base class; see the module's docstring.
+
+    Args:
+        save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
+            file where a rank holds the whole model.
+        read: Which ranks of a data replica read its batches: the first, which sends them to the
+            others, or each.
+        arguments: Of :class:`.ProcessMesh`.
+    """
+
+    def __init__(
+        self, save_full: bool | None = None, read: Read = "first", **arguments: Any
+    ) -> None:
+        super().__init__(**arguments)
+        if read not in get_args(Read):
+            raise ValueError(f"read={read!r} must be one of {get_args(Read)}.")
+        self._read = read
+        self._loaders: ReplicaLoaders | None = None
+        self._save_full = save_full
+        self._guard: RunGuard | None = None
+        self._is_stop_due = False  # a run that was told to stop at its very end hands it on
+        self._seed = 0
+        self._undo_listening: Callable[[], None] = _ignore
+        self._undo_muting: Callable[[], None] = _ignore
+
+    # --- data --------------------------------------------------------------------------------
+
+    @property
+    def num_readers(self) -> int:
+        """Ranks that read batches by themselves: one of each data replica, or all ranks."""
+        return self.mesh.data_size if self._read == "first" else self.mesh.world_size
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Lets the first rank of each data replica read for the others."""
+        if self._loaders is None:
+            return self._read_here(dataloader)
+        if self._loaders.channel.is_reader:
+            dataloader = self._read_here(dataloader)
+        return self._loaders.wrap(dataloader)
+
+    def _read_here(self, dataloader: object) -> object:
+        """Makes workers draw by their replica; Lightning would seed them by rank."""
+        if self.module.trainer.training:
+            lightning_internals.set_sampler_epoch(self.module.trainer, dataloader)
+        if os.environ.get("PL_SEED_WORKERS", "0") != "0":
+            # An iterable dataset may share its samples out by what its workers draw.
+            is_iterable = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+            data_index = 0 if is_iterable else self.mesh.data_index(self.global_rank)
+            if getattr(dataloader, "worker_init_fn", _ignore) is None:
+                init = partial(pl_worker_init_function, rank=data_index)
+                setattr(dataloader, "worker_init_fn", init)  # noqa: B010
+        return self.share_order(dataloader)
+
+    def share_order(self, dataloader: object) -> object:
+        """Gives a loader that shares the data out alike on all data replicas."""
+        return dataloader
+
+    # --- processes ---------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        with ending_with_launcher():
+            self._meet()
+        if self.mesh.data_size == 1:
+            lightning_internals.keep_users_samplers(self.module.trainer)
+        share_random_state(self.group("pp", "tp"))
+        self._seed = self.broadcast(torch.initial_seed())
+
+    def _meet(self) -> None:
+        self._init_process_group()
+        self.begin_run()
+        self._guard = RunGuard(
+            self.module.trainer,
+            self.group(*self.mesh.sizes, purpose="failures", timeout=_NEVER),
+            self.group(*self.mesh.sizes),
+            self.stop_lag,
+            self._wake,
+            self._is_stop_due,
+            self._shared_failure(),
+            self._timeout_seconds,
+        )
+        listener = ExceptionListener(self._report)
+        self._undo_listening = add_first_callback(self.module.trainer, listener)
+        if self._read == "first" and self.mesh.data_size < self.mesh.world_size:
+            group = self.group("pp", "tp", purpose="batches", timeout=_NEVER)
+            channel = open_channel(group, self.root_device, self._timeout_seconds)
+            self._loaders = ReplicaLoaders(channel)
+
+    @property
+    def holds_whole_model(self) -> bool:
+        """Whether each rank has the whole model."""
+        return self.mesh.pp == self.mesh.dp_shard == self.mesh.tp == 1
+
+    def _shared_failure(self) -> SharedFailure:
+        return SharedFailure(
+            self.module.trainer,
+            self.make_notes(self.group(*self.mesh.sizes)),
+            steps_are_local=self.holds_whole_model,
+        )
+
+    def make_notes(self, group: dist.ProcessGroup) -> RankNotes:
+        """Creates the notes of some ranks. Collective: every rank must call it.
+
+        Args:
+            group: The ranks that leave notes.
+        """
+        name = f"lightning_dist/{self.broadcast(uuid4().hex)}"
+        ranks = dist.get_process_group_ranks(group)
+        return RankNotes(lightning_internals.default_store(), name, self.global_rank, ranks)
+
+    def _wake(self, error: BaseException) -> None:
+        if self._loaders is not None:
+            self._loaders.channel.interrupt(error)
+        self.interrupt(error)
+
+    def seed_data_rank(self, *, reading: bool, early: bool = False) -> None:
+        """Seeds this rank's generators by the batch at hand, if ranks read different data.
+
+        To be called at the start of each training step, and with ``reading`` before each batch of a
+        training loader is read and when the loader's iterator is made. The numbers depend on
+        nothing else, so a resumed run draws what the uninterrupted one would have. The state before
+        is not put back: the backward may draw too, where it recomputes activations.
+
+        Args:
+            reading: Whether the next batch is read, or a step begins.
+            early: Whether it is read, or workers are seeded, while the iterator is made. The batch
+                that is read next has the same number then, and must not repeat the draws.
+        """
+        if self.mesh.data_size > 1:
+            batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
+            data_index = self.mesh.data_index(self.global_rank)
+            name = (self._seed, data_index, batch_index, int(reading) + int(early))
+            seed_all(*name, device=self.root_device)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        half = half_precision_of(self.precision_plugin)
+        if half is not None and half.loss_scale is not None:
+            half.agree_by(self.overflow())
+
+    def overflow(self) -> Overflow:
+        """Makes what all ranks decide by which steps are left out; each rank must ask alike."""
+        return Agreed(self.group(*self.mesh.sizes))
+
+    @property
+    def seed(self) -> int:
+        """Base of the random numbers; the same on all ranks."""
+        return self._seed
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long a rank waits for another."""
+        return self._timeout_seconds
+
+    # --- how a run ends ----------------------------------------------------------------------
+
+    @property
+    @override
+    def is_running(self) -> bool:
+        return super().is_running and (self._guard is None or self._guard.is_sound)
+
+    @property
+    def stop_lag(self) -> int:
+        """By how many batches one rank can be ahead of another."""
+        return 1
+
+    @property
+    def guard(self) -> RunGuard:
+        """Makes all ranks end together; exists from ``setup_environment`` to ``teardown``."""
+        assert self._guard is not None
+        return self._guard
+
+    @override
+    def check_peers(self) -> None:
+        """Ends this rank's run with another's failure, if there is one and nothing else has.
+
+        For where the main thread is about to wait for other ranks.
+
+        Raises:
+            ValueError: Another rank's, which is the user's mistake.
+            RankFailedError: Another rank has failed otherwise.
+        """
+        if self._guard is not None:
+            self._guard.check_peers()
+
+    def file_work(self, activity: str) -> AbstractContextManager[None]:
+        """Returns a context manager that names work on files, should it not end.
+
+        Args:
+            activity: Such as ``"saving x.ckpt"``.
+        """
+        return nullcontext() if self._guard is None else self._guard.file_work(activity)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Wakes this rank's main thread where it waits for another rank.
+
+        Args:
+            error: What to raise there.
+        """
+
+    def _report(self, exception: BaseException) -> None:
+        """Tells the other ranks before the callbacks hear of an exception, which may save."""
+        if self._guard is None:
+            return
+        self._guard.report(exception)
+        if not self.is_running:
+            self._undo_muting()
+            self._undo_muting = mute_checkpoints(self.module.trainer)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._guard is not None:
+            self._guard.report(exception)
+            self._guard.leave()
+
+    def close_session(self) -> None:
+        """Ends what ``setup`` opened; all ranks that are sound call it at the same time."""
+
+    @override
+    def teardown(self) -> None:
+        if self._guard is not None:
+            with self._guard.closing():
+                self.barrier("teardown")  # else a fast rank takes a slow one for a lost one
+                self.close_session()
+                loaders, self._loaders = self._loaders, None
+                if loaders is not None:
+                    loaders.channel.close()
+            self.end_run(failed=not self._guard.is_sound)
+            self._is_stop_due = self._guard.is_stop_due
+            self._guard = None
+            self._undo_muting()
+            self._undo_listening()
+            self._undo_muting = self._undo_listening = _ignore
+        super().teardown()

@@ -1,0 +1,1 @@
+"""How a run ends: stops, signals and failures, on all ranks together."""

@@ -1,0 +1,281 @@
+"""All ranks of a run end together: when one fails, and when one is asked to stop."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_dist.engine.comms.failures.failure_ring import Failure, FailureRing
+from lightning_dist.engine.comms.failures.heartbeat import Notice, Rhythm, Standstill
+from lightning_dist.engine.comms.failures.last_resort import exit_after_grace
+from lightning_dist.engine.comms.stop_agreement import Posted, StopAgreement, StopReason
+from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.ending.brief_errors import show_briefly
+from lightning_dist.strategies.base.ending.shared_failure import SharedFailure
+from lightning_dist.strategies.base.ending.signal_handlers import InterruptHandler, SigtermHandler
+
+_NEWS_SECONDS = 2.0
+
+
+class RunGuard:
+    """Watches over one run, from the start of its processes to its teardown.
+
+    Args:
+        trainer: Whose run it is; must not have registered its signal handlers yet.
+        ring_group: A gloo group of all ranks whose timeout never comes.
+        stop_group: Another gloo group of all ranks.
+        stop_lag: By how many batches one rank can be ahead of another.
+        interrupt: Wakes this rank's main thread where it waits for another rank, with an error.
+        is_stop_due: Whether to ask for a stop at the first batch boundary.
+        shared: Finds out whether all ranks have failed alike.
+        timeout_seconds: How long ranks wait for one that does not answer.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        ring_group: dist.ProcessGroup,
+        stop_group: dist.ProcessGroup,
+        stop_lag: int,
+        interrupt: Callable[[BaseException], None],
+        is_stop_due: bool,
+        shared: SharedFailure,
+        timeout_seconds: float,
+    ) -> None:
+        self._trainer = trainer
+        self._rank = dist.get_rank()
+        self._interrupt = interrupt
+        self._failed = threading.Event()
+        self._closed = threading.Event()
+        self._own_failure: Failure | None = None
+        self._peers_failure: Failure | None = None
+        self._is_leaving = False
+        self._file_work = ""
+        self._timeout_seconds = timeout_seconds
+        self._has_stopped = False
+        self._shared = shared
+        self._have_all_failed = False
+        self._has_boundaries = False
+        self._stop = StopAgreement(stop_group, stop_lag)
+        terminate = partial(self._stop.request, StopReason.TERMINATE)
+        if is_stop_due:
+            terminate()
+        self._requeue: Callable[[], None] = _ignore
+        self._undo_signals: tuple[Callable[[], None], ...] = ()
+        self._sigterm = SigtermHandler(trainer, terminate)
+        self._sigint = InterruptHandler(trainer, self._interrupt_at_boundary)
+        self._ring: FailureRing | None = None
+        if dist.get_world_size() > 1:
+            self._ring = FailureRing(
+                ring_group,
+                self._rank,
+                dist.get_world_size(),
+                Rhythm.for_timeout(timeout_seconds),
+                self._progress,
+                self._on_peer_failure,
+                self._on_notice,
+            )
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no rank is known to have failed."""
+        return not self._failed.is_set()
+
+    @property
+    def is_stop_due(self) -> bool:
+        """Whether this rank was told to stop when no batch boundary was left to do it at."""
+        return self._stop.requested is StopReason.TERMINATE and not self._has_stopped
+
+    def check_peers(self) -> None:
+        """Ends the run of a rank that has not waited for the one that has failed.
+
+        Raises:
+            ValueError: Another rank's, which is the user's mistake.
+            RankFailedError: Another rank has failed otherwise.
+        """
+        if self._peers_failure is not None and not self._is_leaving:
+            raise self._peers_failure.to_exception()
+
+    def stop_if_agreed(self) -> None:
+        """Combines the ranks' wishes to stop; each rank calls it once before each batch.
+
+        Raises:
+            SIGTERMException: All ranks stop here.
+            KeyboardInterrupt: All ranks stop here.
+            ValueError: As for :meth:`check_peers`.
+            RankFailedError: As for :meth:`check_peers`.
+        """
+        self.check_peers()
+        self._has_boundaries = True
+        reason = self._stop.at_boundary()
+        if reason is StopReason.REQUEUE:
+            self._stop.go_on()
+            self._requeue()  # SLURM ends the job when it sees fit
+            return
+        self._has_stopped = reason is not StopReason.NONE
+        if reason is StopReason.TERMINATE:
+            lightning_internals.set_received_sigterm(self._trainer)
+            raise SIGTERMException
+        if reason is StopReason.INTERRUPT:
+            raise KeyboardInterrupt
+
+    def post_vote(self, vote: int) -> Posted:
+        """Posts a vote with what this rank says at the next batch boundary. Collective.
+
+        Args:
+            vote: Any number.
+
+        Returns:
+            The sum of all ranks' votes, as the first element, when it is there.
+        """
+        return self._stop.post(vote)
+
+    def _interrupt_at_boundary(self) -> bool:
+        if not self._has_boundaries or self._is_leaving:
+            return False
+        self._stop.request(StopReason.INTERRUPT)
+        return True
+
+    def connect_signals(self, before_reading: Callable[[], None] = lambda: None) -> None:
+        """Puts the agreement on signals in place of Lightning's handlers.
+
+        Args:
+            before_reading: Called before each training batch is read, for which there is no hook.
+        """
+
+        def before_batch() -> None:
+            self.stop_if_agreed()
+            before_reading()
+
+        undo_sigterm = lightning_internals.replace_sigterm_protocol(self._trainer, before_batch)
+        ask = partial(self._stop.request, StopReason.REQUEUE)
+        self._requeue, undo_requeue = lightning_internals.replace_requeue(self._trainer, ask)
+        self._undo_signals = (undo_sigterm, undo_requeue)
+
+    def report(self, exception: BaseException) -> None:
+        """Tells the other ranks, unless all agreed to stop, have failed alike, or know already.
+
+        Args:
+            exception: What ends this rank's run.
+        """
+        is_first, self._is_leaving = not self._is_leaving, True
+        if self._has_stopped or self._have_all_failed or self._failed.is_set():
+            return
+        if is_first and self._shared.is_shared(exception, self._failed):
+            self._have_all_failed = True
+            show_briefly(exception, is_shown_elsewhere=self._rank > 0)
+            return
+        if isinstance(exception, RuntimeError) and self._ring is not None:
+            # A broken collective raises one too; the news of who broke it is on its way.
+            self._ring.wait_for_news(_NEWS_SECONDS)
+        self._failed.set()
+        if self._ring is not None:
+            self._own_failure = self._failure_of(exception, self._ring.standstill)
+            self._ring.announce(self._own_failure)
+
+    def _failure_of(self, exception: BaseException, standstill: Standstill | None) -> Failure:
+        failure = Failure.from_exception(self._rank, exception)
+        if standstill is None or not _is_timeout(exception):
+            return failure
+        exception.add_note(str(standstill))
+        failure = Failure.from_standstill(standstill, failure.details)
+        _end_unanswering(failure)
+        return failure
+
+    def leave(self) -> None:
+        """Ends what ranks that have failed alike can still do together."""
+        if self._have_all_failed:
+            self._failed.set()
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Ends the watch after a block that ends what else ties the ranks; each rank must enter it.
+
+        After a failure others may not answer any more. A rank that has heard of it has been given a
+        grace to get through here; the one that failed gets its own now, for it may have had to save
+        something first.
+        """
+        if self._own_failure is not None:
+            exit_after_grace(self._own_failure, self._closed.is_set)
+        try:
+            yield
+            if self.is_sound:
+                self._stop.close()
+            if self._ring is not None:
+                self._ring.close()
+        finally:
+            for undo in self._undo_signals:
+                undo()
+            self._undo_signals = ()
+            self._sigterm.remove()
+            self._sigint.remove()
+            self._closed.set()
+        if self._stop.requested is StopReason.INTERRUPT and not self._is_leaving:
+            raise KeyboardInterrupt  # no batch was left to do it at
+
+    @contextmanager
+    def file_work(self, activity: str) -> Iterator[None]:
+        """Names work on files, for other ranks to know where this one is stuck in it.
+
+        Args:
+            activity: Such as ``"saving x.ckpt"``.
+        """
+        before, self._file_work = self._file_work, activity
+        try:
+            yield
+        finally:
+            self._file_work = before
+
+    def _progress(self) -> str:
+        return self._file_work or _progress_of(self._trainer)
+
+    def _on_notice(self, notice: Notice) -> None:
+        text = str(notice)
+        if isinstance(notice, Standstill) and notice.is_silent:
+            text += f" The run ends when that lasts for timeout_s={self._timeout_seconds:g}."
+        print(f"[rank {self._rank}] {text}", file=sys.stderr, flush=True)
+
+    def _on_peer_failure(self, failure: Failure) -> None:
+        _end_unanswering(failure)
+        was_known = self._failed.is_set()
+        self._peers_failure = failure
+        self._failed.set()
+        if not was_known:
+            # At once: a launcher that notices too may kill this process before it can raise.
+            print(f"[rank {self._rank}] {failure}", file=sys.stderr, flush=True)
+            self._interrupt(failure.to_exception())
+            exit_after_grace(failure, self._closed.is_set)
+
+
+def _ignore() -> None:
+    """Does nothing."""
+
+
+def _progress_of(trainer: pl.Trainer) -> str:
+    stage = trainer.state.stage
+    if stage is RunningStage.TRAINING:
+        return f"training, epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}"
+    return "between two runs" if stage is None else f"in the stage {stage.value!r}"
+
+
+def _is_timeout(exception: BaseException) -> bool:
+    # Collectives that time out raise errors of several kinds, according to their backend.
+    is_torchs = isinstance(exception, RuntimeError) and re.search(
+        "time(d )?out", str(exception), re.I
+    )
+    return isinstance(exception, TimeoutError) or bool(is_torchs)
+
+
+def _end_unanswering(failure: Failure) -> None:
+    """Kills a process that would stay stopped when all others have ended."""
+    if failure.unanswering is not None:
+        failure.unanswering.kill_child()

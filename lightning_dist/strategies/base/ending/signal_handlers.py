@@ -1,0 +1,100 @@
+"""SIGTERM and SIGINT set a flag while a run lasts, from the first thing that its ranks do together.
+
+Lightning registers its handlers when all is set up. Until then a signal would end the process where
+it stands, among ranks that wait for it. Lightning calls the handler that it finds beside its own,
+so this one stays in force. It is taken back when the ranks have parted; then the signal does again
+what it did before.
+
+A ``KeyboardInterrupt`` in the middle of a step would leave ranks at different places, with nothing
+to save. So the first Ctrl-C waits for a batch boundary of all ranks, and the second one does not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import lightning.pytorch as pl
+
+from lightning_dist.strategies.base import lightning_internals
+
+
+class SigtermHandler:
+    """Handles the signal from its construction on, if that is in the main thread.
+
+    Args:
+        trainer: Must not have registered its own handlers yet.
+        on_signal: Called in the handler, so it must do nothing that waits.
+    """
+
+    def __init__(self, trainer: pl.Trainer, on_signal: Callable[[], None]) -> None:
+        self._trainer = trainer
+        self._on_signal = on_signal
+        self._process = os.getpid()
+        # One that is not Python's reads as None, and cannot be put back.
+        self._before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+        self._install(self)
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """Calls ``on_signal`` in the process of the run.
+
+        A process that was forked from it, by a pool for one, has no run that could end. A pool
+        ends its processes by this signal and waits until they have.
+        """
+        if os.getpid() == self._process:
+            self._on_signal()
+        else:
+            self._install(self._before)
+            signal.raise_signal(signum)
+
+    def remove(self) -> None:
+        """Installs the handler that was there before."""
+        self._install(self._before)
+        lightning_internals.replace_handler_to_restore(self._trainer, signal.SIGTERM, self._before)
+
+    def _install(self, handler: lightning_internals.SignalHandler) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+class InterruptHandler:
+    """Handles Ctrl-C from its construction on, where Python's own handler would.
+
+    Args:
+        trainer: Must not have registered its own handlers yet.
+        on_signal: Called in the handler, so it must do nothing that waits. Tells whether a batch
+            boundary is to come.
+    """
+
+    def __init__(self, trainer: pl.Trainer, on_signal: Callable[[], bool]) -> None:
+        self._trainer = trainer
+        self._on_signal = on_signal
+        self._process = os.getpid()
+        self._is_waiting = False
+        is_main = threading.current_thread() is threading.main_thread()
+        is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._is_installed = is_main and is_pythons
+        if self._is_installed:
+            signal.signal(signal.SIGINT, self)
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """Waits for a batch boundary the first time.
+
+        Raises:
+            KeyboardInterrupt: There is none, or a second time.
+        """
+        if self._is_waiting or os.getpid() != self._process or not self._on_signal():
+            signal.default_int_handler(signum, frame)
+        self._is_waiting = True
+        os.write(2, b"\nAll ranks stop at the next batch. Once more: this one stops at once.\n")
+
+    def remove(self) -> None:
+        """Gives the signal back to Python."""
+        if self._is_installed:
+            if signal.getsignal(signal.SIGINT) is self:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            own = signal.default_int_handler
+            lightning_internals.replace_handler_to_restore(self._trainer, signal.SIGINT, own)

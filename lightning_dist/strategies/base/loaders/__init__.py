@@ -1,0 +1,1 @@
+"""Dataloaders of a data replica, read by its first rank."""

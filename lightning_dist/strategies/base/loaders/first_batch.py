@@ -1,0 +1,174 @@
+"""Read the first batch of a run ahead of it, so that the run does not notice.
+
+The hooks that build loaders are called, and called again when the run begins: what they return then
+is what the run reads. A loader of known length is read anew. Any other may be a stream that is
+there once, so its iterator is kept, and the run goes on with it behind the first batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
+
+
+class BegunLoaders:
+    """The loaders that cannot be read anew, with what has been read of them."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[object, Iterator[Any]]] = []
+
+    def first_of(self, loader: Any) -> Iterator[Any]:
+        """Yields the first batch of a loader, if it has one.
+
+        Args:
+            loader: The user's.
+        """
+        if _is_there_once(loader):
+            iterator = iter(loader)
+            first = list(_first(iterator))
+            self._begun.append((loader, chain(first, iterator)))
+        else:
+            with _own_generators_kept(loader):
+                # A copy, for a loader keeps the iterator whose workers are persistent.
+                first = list(_first(iter(copy.copy(loader))))
+        yield from first
+
+    def resume(self, loader: object) -> object:
+        """Returns what to read in the place of a loader.
+
+        Args:
+            loader: The one that the run is about to read.
+        """
+        for index, (begun, batches) in enumerate(self._begun):
+            if loader is begun or _dataset_of(loader) is _dataset_of(begun) is not None:
+                del self._begun[index]
+                return ResumedLoader(loader, batches)
+        return loader
+
+
+class ResumedLoader(LoaderProxy):
+    """A loader of which a part has been read.
+
+    Args:
+        loader: The user's.
+        batches: What its first iteration gives.
+    """
+
+    def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
+        super().__init__(loader)
+        self._batches: Iterator[Any] | None = batches
+        if hasattr(loader, "load_state_dict"):
+            self.load_state_dict = self._load_state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins an epoch."""
+        batches, self._batches = self._batches, None
+        return iter(self._loader) if batches is None else batches
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        self._batches = None  # a resumed run goes on from where the state says
+        self._loader.load_state_dict(state)
+
+
+def read_first_batch(trainer: pl.Trainer, begun: BegunLoaders) -> tuple[Any, int] | None:
+    """Reads a batch as the loop of a run would.
+
+    Args:
+        trainer: About to run.
+        begun: Takes note of what cannot be read anew.
+
+    Returns:
+        The batch, as the collation has made it, and the number of loaders; None if there is none.
+    """
+    found = lightning_internals.request_loaders(trainer)
+    if found is None:
+        return None
+    loaders, mode = found
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
+    combined = copy.copy(combined)
+    combined.flattened = [_FirstOnly(loader, begun) for loader in combined.flattened]
+    combined.limits = None
+    for batch, _, _ in combined:
+        return batch, len(combined.flattened)
+    return None
+
+
+class _FirstOnly:
+    """A loader of which nothing but the first batch is read."""
+
+    def __init__(self, loader: object, begun: BegunLoaders) -> None:
+        self._loader = loader
+        self._begun = begun
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begun.first_of(self._loader)
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _first(batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        yield batch
+        return
+
+
+def _is_there_once(loader: Any) -> bool:
+    if isinstance(loader, DataLoader):
+        return isinstance(loader.dataset, IterableDataset)
+    return sized_len(loader) is None
+
+
+def _dataset_of(loader: object) -> object:
+    return getattr(loader, "dataset", None)
+
+
+@contextmanager
+def _own_generators_kept(loader: object) -> Iterator[None]:
+    """Puts the generators back that a loader, its samplers and its datasets have of their own."""
+    values = [value for part in _parts_of(loader) for value in vars(part).values()]
+    undo = [put_back for value in values if (put_back := _put_back_of(value)) is not None]
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
+
+
+def _parts_of(loader: object) -> Iterator[object]:
+    """Yields a loader and what it reads with: what a sampler or a dataset wraps, too."""
+    todo, seen = [loader], set[int]()
+    while todo:
+        part = todo.pop()
+        if id(part) in seen or not hasattr(part, "__dict__"):
+            continue
+        seen.add(id(part))
+        yield part
+        todo += [vars(part).get(name) for name in ("dataset", "sampler", "batch_sampler")]
+
+
+def _put_back_of(generator: Any) -> Callable[[], object] | None:
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, np.random.RandomState):
+        return partial(generator.set_state, generator.get_state(legacy=True))
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return None

@@ -1,0 +1,168 @@
+"""One reader per data replica: the loaders of its first rank send, those of the others receive.
+
+The reader reads in its main thread when Lightning asks for a batch, so datasets, samplers and
+augmentations draw what they would on one device. Loaders of the other ranks are never iterated.
+
+Hooks may iterate a loader of the Trainer by themselves, maybe on one rank alone. Such a rank reads
+its own loader, and nothing is sent: only the iterators that Lightning's loops make are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+from lightning.fabric.utilities.data import sized_len
+from typing_extensions import override
+
+from lightning_dist.engine.comms.batches.replica_channel import Event, Reading, ReplicaChannel
+from lightning_dist.strategies.base.lightning_internals import is_iterated_by_loop
+from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
+
+
+class SendingLoader(LoaderProxy):
+    """Reads the user's loader and sends what it reads.
+
+    Args:
+        loader: The user's.
+        number: Of the loader.
+        channel: To the replica's other ranks.
+        lengths: Gives the length of each loader, by number.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        number: int,
+        channel: ReplicaChannel,
+        lengths: Callable[[], dict[int, int | None]],
+    ) -> None:
+        super().__init__(loader)
+        self._number = number
+        self._channel = channel
+        self._lengths = lengths
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins an epoch."""
+        iterator: Iterator[Any] = iter(self._loader)
+        if not is_iterated_by_loop():
+            return iterator
+        self._epoch += 1
+        self._send(self._epoch, Event.BEGUN, self._lengths())
+        return self._read(iterator, self._epoch)
+
+    def _read(self, iterator: Iterator[Any], epoch: int) -> Iterator[Any]:
+        for position, batch in enumerate(iterator):
+            # Of prediction: which samples are in the batch.
+            seen = getattr(getattr(self._loader, "batch_sampler", None), "seen_batch_indices", None)
+            self._send(epoch, Event.BATCH, (batch, None if seen is None else seen[position]))
+            yield batch
+        self._send(epoch, Event.ENDED)
+
+    def _send(self, epoch: int, event: Event, content: Any = None) -> None:
+        self._channel.send(Reading(self._number, epoch, event, content))
+
+
+class ReceivingLoader(LoaderProxy):
+    """Gives what the replica's first rank has read; its public attributes are its own loader's.
+
+    Args:
+        loader: The user's on this rank.
+        number: Of the loader.
+        channel: From the replica's first rank.
+        note_lengths: Is told the length of each loader, by number.
+
+    Attributes:
+        length: Batches of an epoch on the first rank, if known.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        number: int,
+        channel: ReplicaChannel,
+        note_lengths: Callable[[dict[int, int | None]], None],
+    ) -> None:
+        super().__init__(loader)
+        self._number = number
+        self._channel = channel
+        self._note_lengths = note_lengths
+        self._epoch = 0
+        self.length: int | None = None
+        if self.has_state:  # the first rank has it
+            self.state_dict = dict
+            self.load_state_dict = _ignore
+
+    @override
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError("The loader has no length on the first rank of this data replica.")
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins an epoch when the first rank has."""
+        if not is_iterated_by_loop():
+            return iter(self._loader)
+        self._epoch += 1
+        self._note_lengths(self._channel.receive(self._number, self._epoch).content)
+        return self._receive(self._epoch)
+
+    def _receive(self, epoch: int) -> Iterator[Any]:
+        seen: list[Any] = []
+        while True:
+            reading = self._channel.receive(self._number, epoch)
+            if reading.event is Event.ENDED:
+                return
+            batch, indices = reading.content
+            if indices is not None:
+                seen.append(indices)
+                self._loader.batch_sampler.seen_batch_indices = seen
+            yield batch
+
+
+class ReplicaLoaders:
+    """Puts one rank's loaders in the place of the user's.
+
+    Args:
+        channel: This rank's place in its replica.
+    """
+
+    def __init__(self, channel: ReplicaChannel) -> None:
+        self.channel = channel
+        self._count = 0
+        # Loaders may be made anew in each epoch; those of past epochs are not to be held.
+        self._senders: WeakValueDictionary[int, SendingLoader] = WeakValueDictionary()
+        self._receivers: WeakValueDictionary[int, ReceivingLoader] = WeakValueDictionary()
+
+    def wrap(self, loader: Any) -> LoaderProxy:
+        """Gives what Lightning shall iterate; each rank of the replica must call it alike.
+
+        Args:
+            loader: The user's on this rank.
+        """
+        number, self._count = self._count, self._count + 1
+        if self.channel.is_reader:
+            sending = SendingLoader(loader, number, self.channel, self._lengths)
+            self._senders[number] = sending
+            self.channel.send(Reading(number, 0, Event.FOUND, self._lengths()))
+            return sending
+        receiving = ReceivingLoader(loader, number, self.channel, self._note_lengths)
+        self._receivers[number] = receiving
+        self._note_lengths(self.channel.receive(number, 0).content)
+        return receiving
+
+    def _lengths(self) -> dict[int, int | None]:
+        """Lists lengths anew: a batch sampler may have another one in each epoch."""
+        return {number: sized_len(loader) for number, loader in self._senders.items()}
+
+    def _note_lengths(self, lengths: dict[int, int | None]) -> None:
+        for number, length in lengths.items():
+            loader = self._receivers.get(number)
+            if loader is not None:
+                loader.length = length
+
+
+def _ignore(_: dict[str, Any]) -> None:
+    """Does nothing."""

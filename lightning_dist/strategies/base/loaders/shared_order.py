@@ -1,0 +1,163 @@
+"""What decides which data replica reads what is drawn alike on all of them.
+
+Replicas draw different random numbers, so that they augment and drop out differently. But a sampler
+that shuffles and takes each second index, or a ``train_dataloader`` that calls ``random_split``,
+shares the data out only if all replicas shuffle alike. Both kinds of numbers come from the same
+global generators, so the ones for samplers and loader hooks are swapped in while these run.
+
+When torch draws what: creating a DataLoader's iterator calls ``iter`` of its batch sampler, then
+draws the base seed of the workers. torch's batch sampler draws the permutation when it is asked for
+its first indices. Without workers this is in the loader's first ``next``, right before the samples
+are read and augmented; with workers it is in the creation, which asks for a few batches in advance.
+So neither moment could be seeded as a whole, and the sampler itself is wrapped.
+
+An iterable dataset's order cannot be told from its augmentation: all numbers of its reading are the
+same everywhere, as under Lightning's own strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_dist.engine.tensors.random_state import RandomStream
+from lightning_dist.strategies.base.lightning_internals import copy_of_loader
+from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
+
+Stream = Callable[[], RandomStream]
+
+
+def _ignore() -> None:
+    """Does nothing."""
+
+
+class SharedSampler(LoaderProxy):
+    """A sampler that draws from a stream of its own; its public attributes are the sampler's.
+
+    Args:
+        sampler: Gives indices, or batches of them.
+        open_stream: Called when an epoch's indices begin.
+        begin_epoch: Called then too, right before torch draws the seed of the workers.
+        begin_reading: Called when the first indices are there, right before samples are read.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        open_stream: Stream,
+        begin_epoch: Callable[[], None],
+        begin_reading: Callable[[], None],
+    ) -> None:
+        super().__init__(sampler)
+        self._open_stream = open_stream
+        self._begin_epoch = begin_epoch
+        self._begin_reading = begin_reading
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins an epoch."""
+        stream = self._open_stream()
+        with stream.drawing():
+            indices = iter(self._loader)
+        self._begin_epoch()
+        return _SharedItems(indices, stream, self._begin_reading)
+
+
+class SharedReading(LoaderProxy):
+    """A loader of an iterable dataset whose reading draws from a stream of its own.
+
+    Args:
+        loader: Of an iterable dataset.
+        open_stream: Called when an epoch begins.
+        seed_alike: Seeds the global generators alike on all ranks; ``__iter__`` of the dataset
+            draws from them, and torch the workers' seed.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], open_stream: Stream, seed_alike: Callable[[], None]
+    ) -> None:
+        super().__init__(loader)
+        self._open_stream = open_stream
+        self._seed_alike = seed_alike
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins an epoch."""
+        self._seed_alike()
+        stream = self._open_stream()
+        return _SharedItems(iter(self._loader), stream)
+
+
+class _SharedItems(LoaderProxy):
+    """What an iterator gives, drawn from a stream."""
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        stream: RandomStream,
+        begin_reading: Callable[[], None] = _ignore,
+    ) -> None:
+        super().__init__(iterator)
+        self._stream = stream
+        self._begin_reading = begin_reading
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._stream.drawing():
+            item = next(self._loader)
+        begin, self._begin_reading = self._begin_reading, _ignore
+        begin()
+        return item
+
+
+def share_order(
+    loader: object,
+    open_stream: Stream,
+    seed_reader: Callable[[], None],
+    seed_alike: Callable[[], None],
+) -> object:
+    """Makes a loader read in an order that is drawn alike on all ranks.
+
+    Iterables that are no loaders of torch's draw their order themselves, while they are read; what
+    their ``__iter__`` draws at once is for the caller to seed.
+
+    Args:
+        loader: Stays as it is.
+        open_stream: Gives the numbers of an epoch's order.
+        seed_reader: Seeds what this rank draws while it reads: called right before torch draws the
+            seed of the loader's workers, or before an early first batch.
+        seed_alike: Seeds the global generators alike on all ranks.
+
+    Returns:
+        What to iterate in its place.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
+        return SharedReading(loader, open_stream, seed_alike)
+    begin_epoch = seed_reader if loader.num_workers > 0 else _ignore
+    # The caller seeds each batch where it is read, but Lightning reads the first one of a loader
+    # of unknown length while it creates the iterator.
+    is_read_early = loader.num_workers == 0 and sized_len(loader) is None
+    begin_reading = seed_reader if is_read_early else _ignore
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = SharedSampler(getattr(loader, name), open_stream, begin_epoch, begin_reading)
+    return copy_of_loader(loader, name, sampler)
+
+
+def with_shared_draws(hook: Callable[[], Any], open_stream: Stream) -> Callable[[], Any]:
+    """Makes a hook that builds loaders draw from a stream of its own.
+
+    Args:
+        hook: Gives loaders.
+        open_stream: Called when the hook is.
+    """
+
+    def drawing() -> Any:
+        with open_stream().drawing():
+            return hook()
+
+    return drawing

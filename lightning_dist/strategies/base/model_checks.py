@@ -1,0 +1,174 @@
+"""Refuse what needs the whole model on each rank, where a rank has a stage or shards only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor
+from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
+
+from lightning_dist.engine.stashing.hyperparameters import group_values
+from lightning_dist.engine.tensors.shards import is_spread
+from lightning_dist.strategies.base.lightning_internals import callbacks_of
+
+
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Checks that no callback copies the model, or compares all of its parameters.
+
+    Args:
+        trainer: Set up to fit.
+
+    Raises:
+        ValueError: One does.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} compares all parameters of the model, of which each"
+                " rank has a part only. Prune with DDPStrategy or on one device."
+            )
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} copies the whole model, of which each rank has a part"
+                " only. Use `lightning_dist.callbacks.ShardedWeightAveraging`."
+            )
+
+
+def check_finetuning(trainer: pl.Trainer) -> None:
+    """Checks that no callback adds parameter groups by what a rank has of the model.
+
+    Args:
+        trainer: Set up to fit.
+
+    Raises:
+        ValueError: One does.
+    """
+    if any(isinstance(callback, BackboneFinetuning) for callback in callbacks_of(trainer)):
+        raise ValueError(
+            "BackboneFinetuning adds a parameter group where the backbone is and changes the rate"
+            " of the last group, but on other ranks are other parts of the model. Give all"
+            " parameters to the optimizer from the start, and freeze and unfreeze them in"
+            " `on_train_epoch_start`."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Checks that no optimizer looks at all parameters as one vector.
+
+    Args:
+        optimizers: What ``configure_optimizers`` returned.
+
+    Raises:
+        ValueError: One does.
+    """
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS lays all parameters out as one vector, of which each rank has a part only, and"
+            " evaluates a batch as often as it likes. Use an optimizer that takes one gradient per"
+            " step, or DDPStrategy."
+        )
+
+
+def check_sharded_optimizers(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
+    """Checks that torch can update shards with each optimizer.
+
+    Args:
+        optimizers: What ``configure_optimizers`` returned.
+        group: A gloo group of all ranks, of which some may hold no shards.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, _find_unshardable(optimizers), group=group)
+    for reason in filter(None, found):
+        raise ValueError(
+            f"{reason}. Ranks hold shards of parameters. Use AdamW or another optimizer that"
+            " updates each element by itself, or DDPStrategy."
+        )
+
+
+def _find_unshardable(optimizers: Sequence[Optimizer]) -> str:
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        kinds = [(group, set(map(is_spread, group["params"]))) for group in groups]
+        sharded = [group for group, kind in kinds if True in kind]
+        # Groups of both kinds are updated without kernels for many parameters.
+        pure = [group for group, kind in kinds if kind == {True}]
+        reason = ""
+        if isinstance(optimizer, Adafactor) and sharded:
+            reason = "estimates by the rows and columns of whole matrices"
+        elif isinstance(optimizer, Rprop) and sharded:
+            reason = "writes where a mask says so, which torch cannot do in shards"
+        elif isinstance(optimizer, SparseAdam) and sharded:
+            reason = "takes sparse gradients, which torch cannot shard"
+        elif isinstance(optimizer, Adagrad) and any(group["fused"] for group in pure):
+            reason = "has groups of shards with `fused=True`, for which torch has no kernel"
+        if reason:
+            return f"{type(optimizer).__name__} {reason}"
+    return ""
+
+
+def check_group_values(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
+    """Checks that numbers in parameter groups are equal on all ranks with parameters of a group.
+
+    Collective: every rank must call it. An optimizer with one estimate for all parameters computes
+    another one from each rank's part of the gradients.
+
+    Args:
+        optimizers: This rank's.
+        group: A gloo group of all ranks.
+
+    Raises:
+        ValueError: They differ.
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    own = [(type(o).__name__, _numbers(o)) for o in optimizers]
+    dist.all_gather_object(found, own, group=group)
+    seen: dict[tuple[int, int, str], dict[float, int]] = {}
+    for rank, of_rank in enumerate(found):
+        for position, (_, groups) in enumerate(of_rank):
+            for index, numbers in enumerate(groups):
+                for key, value in numbers.items():
+                    ranks = seen.setdefault((position, index, key), {})
+                    if value == value:  # nan equals nothing
+                        ranks.setdefault(value, rank)
+    differing = {place: ranks for place, ranks in seen.items() if len(ranks) > 1}
+    for position, index, _ in differing:
+        values = [
+            f"{key!r} ({', '.join(f'{value} on rank {rank}' for value, rank in ranks.items())})"
+            for (_, group_index, key), ranks in differing.items()
+            if group_index == index
+        ]
+        raise ValueError(
+            f"{found[0][position][0]} has other values in parameter group {index} on other ranks:"
+            f" {', '.join(values)}. It makes one estimate for all parameters, and each rank has a"
+            " part of them. Use DDPStrategy, where all ranks have all gradients, or an optimizer"
+            " without such an estimate, AdamW say."
+        )
+
+
+def _numbers(optimizer: Optimizer) -> list[dict[str, float]]:
+    """Gives the numbers of each parameter group; none of a group that has no parameters here."""
+    values = zip(optimizer.param_groups, group_values(optimizer), strict=True)
+    return [
+        {key: float(value) for key, value in found.items() if _is_number(value)}
+        if group["params"]
+        else {}
+        for group, found in values
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float)

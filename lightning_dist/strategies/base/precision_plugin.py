@@ -1,0 +1,250 @@
+"""Half precision with masters, where Lightning does what depends on a precision.
+
+A precision plugin runs the context of each step, the backward, clipping and the optimizer's step,
+under Lightning's strategies and this package's alike. So the scheme has one place, and a strategy
+only says what it takes over: FSDP2 casts what it gathers, a pipeline makes versions of its stage's
+weights, and how ranks agree on a step that is left out depends on when they update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_dist.engine.precision.gradient_range import Ranges, measure
+from lightning_dist.engine.precision.half_casts import HalfCasts
+from lightning_dist.engine.precision.half_copies import Copies, half_copies, lent
+from lightning_dist.engine.precision.loss_scale import LossScale
+from lightning_dist.engine.precision.overflow import Alone, Overflow
+from lightning_dist.engine.precision.policy import HalfPrecision
+from lightning_dist.engine.splitting.cut import foreign_layers, whole
+from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.stashing.half_versions import HalfWeights
+from lightning_dist.strategies.base import lightning_internals
+
+
+class HalfPrecisionPlugin(Precision):
+    """Runs steps in half precision and updates masters.
+
+    Args:
+        half: What computes in half precision.
+        loss_scale: Of fp16; None scales nothing and leaves no step out.
+    """
+
+    def __init__(self, half: HalfPrecision, loss_scale: LossScale | None = None) -> None:
+        self.half = half
+        self.loss_scale = loss_scale
+        self._overflow: Overflow = Alone()
+        self._shards_cast = False
+        self._stages: Layers | None = None
+        self._divides = True
+        self._module: nn.Module | None = None
+        self._casts: HalfCasts | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._own: frozenset[nn.Parameter] = frozenset()
+        self._lent: tuple[nn.Parameter, ...] = ()
+        self._copies: Copies = {}
+
+    # --- what a strategy says ----------------------------------------------------------------
+
+    def leave_to_shards(self) -> None:
+        """Leaves the cast to whoever gathers parameters."""
+        self._shards_cast = True
+        self._find_lent()
+
+    def leave_to_stages(self, layers: Layers, *, is_in_graph: bool) -> HalfWeights | None:
+        """Leaves the cast, and the division by the loss scale, to a pipeline.
+
+        Args:
+            layers: Of the pipelined module.
+            is_in_graph: As for :class:`HalfWeights`.
+
+        Returns:
+            What the pipeline shall do; None where parameters are half, or gathered so.
+        """
+        self._divides = False
+        if not self.half.master_weights or self._shards_cast:
+            return None
+        self._stages = layers
+        self._find_lent()
+        return HalfWeights(self._dtype_of, is_in_graph)
+
+    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        return self.half.dtype if parameter in self._own else parameter.dtype
+
+    def agree_by(self, overflow: Overflow) -> None:
+        """Says how ranks agree on steps that are left out.
+
+        Args:
+            overflow: For the coming run.
+        """
+        self._overflow = overflow
+
+    def scale_of_next_batch(self) -> float:
+        """Gives what multiplies the loss of the batch that comes; the same on all ranks."""
+        self.settle()
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def measure_gradients(self) -> Ranges:
+        """Counts what the range of half precision cuts off this rank's gradients, by layer."""
+        found = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        return measure(found, self.half.dtype, scale)
+
+    def settle(self) -> None:
+        """Takes in what is known of the steps so far."""
+        if self.loss_scale is not None:
+            for overflowed in self._overflow.outcomes():
+                self.loss_scale.end_step(overflowed=overflowed)
+
+    # --- the model ---------------------------------------------------------------------------
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self._module = module
+        self.half.convert(module)
+        return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        assert self._module is not None, "strategies convert the module first"
+        if self.loss_scale is not None and any(isinstance(o, LBFGS) for o in optimizers):
+            raise ValueError(
+                "MixedPrecision('fp16') leaves a step out when its gradients are not finite, and"
+                " LBFGS computes many in one step. Use compute='bf16', or another optimizer."
+            )
+        self._detach()
+        self._attach(self._module)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @override
+    def teardown(self) -> None:
+        self._detach()
+
+    def _attach(self, module: nn.Module) -> None:
+        with whole(module):  # other stages' layers too, which may come here
+            self._casts = HalfCasts(module, self.half)
+        self.find_parameters()
+
+    def find_parameters(self) -> None:
+        """Finds what computes in half precision here, again where layers have moved."""
+        assert self._module is not None
+        with whole(self._module):
+            everywhere = self.half.half_parameters(self._module)
+        ids = {id(parameter) for parameter in everywhere.values()}
+        for _, _, layer in foreign_layers(self._module):  # a model's forward may see their dtype
+            layer.compute_in(lambda p: self.half.dtype if id(p) in ids else p.dtype)
+        own = {id(parameter) for parameter in self._module.parameters()}
+        self._parameters = {name: p for name, p in everywhere.items() if id(p) in own}
+        self._own = frozenset(self._parameters.values())
+        self._find_lent()
+
+    def _find_lent(self) -> None:
+        """Finds the masters that nobody else casts."""
+        parts = () if self._stages is None else self._stages.parts()
+        elsewhere = {p for part in parts for p in part.module.parameters()}
+        casts = self.half.master_weights and not self._shards_cast
+        masters = self._parameters.values() if casts else ()
+        self._lent = tuple(p for p in masters if p not in elsewhere)
+
+    def _detach(self) -> None:
+        if self._casts is not None:
+            self._casts.remove()
+        self._casts, self._stages, self._shards_cast = None, None, False
+        self._parameters, self._own, self._lent, self._copies = {}, frozenset(), (), {}
+        self._divides, self._overflow = True, Alone()
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        assert self._module is not None
+        self._copies = half_copies(self._lent, self.half.dtype)
+        with lent(self._module, self._copies):
+            yield
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        if self.loss_scale is not None:
+            tensor = tensor * self.scale_of_next_batch()
+        return super().pre_backward(tensor, module)
+
+    @override
+    def backward(  # type: ignore[override]
+        self,
+        tensor: Tensor,
+        model: pl.LightningModule,
+        optimizer: Steppable | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        with lent(model, self._copies):  # activations may be computed anew
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+        self._copies = {}
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: pl.LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        if self.loss_scale is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = closure()
+        if result is None:
+            return None  # `training_step` has asked to leave the batch out
+        gradients = self._divided_gradients(optimizer)
+        is_left_out = self._overflow.decide(gradients)
+        lightning_internals.between_backward_and_step(self, model, optimizer)
+        if is_left_out:
+            # Its LR scheduler would complain otherwise.
+            lightning_internals.mark_optimizer_called(optimizer)
+        else:
+            optimizer.step(**kwargs)
+        return result
+
+    @torch.no_grad()
+    def _divided_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        assert self.loss_scale is not None
+        groups = optimizer.param_groups
+        found = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        if self._divides:
+            for gradient in found:
+                gradient.div_(self.loss_scale.value)
+        return found
+
+
+def param_dtype_of(plugin: Precision) -> torch.dtype | None:
+    """Returns what sharded units compute in; None if in the parameters' own dtype.
+
+    Args:
+        plugin: The Trainer's.
+    """
+    half = half_precision_of(plugin)
+    if half is not None and half.half.master_weights:
+        return half.half.dtype
+    known = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    return known[plugin.precision] if isinstance(plugin, MixedPrecision) else None
+
+
+def half_precision_of(precision: Precision) -> HalfPrecisionPlugin | None:
+    """Gives a strategy's plugin if it is this package's.
+
+    Args:
+        precision: The strategy's.
+    """
+    return precision if isinstance(precision, HalfPrecisionPlugin) else None

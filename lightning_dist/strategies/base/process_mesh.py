@@ -1,0 +1,327 @@
+"""Processes on a mesh, under Lightning's contract: what a strategy is before it trains anything.
+
+The launcher, the process group, which ranks share an axis, which read the same data, and reductions
+over the data axes alone: what is the same on other axes must not count several times. A subclass
+says how large its mesh is (:meth:`ProcessMesh.mesh_shape`).
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.comms import attempt_store
+from lightning_dist.engine.comms.failures.last_resort import never_destroy
+from lightning_dist.engine.comms.group_pool import GroupKind, pool_of_world
+from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
+from lightning_dist.strategies.base.launcher import ScriptLauncher
+from lightning_dist.strategies.base.reduction import reduce_tensor
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class ProcessMesh(ParallelStrategy):
+    """Base class; see the module's docstring.
+
+    Args:
+        accelerator: As for any Lightning strategy.
+        parallel_devices: As for any Lightning strategy.
+        cluster_environment: As for any Lightning strategy.
+        checkpoint_io: As for any Lightning strategy.
+        precision_plugin: As for any Lightning strategy.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
+        timeout_s: Seconds that a rank waits for another before it gives up.
+        start_method: Only ``"popen"``, which runs the script once per device: other launchers bring
+            back rank 0's weights only.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout_s: float = 1800.0,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds.")
+        if start_method != "popen":
+            raise ValueError(
+                f"start_method={start_method!r} brings back the weights of rank 0 only, and each"
+                " rank has others. Use start_method='popen' in a script, or launch with torchrun."
+            )
+        self._num_nodes = 1
+        self._backend = process_group_backend
+        self._timeout_seconds = timeout_s
+        self._mesh: MeshShape | None = None
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._taken: list[tuple[GroupKind, dist.ProcessGroup]] = []
+        self._has_begun = False
+
+    # --- the mesh ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        """Decides the sizes of the mesh.
+
+        Args:
+            world_size: All ranks.
+
+        Raises:
+            ValueError: The strategy's sizes do not fit.
+        """
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The user's module."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The sizes of the mesh."""
+        assert self._mesh is not None, "the mesh is known once the Trainer has been built"
+        return self._mesh
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts of the run."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this host."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning that there are other ranks."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        first = self.parallel_devices[0]
+        # `devices="auto"` is one CPU, however many processes a launcher has started.
+        return first if first.type == "cpu" else self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {
+            "num_replicas": self.mesh.data_size,
+            "rank": self.mesh.data_index(self.global_rank),
+        }
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment the ranks, and checks the mesh; called by Lightning."""
+        asked = self.num_nodes * self.num_processes
+        environment = self.cluster_environment
+        if environment is not None:
+            # One whose launcher has started the processes, such as Ray's, knows its own.
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(asked)
+            asked = environment.world_size()
+        self._check_launched_world(asked)
+        lightning_internals.set_rank_of_rank_zero_functions(self.global_rank)
+        with brief_mistakes():
+            self._mesh = self.mesh_shape(asked)
+
+    def _check_launched_world(self, asked: int) -> None:
+        if dist.is_initialized() and dist.get_world_size() != asked:
+            raise ValueError(
+                f"This Trainer asks for a world size of {asked}, but the script runs in"
+                f" {dist.get_world_size()} processes, which an earlier Trainer has started. Give"
+                " all Trainers of a script the same `devices` and `num_nodes`, or each a script of"
+                " its own."
+            )
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = ScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
+
+    # --- processes ---------------------------------------------------------------------------
+
+    def _init_process_group(self) -> None:
+        assert self.cluster_environment is not None
+        self.set_world_ranks()
+        if dist.is_initialized():
+            return
+        address, port = self.cluster_environment.main_address, self.cluster_environment.main_port
+        os.environ["MASTER_ADDR"] = address
+        os.environ["MASTER_PORT"] = str(port)
+        timeout = timedelta(seconds=self._timeout_seconds)
+        store: dist.Store | None = None
+        if attempt_store.is_shared_by_attempts():
+            place = self.global_rank, self.world_size
+            store = attempt_store.connect(address, port, *place, timeout)
+        device = self.root_device
+        backend = self._backend or dist.get_default_backend_for_device(device)
+        dist.init_process_group(
+            backend,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            store=store,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+
+    def group(
+        self, *axes: str, purpose: str = "", timeout: timedelta | None = None
+    ) -> dist.ProcessGroup:
+        """Gives this rank's gloo group along some mesh axes; each rank must ask alike.
+
+        Args:
+            axes: Names of mesh axes; all of them for a group of all ranks.
+            purpose: Of a group of one's own, for collectives whose order among others differs from
+                rank to rank.
+            timeout: Of its operations, for a group of one's own; None takes the run's.
+        """
+        key = (*axes, purpose)
+        if key not in self._groups:
+            ranks = tuple(tuple(group) for group in self.mesh.groups(*axes))
+            timeout = timeout or timedelta(seconds=self._timeout_seconds)
+            kind, pool = GroupKind(ranks, purpose, timeout), pool_of_world()
+            self._groups[key] = group = pool.take(kind)
+            if self._has_begun:
+                self._taken.append((kind, group))
+            else:  # behind a run no other one is under way
+                pool.give_back(kind, group)
+        return self._groups[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves process groups out of copies of a Trainer; they are this process's."""
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_groups": {}, "_taken": []}
+
+    def begin_run(self) -> None:
+        """Takes other groups from now on; each rank must call it alike."""
+        self._groups.clear()
+        self._taken.clear()
+        self._has_begun = True
+
+    def end_run(self, *, failed: bool) -> None:
+        """Lets other Trainers have the groups; each rank must call it alike.
+
+        This strategy can still use them, where all ranks do.
+
+        Args:
+            failed: Whether the groups are in an unknown state.
+        """
+        self._has_begun = False
+        if failed:
+            never_destroy(self.process_groups)
+            return
+        for kind, group in self._taken:
+            pool_of_world().give_back(kind, group)
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the model and read other data."""
+        return self.group("dp_replicate", "dp_shard")
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same layers."""
+        others = ("dp_replicate", "dp_shard", "tp")
+        return self.group(*(self.mesh.sizes if self.mesh.pp == 1 else others))
+
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup | None]:
+        """All groups that this strategy has made."""
+        return [*self._groups.values(), dist.group.WORLD]
+
+    # --- collectives -------------------------------------------------------------------------
+
+    @override
+    def reduce(
+        self,
+        tensor: Tensor | Any,
+        group: Any | None = None,
+        reduce_op: ReduceOp | str | None = "mean",
+    ) -> Tensor | Any:
+        """Reduces a tensor over the data replicas; the other axes hold the same value.
+
+        Args:
+            tensor: What to reduce; anything else than a tensor is returned as it is.
+            group: Another process group.
+            reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch ``ReduceOp``.
+        """
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        return reduce_tensor(tensor, group or self.data_group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self.check_peers()
+        if not self.is_running:
+            return decision
+        votes = torch.tensor([int(decision)], dtype=torch.int32)
+        op = ReduceOp.MIN if all else ReduceOp.MAX
+        dist.all_reduce(votes, op=op, group=self.group(*self.mesh.sizes))
+        return bool(votes.item())
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        if not dist.is_initialized():
+            return tensor
+        group = group or self.data_group
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self.check_peers()
+        if self.is_running:
+            dist.barrier(self.group(*self.mesh.sizes))
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self.check_peers()
+        if not self.is_running:
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src, group=self.group(*self.mesh.sizes))
+        return objects[0]
+
+    def check_peers(self) -> None:
+        """Called where this rank is about to wait for all others; raises if that is in vain."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether other ranks can be expected to take part in a collective."""
+        return dist.is_initialized()

@@ -1,0 +1,1 @@
+"""A composed module at work under Lightning."""

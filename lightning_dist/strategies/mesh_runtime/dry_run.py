@@ -1,0 +1,170 @@
+"""Run a training step on each rank of a mesh that does not exist, and look.
+
+Nothing is estimated, and no rule of thumb stands beside the code that trains: the user's module is
+made parallel by :func:`.compose`, the step is run by the same
+classes as in a training, and collectives are counted where torch dispatches them. Only what is
+underneath differs: a process group in which nobody else exists, tensors without values
+(:mod:`.mesh_runtime.fake_ranks`), and channels to stages that are tried before and after
+(:mod:`.mesh_runtime.dry_channel`).
+
+One rank of each place in a pipeline is tried, the first along all other axes. Tensor-parallel
+places are alike, for what they share out divides by their number. So are places along the data
+axes, but for a parameter whose dimension does not divide: there the first place holds the most.
+
+*Counted:* a step of one batch and its backward, the gradients that it leaves, and what the rank
+says meanwhile. *Not counted:* activations, and whatever else lives for a moment; buffers; the
+optimizer's own scalars; clipping, logging with ``sync_dist`` and metrics; synchronised BatchNorm;
+the few bytes by which ranks agree on how a run goes on, and the header of a message between stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+
+from lightning_dist.engine.common.device_mesh import build_mesh
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.parallelize.parallelize import Parallelism, compose
+from lightning_dist.engine.planning.dry_run_report import DryRunSummary, RankKind, collapse
+from lightning_dist.engine.planning.traffic import Traffic, TrafficLedger
+from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
+from lightning_dist.engine.sharding.deferred_init.api import deferred_init, named_tensors
+from lightning_dist.engine.sharding.sharding import fill
+from lightning_dist.engine.splitting.cut import skeleton_of
+from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.rng import python_state_kept
+from lightning_dist.engine.tensors.tree import map_tensors
+from lightning_dist.strategies.mesh_runtime.dry_channel import Sent
+from lightning_dist.strategies.mesh_runtime.dry_step import DryStep
+from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank, without_values
+from lightning_dist.strategies.mesh_runtime.fsdp_checks import check_automatic, check_shardable
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What is to be tried.
+
+    Attributes:
+        mesh: The sizes.
+        asked: How the module is made parallel.
+        precision: Converts the module, and gives what a step runs in.
+        batch: What a loader would give one rank; only shapes and dtypes are looked at.
+        optimizer_states_per_parameter: Tensors of a parameter's size that the optimizer keeps.
+    """
+
+    mesh: MeshShape
+    asked: Parallelism
+    precision: Precision
+    batch: Any
+    optimizer_states_per_parameter: int
+
+    def run(self, module: pl.LightningModule) -> DryRunSummary:
+        """Tries each place in a pipeline.
+
+        Args:
+            module: The user's; stays as it is.
+
+        Raises:
+            ValueError: It cannot be made parallel so, or its step needs values.
+        """
+        with torch.random.fork_rng(devices=[]), python_state_kept():
+            whole = self._configured(module)
+            in_order = self._homes == tuple(range(self.mesh.pp))
+            known = {} if in_order else self._learned(whole)
+            kinds = self._try_each(whole, known)
+        return DryRunSummary(self.mesh, collapse(kinds), self._homes)
+
+    @property
+    def _homes(self) -> tuple[int, ...]:
+        """The rank of each stage, in the pipeline."""
+        if self.mesh.pp == 1:
+            return (0,)
+        return self.asked.pipeline.rank_of_stage(self.mesh.pp)
+
+    def _learned(self, whole: pl.LightningModule) -> dict[int, Sent]:
+        """Gives each stage a rank of its own, and notes what it sends.
+
+        Of ranks with several stages none could be tried before another.
+        """
+        known: dict[int, Sent] = {}
+        one_each = replace(
+            self.asked.pipeline,
+            schedule="gpipe",
+            stages_per_rank="auto",
+            num_microbatches=self.asked.pipeline.training_microbatches(self.mesh.pp),
+        )
+        replace(
+            self,
+            mesh=replace(self.mesh, pp=len(self._homes)),
+            asked=replace(self.asked, pipeline=one_each),
+        )._try_each(whole, known)
+        return known
+
+    def _try_each(self, whole: pl.LightningModule, known: dict[int, Sent]) -> list[RankKind]:
+        """Tries the ranks of a pipeline, and adds what they send to what is known."""
+        return [self._try(place, skeleton_of(whole), known) for place in range(self.mesh.pp)]
+
+    def _configured(self, module: pl.LightningModule) -> pl.LightningModule:
+        own = skeleton_of(module)
+        own.log = _ignore  # type: ignore[method-assign]  # it wants a Trainer
+        with deferred_init(only_shapes=True):
+            own.configure_model()
+        check_shardable(own, is_manual=False)
+        check_automatic(own)
+        self.precision.convert_module(own)
+        own.train()
+        return own
+
+    def _try(self, place: int, module: pl.LightningModule, known: dict[int, Sent]) -> RankKind:
+        rank = self.mesh.rank(dict.fromkeys(self.mesh.sizes, 0) | {"pp": place})
+        # Compiled or not, a step holds and sends the same.
+        asked = replace(self.asked, shard=replace(self.asked.shard, compile=False))
+        ledger = TrafficLedger()
+        with fake_rank(rank, self.mesh.world_size):
+            composed = compose(module, build_mesh(self.mesh, _CPU.type), asked)
+            context = self.precision.train_step_context
+            step = DryStep(composed, asked, self.mesh, rank, context, ledger)
+            with without_values(TrafficCounter(ledger, self.mesh)):
+                _move_from_meta(module)
+                known |= step.run(map_tensors(_without_values, self.batch), known)
+                return self._kind_of(place, module, ledger.traffic)
+
+    def _kind_of(
+        self, place: int, module: pl.LightningModule, traffic: tuple[Traffic, ...]
+    ) -> RankKind:
+        parameters = list(module.parameters())
+        trained_bytes = _bytes_of(p for p in parameters if p.requires_grad)
+        return RankKind(
+            stages=tuple(stage for stage, home in enumerate(self._homes) if home == place),
+            num_ranks=self.mesh.world_size // self.mesh.pp,
+            parameter_bytes=_bytes_of(parameters),
+            gradient_bytes=_bytes_of(p.grad for p in parameters if p.grad is not None),
+            optimizer_state_bytes=self.optimizer_states_per_parameter * trained_bytes,
+            traffic=traffic,
+        )
+
+
+def _move_from_meta(module: pl.LightningModule) -> None:
+    """Puts tensors on the CPU that have no memory there either."""
+    tensors = named_tensors(module)
+    fill(module, tensors, lambda name: _without_values(tensors[name]), _CPU)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(local_part(tensor).nbytes for tensor in tensors)
+
+
+def _ignore(*_: object, **__: object) -> None:
+    """Logs nothing."""

@@ -1,0 +1,119 @@
+"""One process as any rank of a large mesh, and tensors without values.
+
+A rank's part of a mesh follows from sizes alone. torch has what it takes to ask for it without
+other processes: a process group whose collectives return at once, and tensors that know their
+shape, dtype and device and nothing else. Unlike those on the meta device, they say that they are on
+the CPU, which FSDP2 insists upon.
+
+Each private name of torch that this takes is here and nowhere else; torch's own memory estimators
+stand on the same ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from typing_extensions import override
+
+from lightning_dist.engine.tensors.operation_watch import OperationWatch, Watch
+
+
+@contextmanager
+def fake_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Makes this process a rank of a world in which nobody else exists.
+
+    Args:
+        rank: The rank.
+        world_size: All ranks.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: This process is a rank of some world already.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            f"This process is rank {dist.get_rank()} of {dist.get_world_size()} already, and cannot"
+            f" be rank {rank} of {world_size}. Call this before a process group is made (before"
+            " `trainer.fit`), or in a process of its own."
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
+
+    say_error = sys.excepthook
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = say_error  # torch's names the rank
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clears what torch keeps by mesh: a later one may be equal, but its groups are others."""
+    _clear_sharding_prop_cache()
+    _redistribute._planner_cache.clear()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+@contextmanager
+def without_values(watch: Watch) -> Iterator[None]:
+    """Gives each tensor that is made inside a shape, but no memory.
+
+    What asks for a value gets one: 1, 1.0 or True. So a branch is taken that others may not be.
+
+    Args:
+        watch: Told of the operations on plain tensors.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: A shape depends on values.
+    """
+    try:
+        # Some tensors of a module are neither parameters nor buffers.
+        fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+        # What is compiled would be compiled for tensors without values, or never again.
+        with torch.compiler.set_stance("force_eager"), fake_tensors, _Watched(watch):
+            yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"A shape depends on the values of a tensor ({error}), and there are none in a dry run."
+            " Use `torch.where` or a mask in place of `nonzero` and boolean indices."
+        ) from error
+
+
+class _Watched(OperationWatch):
+    """Tells of operations, and answers for values that do not exist."""
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _VALUE and DTensor not in types:
+            return _one_like(args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_VALUE = torch.ops.aten._local_scalar_dense.default
+
+
+def _one_like(tensor: Tensor) -> Any:
+    if tensor.dtype == torch.bool:
+        return True
+    return 1.0 if tensor.is_floating_point() else 1

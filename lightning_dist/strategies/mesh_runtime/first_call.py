@@ -1,0 +1,161 @@
+"""Find out what a run's first step calls a module with.
+
+The user's own step runs on the first batch as far as to that call, on all ranks alike: the first
+rank reads the batch and sends it to the others, for a step may talk to other ranks. Nothing of it
+remains: what the step has logged, counted or drawn is forgotten, and the batch will come again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+
+from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
+from lightning_dist.engine.precision.policy import HalfPrecision
+from lightning_dist.engine.precision.traced_casts import as_in_step
+from lightning_dist.engine.splitting.tracing.example import SET_AN_EXAMPLE, Arguments, watch_call
+from lightning_dist.engine.tensors.replaced_method import replace_method
+from lightning_dist.engine.tensors.rng import random_state_kept
+from lightning_dist.engine.tensors.tree import map_tensors
+from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders, read_first_batch
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """What the first step of a run calls a module with.
+
+    Attributes:
+        trainer: About to run; its strategy has set the processes up.
+        half: What computes in half precision, as ``MixedPrecision`` says.
+        begun: Takes note of loaders that cannot be read anew.
+    """
+
+    trainer: pl.Trainer
+    half: HalfPrecision | None
+    begun: BegunLoaders
+
+    def of(self, traced: nn.Module, path: str) -> Arguments:
+        """Gives the arguments of the call; all ranks must ask alike, and get the same.
+
+        Args:
+            traced: The module; each rank has the whole of it.
+            path: Its dotted name in the LightningModule.
+
+        Raises:
+            ValueError: There is no batch, or the step does not come to the call.
+        """
+        module = self.trainer.lightning_module
+        with random_state_kept(module.device), state_kept(module):
+            batch, num_loaders = self._share_batch(path)
+            arguments = self._run_step(module, traced, path, batch, num_loaders)
+        cpu = torch.device("cpu")
+        return _copied(self._share(_copied(arguments, cpu)), module.device)
+
+    def _share(self, value: _Value) -> _Value:
+        return value if self.trainer.world_size == 1 else self.trainer.strategy.broadcast(value)
+
+    def _share_batch(self, path: str) -> tuple[Any, int]:
+        """Lets rank 0 read, and gives all ranks what it has read."""
+        read: tuple[Any, int] | None = None
+        problem = ""
+        if self.trainer.is_global_zero:
+            try:
+                read = read_first_batch(self.trainer, self.begun)
+            except Exception as error:
+                if self.trainer.world_size == 1:
+                    raise
+                problem = f"{type(error).__name__}: {error}"
+        else:
+            lightning_internals.request_loaders(self.trainer)  # all ranks call a hook, or none
+        read, problem = self._share((read, problem))
+        if problem:
+            raise ValueError(
+                f"layers='trace' reads the first batch to see what {path!r} is called with, and"
+                f" reading it failed: {problem}"
+            )
+        if read is None:
+            raise ValueError(
+                "layers='trace' needs an example of what the traced module is called with, and"
+                f" this run has no first batch to show it.{SET_AN_EXAMPLE}"
+            )
+        return read
+
+    def _run_step(
+        self, module: pl.LightningModule, traced: nn.Module, path: str, batch: Any, loaders: int
+    ) -> Arguments:
+        name, context = self._step()
+        step = getattr(module, name)
+        half = nullcontext() if self.half is None else as_in_step(module, self.half)
+        grad = torch.enable_grad() if name == "training_step" else torch.no_grad()
+        try:
+            batch = lightning_internals.to_step(self.trainer, batch, module.device)
+            with watch_call(traced) as seen, _not_logging(module), half, context(), grad:
+                step(*_arguments_of(step, batch, loaders))
+        except Exception as error:
+            raise ValueError(
+                f"layers='trace' ran `{name}` on the first batch, ahead of the run, to see what"
+                f" {path!r} is called with, and it raised {type(error).__name__}: {error}. It may"
+                f" need what a later hook makes.{SET_AN_EXAMPLE}"
+            ) from error
+        if not seen:
+            raise ValueError(
+                f"`{name}` did not call {path!r}, which layers='trace' is to cut. Call it once in"
+                " each step, or name the module that it calls with layers='trace:path'."
+            )
+        return seen[0]
+
+    def _step(self) -> tuple[str, Callable[[], Any]]:
+        precision = self.trainer.precision_plugin
+        match self.trainer.state.fn:
+            case TrainerFn.FITTING:
+                return "training_step", precision.train_step_context
+            case TrainerFn.VALIDATING:
+                return "validation_step", precision.val_step_context
+            case TrainerFn.TESTING:
+                return "test_step", precision.test_step_context
+            case _:
+                return "predict_step", precision.predict_step_context
+
+
+@contextmanager
+def _not_logging(module: pl.LightningModule) -> Iterator[None]:
+    undo = [replace_method(module, name, _ignore) for name in ("log", "log_dict")]
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
+
+
+def _ignore(*_: object, **__: object) -> None:
+    """Does nothing."""
+
+
+def _arguments_of(step: Callable[..., Any], batch: Any, num_loaders: int) -> list[Any]:
+    """Gives what Lightning calls a step with."""
+    arguments = [batch]
+    if is_param_in_hook_signature(step, "batch_idx", min_args=2):
+        arguments.append(0)
+    if num_loaders > 1 and "dataloader_idx" in inspect.signature(step).parameters:
+        arguments.append(0)
+    return arguments
+
+
+def _copied(arguments: Arguments, device: torch.device) -> Arguments:
+    def copied(leaf: Tensor) -> Tensor:
+        return leaf.detach().to(device, copy=True)
+
+    args, kwargs = map_tensors(copied, arguments)
+    return args, kwargs

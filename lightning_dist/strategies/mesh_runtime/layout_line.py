@@ -1,0 +1,155 @@
+"""Say in one line at the start of training how a model is spread, where it is not by stages only.
+
+``strategy.describe()`` has the details; this is the line to look for in a log. What the stages of a
+pipeline are is known with the first batch: see :mod:`.pipelining.start_line`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.quantity import format_count
+from lightning_dist.engine.common.suggestion import shorten
+from lightning_dist.engine.data_parallel.gradient_exchange import GradientExchange
+from lightning_dist.engine.sharding.sharding import ShardingOptions
+from lightning_dist.engine.sharding.wrap_summary import WrapSummary
+
+_ALONE = "One rank holds the whole model."
+_MOST_NAMES = 3
+
+
+def describe_layout(mesh: MeshShape, parts: Sequence[str]) -> str:
+    """Describes in one line how a model is spread.
+
+    Args:
+        mesh: All ranks.
+        parts: What :func:`describe_tensor` and :func:`describe_shards` say of it.
+    """
+    if mesh.world_size == 1:
+        return _ALONE
+    said = "; ".join(parts) or "the whole model on each rank"
+    return f"{_axes(mesh)}: {said}; {_batches(mesh.data_size)}."
+
+
+def describe_tensor(num_layers: int, num_cut: int, num_parameters: int) -> str:
+    """Describes what a tensor-parallel plan cuts.
+
+    Args:
+        num_layers: Those that the plan names.
+        num_cut: Parameters of which each rank has a part.
+        num_parameters: All that a rank has, or has a part of.
+    """
+    share = num_cut / max(num_parameters, 1)
+    return f"{num_layers} layers with {share:.0%} of the parameters cut"
+
+
+def describe_shards(summary: WrapSummary, options: ShardingOptions, *, is_manual: bool) -> str:
+    """Describes the units of a rank.
+
+    Args:
+        summary: Of the units.
+        options: For units that say nothing else.
+        is_manual: Whether the user has sharded them, in ways that are not known here.
+    """
+    units = summary.rows[1:]
+    classes = Counter(row.class_name for row in units)
+    shown = shorten([f"{name} x{count}" for name, count in classes.items()], _MOST_NAMES)
+    said = [f"units {shown} and the root" if units else "the root is the only unit"]
+    if is_manual:
+        return f"{said[0]}, as configure_model has sharded them"
+    said += _describe_resharding(summary, options.reshard_after_forward)
+    if options.param_dtype is not None:
+        gradients = options.reduce_dtype or options.param_dtype
+        said.append(f"{_name(options.param_dtype)} with {_name(gradients)} gradients")
+    if options.offload:
+        said.append("shards in host memory")
+    return ", ".join(said)
+
+
+def _describe_resharding(summary: WrapSummary, default: bool | int | None) -> list[str]:
+    """Gives what becomes of units behind the forward; nothing of what torch does unasked."""
+    own = [row.unit.reshard_after_forward for row in summary.rows[1:]]
+    usual = True if default is None else default
+    kinds = Counter(_kept(usual if chosen is None else chosen) for chosen in own)
+    of_root = _kept(default or False)
+    if {*kinds} == {_kept(True)} and default is None:
+        return []
+    if not {*kinds} - {of_root}:
+        return [of_root] if kinds else []
+    if len(kinds) > 1:
+        return [f"{kind} x{n}" for kind, n in (kinds + Counter([of_root])).items()]
+    (of_units,) = kinds
+    return [f"{of_units} but for the root"]
+
+
+def describe_replicas(
+    mesh: MeshShape, num_parameters: int, exchange: GradientExchange, sync_every: int, warmup: int
+) -> str:
+    """Describes in one line how replicas train together.
+
+    Args:
+        mesh: All ranks.
+        num_parameters: Of the model.
+        exchange: How gradients are averaged.
+        sync_every: Updates from one average of the weights to the next; 1 averages gradients.
+        warmup: Updates with averaged gradients before that begins.
+    """
+    if mesh.world_size == 1:
+        return _ALONE
+    when = "behind the backward"
+    if exchange.overlap:
+        when = f"in buckets of {exchange.bucket_megabytes:g} MB during the backward"
+    form = "" if exchange.compression == "none" else f" as {exchange.compression}"
+    said = f"gradients averaged{form} {when}"
+    if sync_every > 1:
+        before = f" behind {warmup} updates with {said}" if warmup else ""
+        said = f"weights averaged every {sync_every} updates{before}"
+    return (
+        f"DDP: {mesh.world_size} replicas of {format_count(num_parameters)} parameters; {said};"
+        f" {_batches(mesh.data_size)}."
+    )
+
+
+def explain_own_statistics(names: Sequence[str]) -> str:
+    """Explains that replicas normalise by their own samples.
+
+    Args:
+        names: Modules that compute statistics of a batch.
+    """
+    return (
+        f"{shorten(names, _MOST_NAMES)}: statistics are those of a rank's own batch. For those of"
+        " the batches of all ranks: Trainer(sync_batchnorm=True)."
+    )
+
+
+def _axes(mesh: MeshShape) -> str:
+    spread = [name for name in ("pp", "dp_shard", "tp") if mesh.sizes[name] > 1]
+    if spread == ["dp_shard"]:
+        return f"FSDP: shards on {mesh.dp_shard} ranks{_replicas(mesh)}"
+    if spread == ["tp"]:
+        return f"Tensor parallelism on {mesh.tp} ranks{_replicas(mesh)}"
+    sizes = " x ".join(f"{name}={size}" for name, size in mesh.sizes.items() if size > 1)
+    name = f"Mesh of {mesh.world_size} ranks, {sizes}"
+    return name if mesh.pp == 1 else f"{name}, rank 0"
+
+
+def _replicas(mesh: MeshShape) -> str:
+    return f", {mesh.dp_replicate} replicas" if mesh.dp_replicate > 1 else ""
+
+
+def _batches(count: int) -> str:
+    return "1 batch a step" if count == 1 else f"{count} batches a step"
+
+
+def _kept(reshard: bool | int) -> str:
+    if reshard is True:
+        return "resharded after forward"
+    return f"resharded to {reshard} ranks after forward" if reshard else "gathered until backward"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,382 @@
+"""The user's module as it was composed, and what a strategy does with it.
+
+Here each rank runs whole steps; :class:`.StagedModule` is
+the same for a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.parallelize.mixture import explained_mixture
+from lightning_dist.engine.parallelize.parallelize import Composed
+from lightning_dist.engine.parallelize.used_parts import UsedParts
+from lightning_dist.engine.pipeline.measurements import Measurements
+from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
+from lightning_dist.engine.sharding.interrupted_step import forget_step
+from lightning_dist.engine.sharding.manual_steps import ManualSteps
+from lightning_dist.engine.sharding.sharding import move_rest, reshard
+from lightning_dist.engine.sharding.wrap_summary import WrapSummary
+from lightning_dist.engine.tensor_parallel.layers.logits import joined
+from lightning_dist.engine.tensor_parallel.summary import TensorSummary, summarise
+from lightning_dist.engine.tensors.module_hooks import kept_on_parameters
+from lightning_dist.strategies.base.lightning_internals import set_device
+from lightning_dist.strategies.mesh_runtime.layout_line import (
+    describe_layout,
+    describe_shards,
+    describe_tensor,
+)
+from lightning_dist.strategies.pipelining.session import RunContext
+
+StepContext = Callable[[], AbstractContextManager[None]]
+
+
+class ShardedModule:
+    """A module whose parameters are spread over a mesh.
+
+    Args:
+        composed: The user's module, made parallel.
+        used: Compares what ranks use of it in a step; None where no other rank exists.
+
+    Attributes:
+        early: Its parameters before; None where no optimizer can have them.
+        plan: Which layers are spread by a plan that was found, and why not the rest.
+    """
+
+    early: EarlyParameters | None = None
+
+    def __init__(self, composed: Composed, used: UsedParts | None) -> None:
+        assert isinstance(composed.module, pl.LightningModule)
+        self.module = composed.module
+        self.summary: WrapSummary = composed.summary
+        self._sharding = composed.sharding
+        self.plan = composed.plan
+        self._roots = composed.roots
+        self._spread = composed.spread
+        self._shards = composed.shards
+        self._logits = None if composed.spread is None else composed.spread.logits
+        self._entered: set[nn.Module] = set()
+        for root in self._roots if self._shards else ():
+            root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
+        self._used = used
+        self._manual = ManualSteps(self._roots[0]) if composed.is_manual else None
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether steps may call backward and update by themselves."""
+        return self._manual is not None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are gathered for a forward."""
+        return bool(self._shards)
+
+    @property
+    def layers(self) -> str:
+        """Which layers this rank has, in words."""
+        return "all"
+
+    @property
+    def tensor_summary(self) -> TensorSummary | None:
+        """What this rank holds of each layer, if layers are spread."""
+        return (
+            None if self._spread is None else summarise(self.module, self._spread.styles, self.plan)
+        )
+
+    def layout_line(self, mesh: MeshShape, *, is_manual: bool) -> str:
+        """Describes in one line how the model is spread.
+
+        Args:
+            mesh: All ranks.
+            is_manual: Whether the user has chosen the units, and how they are treated.
+        """
+        parts = []
+        if self._spread is not None:
+            sizes = {name: p.numel() for name, p in self.module.named_parameters()}
+            cut = sum(size for name, size in sizes.items() if name in self._spread.cuts)
+            parts.append(describe_tensor(len(self._spread.styles), cut, sum(sizes.values())))
+        if mesh.dp_shard > 1:
+            parts.append(describe_shards(self.summary, self._sharding, is_manual=is_manual))
+        return describe_layout(mesh, parts)
+
+    def _note_entry(self, root: nn.Module, _: object) -> None:
+        self._entered.add(root)
+
+    # --- a run -------------------------------------------------------------------------------
+
+    def open(self, run: RunContext) -> None:
+        """Begins a run of a pipeline; each rank must call it.
+
+        Args:
+            run: What it runs in.
+        """
+
+    def close(self, *, failed: bool) -> None:
+        """Ends a run.
+
+        Args:
+            failed: Whether other ranks may be gone.
+        """
+        # Until a root was entered nothing is gathered, and FSDP2 not set up.
+        for root in self._entered if failed else ():
+            forget_step(root)
+        if failed and self._spread is not None:
+            self._spread.forget_step()
+        self.end_check()
+
+    def measure(self, group: dist.ProcessGroup) -> Measurements:
+        """Gathers what the stages of a pipeline have measured; each rank must call it.
+
+        Args:
+            group: A gloo group of all ranks.
+        """
+        return Measurements()
+
+    def interrupt(self, error: BaseException) -> None:
+        """Wakes this rank's main thread where it waits for another stage.
+
+        Args:
+            error: What to raise there.
+        """
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def train(
+        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs a step whose result will be differentiated.
+
+        Args:
+            step: A method of the module.
+            context: Gives what the step runs in.
+            args: Of the step.
+            kwargs: Of the step.
+        """
+        return self._run(step, context, args, kwargs, training=True)
+
+    def evaluate(
+        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs a step without gradients.
+
+        Args:
+            step: A method of the module.
+            context: Gives what the step runs in.
+            args: Of the step.
+            kwargs: Of the step.
+        """
+        # Gathered parameters made under `inference_mode` could not be trained with later.
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                return self._run(step, context, args, kwargs, training=False)
+            finally:
+                self.reshard()
+
+    def _run(
+        self, step: Callable[..., Any], context: StepContext, args: Any, kwargs: Any, training: bool
+    ) -> Any:
+        if self._used is not None and training:
+            self._used.begin_step()
+
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            with self.agreeing(training=training):
+                return self.prepared(step)(*args, **kwargs)
+
+        (root,) = self._roots
+        with context(), explained_mixture():
+            if self._manual is None or not training:
+                return root(entered, *args, **kwargs)
+            with self._manual.step():
+                return entered(*args, **kwargs)
+
+    def agreeing(self, *, training: bool) -> AbstractContextManager[None]:
+        """Gives what compares what ranks use in a step.
+
+        Args:
+            training: Whether its result will be differentiated.
+        """
+        return nullcontext() if self._used is None else self._used.step(training=training)
+
+    def prepared(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a step one that knows of no other, nor that its logits are apart.
+
+        Args:
+            step: A method of the module.
+        """
+        spread = self._spread
+        if spread is None:
+            return step
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            spread.forget_step()
+            with spread.crossings.explained():
+                if self._logits is None:
+                    return step(*args, **kwargs)
+                with self._logits:
+                    return joined(step(*args, **kwargs))
+
+        return run
+
+    # --- gradients ---------------------------------------------------------------------------
+
+    def backward_context(self) -> AbstractContextManager[None]:
+        """Gives what the backward of a step's loss runs in."""
+        if self._spread is not None:
+            self._spread.crossings.begin_backward()
+        return nullcontext() if self._logits is None else loss_parallel()
+
+    def backward(
+        self, loss: Tensor, default: Callable[[], Tensor], *, accumulating: bool
+    ) -> Tensor:
+        """Makes the gradients of the newest step those of the parameters.
+
+        Args:
+            loss: What the step returned.
+            default: Differentiates it.
+            accumulating: Whether more gradients come before the update.
+
+        Returns:
+            The loss.
+        """
+        self.check_graph([loss])
+        self.end_check()
+        if self._manual is not None and self._used is not None:
+            self._used.keep_gradients()
+        with self.backward_context(), explained_mixture():
+            return default()
+
+    def check_graph(self, outputs: Iterable[Tensor]) -> None:
+        """Checks how spread layers were used for a loss, in a first step only.
+
+        Args:
+            outputs: The loss, or what a stage returns.
+
+        Raises:
+            ValueError: Not as the plan says.
+        """
+        if self._spread is not None:
+            self._spread.check_graph(outputs)
+
+    def end_check(self) -> None:
+        """Ends what :meth:`check_graph` looks at."""
+        if self._spread is not None:
+            self._spread.crossings.end()
+
+    def update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
+    ) -> Any:
+        """Runs a step and the update that it brings.
+
+        Args:
+            optimizer: Whose update it is.
+            closure: Runs the step.
+            apply: Runs the step and updates.
+        """
+        return apply() if self._manual is None else self._manual.run_update(apply)
+
+    def add_gradients(self) -> None:
+        """Completes the gradients of which each tensor-parallel rank has a summand, once a step."""
+        if self._spread is not None:
+            self._spread.add_gradients()
+
+    def without_gradient(self) -> list[str]:
+        """Names the parameters that an update's backwards have not reached; all ranks call it."""
+        return [] if self._used is None else self._used.without_gradient()
+
+    def forget_gradients(self, names: Sequence[str]) -> None:
+        """Gives parameters no gradient, as on a single device, in the place of zeros.
+
+        Args:
+            names: Of some that no rank has used.
+        """
+        for name in names:
+            self.module.get_parameter(name).grad = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keeps the gradients of backwards inside on this rank, whole.
+
+        Yields:
+            Nothing.
+        """
+        for shards in self._shards:
+            shards.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for shards in self._shards:
+                shards.set_requires_gradient_sync(True)
+
+    # --- parameters --------------------------------------------------------------------------
+
+    def move(self, device: torch.device, *, offloaded: bool) -> None:
+        """Takes the module to where it computes.
+
+        Args:
+            device: That is.
+            offloaded: Whether shards stay in host memory.
+        """
+        if offloaded and self._shards:
+            move_rest(self.module, self._shards, device)
+            set_device(self.module, device)
+            return
+        with kept_on_parameters(self.module):
+            self.module.to(device)
+            # FSDP2 learns of it by a method of the modules that it knows, and a root is around the
+            # user's module, or beside it.
+            for root in self._roots:
+                root.to(device)
+
+    def settle(self) -> None:
+        """Checks what the ranks have run so far; all of them call it between two steps.
+
+        Raises:
+            ValueError: They have run different units, or none has used some parameters.
+        """
+        if self._used is not None:
+            self._used.settle()
+
+    def reshard(self) -> None:
+        """Makes the module's parameters the sharded ones, whatever has run last."""
+        for root in self._roots:
+            reshard(root)
+
+    def whole_structure(self) -> AbstractContextManager[None]:
+        """Shows the whole model while entered, without the values that are on other ranks."""
+        return nullcontext()
+
+    def keep_own_parameters(self, optimizer: Optimizer) -> None:
+        """Takes what other stages hold out of an optimizer.
+
+        Args:
+            optimizer: Made while the whole structure was shown.
+        """
+
+    def tie_again(self) -> None:
+        """Ties what this rank holds to what other stages share of it, when all has been sharded."""
+
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """Lists the parameters that another stage counts in the norm of the whole gradient."""
+        return []
+
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Gives what this stage puts into checkpoints.
+
+        Args:
+            state: The module's state dict.
+        """
+        return dict(state)
+
+    def foreign_names(self) -> set[str]:
+        """Names of the whole model's state that other stages hold."""
+        return set()

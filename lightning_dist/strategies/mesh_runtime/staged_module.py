@@ -1,0 +1,209 @@
+"""The user's module cut into stages, each of which is spread over the other axes of the mesh.
+
+Micro-batches are run by the same :class:`.Pipeline` that
+:class:`~lightning_dist.PipelineStrategy` uses. What differs is the backward: FSDP2 learns of
+gradients where autograd adds them up, and sends them in the last backward of a round; see
+:mod:`.pipeline.stage_backwards`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.parallelize.mixture import explained_mixture
+from lightning_dist.engine.parallelize.parallelize import Composed
+from lightning_dist.engine.parallelize.used_parts import UsedParts
+from lightning_dist.engine.pipeline.accumulated import Accumulated
+from lightning_dist.engine.pipeline.measurements import Measurements, gather_measurements
+from lightning_dist.engine.pipeline.stage_backwards import StageBackwards
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.cut import whole
+from lightning_dist.engine.splitting.ties import tie_again
+from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule, StepContext
+from lightning_dist.strategies.pipelining.checks import arguments_of_step
+from lightning_dist.strategies.pipelining.session import RunContext, Session, open_session
+from lightning_dist.strategies.pipelining.start_line import StartLine
+
+
+class StagedModule(ShardedModule):
+    """This rank's stages.
+
+    Args:
+        composed: The user's module, made parallel.
+        used: As for :class:`ShardedModule`.
+        config: Of the pipeline.
+        statistics: Modules that compute statistics of the batch.
+    """
+
+    def __init__(
+        self,
+        composed: Composed,
+        used: UsedParts | None,
+        config: PipelineConfig,
+        statistics: Sequence[str] = (),
+    ) -> None:
+        super().__init__(composed, used)
+        assert composed.split is not None
+        self._split = composed.split
+        self._config = config
+        self._statistics = statistics
+        self._session: Session | None = None
+        self._root_of = dict(zip(composed.split.stages, composed.roots, strict=True))
+        self._sends = True
+        self._unchecked = set(composed.split.stages)
+
+    @property
+    def session(self) -> Session:
+        """What is at work during a run."""
+        assert self._session is not None, "the pipeline exists from setup to teardown"
+        return self._session
+
+    @property
+    @override
+    def layers(self) -> str:
+        own = [names for names in self._split.own_names if names]
+        ranges = [n[0] if len(n) == 1 else f"{n[0]} to {n[-1]}" for n in own]
+        return f"{self._split.path}.{', '.join(ranges)}"
+
+    def start_line(self, mesh: MeshShape) -> StartLine:
+        """Returns the callback that describes the pipeline when training begins.
+
+        Args:
+            mesh: All ranks.
+        """
+        return StartLine(self.session.pipeline, mesh, self._split.source, self._statistics)
+
+    @override
+    def open(self, run: RunContext) -> None:
+        self._session = open_session(
+            self.module,
+            self._split.layers,
+            self._split.layers_per_stage,
+            self._config,
+            run,
+            layers=self.root,
+            gradients=self.gradients,
+            change_step=self.prepared,
+        )
+
+    @override
+    def close(self, *, failed: bool) -> None:
+        super().close(failed=failed)
+        session, self._session = self._session, None
+        if session is not None:
+            session.close(failed=failed)
+
+    @override
+    def measure(self, group: dist.ProcessGroup) -> Measurements:
+        return gather_measurements(self.session.pipeline, group, self.session.mesh)
+
+    @override
+    def interrupt(self, error: BaseException) -> None:
+        if self._session is not None:
+            self._session.channels.interrupt(error)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @override
+    def train(
+        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
+        with self.agreeing(training=True), explained_mixture():
+            return self.session.runner.train(arguments_of_step(args, kwargs), context)
+
+    @override
+    def evaluate(
+        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
+        with torch.inference_mode(False), torch.no_grad(), self.agreeing(training=False):
+            try:
+                arguments = arguments_of_step(args, kwargs)
+                return self.session.runner.evaluate(step, arguments, context)
+            finally:
+                self.reshard()
+
+    # --- gradients ---------------------------------------------------------------------------
+
+    def root(self, number: int) -> nn.Module:
+        """Gives the layers of a stage as one module.
+
+        Args:
+            number: Of the stage, one of the rank's.
+        """
+        return self._root_of[number]
+
+    def gradients(self, number: int) -> Accumulated:
+        """Makes what runs the backwards of a stage.
+
+        Args:
+            number: Of the stage, one of the rank's.
+        """
+        root = self.root(number)
+        listener = StageBackwards(root, self.backward_context, lambda: self._sends)
+        return Accumulated(root, listener, partial(self._check_first, number))
+
+    def _check_first(self, number: int, outputs: Sequence[Tensor]) -> None:
+        """Checks the first backward of each stage."""
+        if number in self._unchecked:
+            self.check_graph(outputs)
+            self._unchecked.remove(number)
+            if not self._unchecked:
+                self.end_check()
+
+    @override
+    def backward(
+        self, loss: Tensor, default: Callable[[], Tensor], *, accumulating: bool
+    ) -> Tensor:
+        return self.session.updates.backward(loss, accumulating=accumulating)
+
+    @override
+    def update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
+    ) -> Any:
+        return self.session.updates.step(optimizer, closure, apply)
+
+    @override
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._sends = False
+        try:
+            yield
+        finally:
+            self._sends = True
+
+    # --- parameters --------------------------------------------------------------------------
+
+    @override
+    def whole_structure(self) -> AbstractContextManager[None]:
+        return whole(self._split.sequence, torch.device("cpu"))
+
+    @override
+    def keep_own_parameters(self, optimizer: Optimizer) -> None:
+        keep_own_parameters(optimizer, self.module)
+
+    @override
+    def tie_again(self) -> None:
+        tie_again(self._split.layers, self._split.ties)
+
+    @override
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        return self.session.counted_elsewhere
+
+    @override
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in state.items() if self._split.is_stored_here(name)}
+
+    @override
+    def foreign_names(self) -> set[str]:
+        return self._split.foreign_names()

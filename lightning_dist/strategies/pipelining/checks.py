@@ -1,0 +1,124 @@
+"""Refuse what a pipeline cannot do, before any rank waits for another.
+
+Each check reads the trainer and the module, which are the same on all ranks, so all ranks raise the
+same ``ValueError``. The strategy's own arguments check themselves, in
+:mod:`.splitting.config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.strategies.base.lightning_internals import callbacks_of
+from lightning_dist.strategies.base.model_checks import check_callbacks, check_finetuning
+
+
+def check_trainer(
+    trainer: pl.Trainer, module: pl.LightningModule, config: PipelineConfig, num_stages: int
+) -> None:
+    """Checks the trainer and the module before training.
+
+    Args:
+        trainer: The trainer.
+        module: The user's module.
+        config: What the user asks for.
+        num_stages: Of the pipeline.
+
+    Raises:
+        ValueError: They ask for what a pipeline cannot do.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            "`automatic_optimization=False`: a pipeline runs the backward itself, so it cannot"
+            " leave it to `training_step`. Use automatic optimization."
+        )
+    if trainer.precision in ("16-mixed", "transformer-engine", "transformer-engine-float16"):
+        raise ValueError(
+            f"precision={trainer.precision!r} scales the loss of an undivided batch, which a"
+            " pipeline does not have. Use precision='bf16-mixed'."
+        )
+    if num_stages > 1 or config.asynchronous:
+        check_callbacks(trainer)
+        check_finetuning(trainer)
+    if not config.asynchronous:
+        return
+    accumulates = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks_of(trainer))
+    if trainer.accumulate_grad_batches != 1 or accumulates:
+        given = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        asked = GradientAccumulationScheduler.__name__ if accumulates else given
+        raise ValueError(
+            f"{asked} does not go with"
+            f" schedule={config.schedule!r}, which updates the weights after each batch. Use larger"
+            " batches, or schedule='1f1b'."
+        )
+    is_apart = config.schedules.update_rule is UpdateRule.EACH
+    if is_apart and clips_by_norm(trainer, module):
+        asked = f"gradient_clip_val={trainer.gradient_clip_val}"
+        if is_overridden("configure_gradient_clipping", module):
+            asked = "A `clip_gradients` in `configure_gradient_clipping`"
+        rank_zero_warn(
+            f"{asked} with schedule={config.schedule!r} clips by the norm of each stage's own"
+            " gradients: the stages' updates belong to different"
+            " batches, and a norm over all stages would make them wait for each other."
+            " schedule='pipedream_2bw' clips by the norm of the whole gradient."
+        )
+
+
+def clips_by_norm(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Tells whether gradients are clipped by their norm, as far as one can know before.
+
+    Args:
+        trainer: The trainer.
+        module: The user's module.
+    """
+    asked = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+    return asked or is_overridden("configure_gradient_clipping", module)
+
+
+@contextmanager
+def one_optimizer() -> Iterator[None]:
+    """Turns Lightning's refusal of several optimizers into the ``ValueError`` of this package.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: ``configure_optimizers`` returned several.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise ValueError(
+            "`configure_optimizers` returned several optimizers, but a pipeline has one per rank."
+            " Return one, with parameter groups where parameters need different settings."
+        ) from None
+
+
+def arguments_of_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Gives a step's arguments, the batch first.
+
+    Args:
+        args: As Lightning passes them.
+        kwargs: As Lightning passes them.
+
+    Raises:
+        ValueError: The step takes the loader's iterator.
+    """
+    arguments = (*args, *kwargs.values())
+    if arguments and isinstance(arguments[0], Iterator):
+        raise ValueError(
+            "`training_step(self, dataloader_iter)` fetches its own batches, which a pipeline must"
+            " cut first. Use `training_step(self, batch, batch_idx)`."
+        )
+    return arguments

@@ -1,0 +1,197 @@
+"""Reduces over stages what hooks log with ``sync_dist=True``.
+
+Each stage has a part of the model: the norm of its gradients, a sum over its weights. Lightning
+would reduce a value where it is logged. Stages may log under different names, though, those of
+their parameters, so no stage knows what others log. Calls are kept instead, until the stages hand
+each other what they have at a place where all of them come by. A value of several stages is
+reduced by the call's ``reduce_fx``; one of a single stage becomes known to all.
+
+The stages exchange calls behind each batch only if a hook that may log there is overridden. Under
+an asynchronous schedule they do not, for stages are at different batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.engine.tensors.replaced_method import replace_method
+from lightning_dist.engine.tensors.shards import whole
+from lightning_dist.strategies.base.callback_order import add_first_callback
+from lightning_dist.strategies.base.lightning_internals import as_of_hook, callbacks_of, hook_of
+from lightning_dist.strategies.pipelining.step_log import reduction_of
+
+_IN_BATCH = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+_BEHIND_BATCH = ("on_train_batch_end",)
+_BEHIND_EPOCH = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
+
+
+@dataclass(frozen=True, slots=True)
+class HookCall:
+    """One ``self.log`` call of a hook.
+
+    Attributes:
+        key: Name of the hook, of the value, and how many calls of both there were before.
+        value: The number.
+        dtype: Of the logged tensor.
+        options: The other arguments of the call.
+    """
+
+    key: tuple[str, str, int]
+    value: float
+    dtype: torch.dtype
+    options: dict[str, Any]
+
+
+def merge_calls(calls_of_stages: Sequence[Sequence[HookCall]]) -> list[HookCall]:
+    """Reduces the calls of all stages.
+
+    Args:
+        calls_of_stages: Of each stage, in the order of calls.
+
+    Returns:
+        One call for each key; those of a hook are beside each other.
+    """
+    by_hook: dict[str, dict[tuple[str, str, int], list[HookCall]]] = {}
+    for calls in calls_of_stages:
+        for call in calls:
+            by_hook.setdefault(call.key[0], {}).setdefault(call.key, []).append(call)
+    merged = []
+    for by_key in by_hook.values():
+        for key, calls in by_key.items():
+            values = torch.tensor([call.value for call in calls], dtype=torch.float64)
+            reduce = getattr(torch, calls[0].options["reduce_fx"])
+            merged.append(HookCall(key, float(reduce(values)), calls[0].dtype, calls[0].options))
+    return merged
+
+
+class HookLog:
+    """Keeps the calls of one stage's hooks, and makes those of all stages.
+
+    Args:
+        module: The user's module; its ``log`` is replaced until :meth:`close`.
+        stages: A gloo group of the stages of this replica.
+        asynchronous: Whether stages are at different batches.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, stages: dist.ProcessGroup, *, asynchronous: bool
+    ) -> None:
+        self._module = module
+        self._stages = stages
+        self._kept: list[HookCall] = []
+        self._count: Counter[tuple[str, str]] = Counter()
+        kinds = (_IN_BATCH, _BEHIND_BATCH)
+        in_batch, behind_batch = self._agree(
+            [not asynchronous and self._is_overridden(names) for names in kinds]
+        )
+        self._hooks = (*_IN_BATCH * in_batch, *_BEHIND_BATCH * behind_batch, *_BEHIND_EPOCH)
+        self._log = module.log
+
+        @wraps(module.log)  # a function, which copies of the module may share
+        def log(*args: Any, **options: Any) -> None:
+            self._keep(*args, **options)
+
+        self._undo = [replace_method(module, "log", log)]
+        if in_batch:
+            exchange = _Exchange(self.exchange)
+            self._undo.append(add_first_callback(module.trainer, exchange))
+        names = (*_BEHIND_BATCH * behind_batch, *_BEHIND_EPOCH)
+        self._undo += [replace_method(module, name, self._before_exchange(name)) for name in names]
+
+    def close(self) -> None:
+        """Gives the module back as it was."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def exchange(self) -> None:
+        """Makes the kept calls of all stages; each stage must call it."""
+        if not self._any_kept():
+            return
+        calls_of_stages: list[Any] = [None] * dist.get_world_size(self._stages)
+        dist.all_gather_object(calls_of_stages, self._kept, group=self._stages)
+        self._kept = []
+        self._count.clear()
+        for call in merge_calls(calls_of_stages):
+            hook, name, _ = call.key
+            value = torch.tensor(call.value, dtype=call.dtype, device=self._module.device)
+            with as_of_hook(self._module, hook):
+                self._log(name, value, **call.options)
+
+    def _any_kept(self) -> bool:
+        """Returns whether any stage has calls, in a third of the time of gathering none."""
+        count = torch.tensor([len(self._kept)], dtype=torch.int32)
+        dist.all_reduce(count, group=self._stages)
+        return bool(count.item())
+
+    def _is_overridden(self, names: Sequence[str]) -> bool:
+        """Whether the module or a callback of the user's may log in one of some hooks."""
+        callbacks = [
+            callback
+            for callback in callbacks_of(self._module.trainer)
+            if type(callback).__module__.partition(".")[0] not in ("lightning", "lightning_dist")
+        ]
+        return any(
+            is_overridden(name, self._module)
+            or any(is_overridden(name, callback, pl.Callback) for callback in callbacks)
+            for name in names
+        )
+
+    def _agree(self, answers: list[bool]) -> list[bool]:
+        votes = torch.tensor([int(answer) for answer in answers], dtype=torch.int32)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._stages)
+        return [bool(vote) for vote in votes.tolist()]
+
+    def _before_exchange(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._module, name)
+
+        @wraps(method)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            self.exchange()
+            return result
+
+        return hook
+
+    def _keep(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        hook = hook_of(self._module)
+        is_shared = options.get("sync_dist") and not options.get("rank_zero_only")
+        is_number = isinstance(value, float | int | Tensor)
+        if args or hook not in self._hooks or not is_shared or not is_number:
+            self._log(name, value, *args, **options)
+            return
+        options["reduce_fx"] = reduction_of(name, options.get("reduce_fx", "mean"))
+        is_floating = isinstance(value, Tensor) and value.is_floating_point()
+        dtype = value.dtype if is_floating else torch.get_default_dtype()
+        number = float(whole(value.detach()) if isinstance(value, Tensor) else value)
+        key = (hook, name)
+        self._kept.append(HookCall((*key, self._count[key]), number, dtype, options))
+        self._count[key] += 1
+
+
+class _Exchange(pl.Callback):
+    """Exchanges what was logged in a batch, before other callbacks look at it."""
+
+    def __init__(self, exchange: Callable[[], None]) -> None:
+        self._exchange = exchange
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._exchange()

@@ -1,0 +1,185 @@
+"""Layers of a pipeline that change their rank while it trains.
+
+Who asks is a user's callback, :class:`.StageBalancer`, or
+``partition="profile"``, which looks at the first batch before it is trained on.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_dist.engine.pipeline.measurements import gather_profiles
+from lightning_dist.engine.pipeline.rebalance.repartition import (
+    LayerExchange,
+    Repartition,
+    agree_on_cut,
+    refuse_shared_parameters,
+)
+from lightning_dist.engine.planning.balance import find_balance
+from lightning_dist.engine.planning.layer_costs import StepCosts
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.split import PipelineSplit
+from lightning_dist.strategies.base.checkpointing import LayoutFreeCheckpoints
+from lightning_dist.strategies.base.precision_plugin import half_precision_of
+from lightning_dist.strategies.pipelining.session import Session, run_context
+from lightning_dist.strategies.pipelining.warmup_profile import Rehearsal
+
+
+class MovableLayers(LayoutFreeCheckpoints):
+    """A strategy whose ranks can hand layers to each other; see the module's docstring.
+
+    Args:
+        config: What the user asks for.
+        arguments: Of :class:`.DistributedStrategy`.
+    """
+
+    def __init__(self, config: PipelineConfig, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._config = config
+        self._known_split: PipelineSplit | None = None
+        self._session: Session | None = None
+        self._exchange: LayerExchange | None = None
+        self._in_step = False
+        self.holds_gradients = False
+
+    @property
+    def config(self) -> PipelineConfig:
+        """What the user asks for; layers that have moved since are where they are now."""
+        return self._config
+
+    @property
+    def _split(self) -> PipelineSplit:
+        assert self._known_split is not None, "the model is cut in setup"
+        return self._known_split
+
+    @_split.setter
+    def _split(self, split: PipelineSplit) -> None:
+        self._known_split = split
+
+    @property
+    def session(self) -> Session:
+        """What is at work from ``setup`` to ``teardown``."""
+        assert self._session is not None, "the pipeline exists from setup to teardown"
+        return self._session
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Finishes the batches in flight."""
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Marks that a step runs, in which no layer can move.
+
+        Yields:
+            Nothing.
+        """
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def check_layers_can_move(self) -> None:
+        """Checks before a run that each layer can go wherever it should.
+
+        Raises:
+            ValueError: Layers share parameters.
+        """
+        refuse_shared_parameters(self._split.layers)
+
+    def _find_half(self) -> None:
+        half = half_precision_of(self.precision_plugin)
+        if half is not None:
+            half.find_parameters()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._config.partition == "profile":
+            everyone = self.group(*self.mesh.sizes)
+            rehearsal = Rehearsal(self.module, self.session, run_context(self, lambda: None))
+            profiles = gather_profiles(rehearsal.profile(batch, batch_idx), everyone)
+            costs = StepCosts.of_ranks(profiles)
+            balance = find_balance(costs, self.session.pipeline.shape)
+            self.repartition(balance.better_cut)
+
+    def repartition(self, layers_per_stage: Sequence[int]) -> Repartition:
+        """Moves layers between the ranks, and goes on with another cut.
+
+        The pipeline is drained, and each layer that changes its rank goes there with its
+        parameters, buffers and optimizer state. What follows equals, bit for bit, a run that was
+        restarted from a checkpoint with ``partition=layers_per_stage``. The optimizer, its groups
+        and schedulers, metrics and what was recorded stay; the parameters of layers that come are
+        other objects than those that the model was built with.
+
+        All ranks call it with the same cut, between two batches: in ``on_train_batch_start``,
+        ``on_train_batch_end`` or a hook around epochs, of a callback or of the module. Later tasks
+        of this strategy keep the cut.
+
+        Args:
+            layers_per_stage: The new cut.
+
+        Returns:
+            What has moved.
+
+        Raises:
+            ValueError: It does not fit the layers, ranks want other cuts, stages share parameters
+                before or after, a step is running, or the model is not cut.
+        """
+        if self._session is None or self._in_step:
+            when = "in a step" if self._in_step else "while the model is not cut"
+            raise ValueError(
+                f"repartition({list(layers_per_stage)}) was called {when}. Call it between two"
+                " batches, in `on_train_batch_end` for example."
+            )
+        after = agree_on_cut(self._split, layers_per_stage, self.group(*self.mesh.sizes))
+        self._config = replace(self._config, partition=after)
+        if after == self._split.layers_per_stage:
+            return Repartition(after)
+        begin = time.monotonic()
+        with torch.inference_mode(mode=False):
+            self.check_group_names()
+            self.drain()
+            exchange = self._open_exchange()
+            self.check_peers()  # who had failed before it was there has interrupted nothing
+            moves = exchange.run(
+                self.session.pipeline,
+                self._split,
+                after,
+                self.optimizers,
+                with_gradients=self.holds_gradients,
+                on_moved=self._find_half,
+            )
+            self._split = replace(self._split, layers_per_stage=after)
+            self.regroup_optimizers()
+        done = Repartition(after, moves, time.monotonic() - begin)
+        rank_zero_info(f"{done}")
+        return done
+
+    def _open_exchange(self) -> LayerExchange:
+        if self._exchange is None:  # most runs move nothing, and groups take time
+            self._exchange = LayerExchange(
+                dist.get_process_group_ranks(self.group("pp")),
+                (self.group("pp", purpose="later"), self.group("pp", purpose="earlier")),
+                self.root_device,
+                self._timeout_seconds,
+            )
+        return self._exchange
+
+    def interrupt_moves(self, error: BaseException) -> None:
+        """Wakes this rank where it waits for a layer.
+
+        Args:
+            error: What to raise there.
+        """
+        if self._exchange is not None:
+            self._exchange.interrupt(error)

@@ -1,0 +1,93 @@
+"""Finds batches that are lists with a tensor for each sample.
+
+``[x, y]`` of default collation has the samples in the tensors' first dim; a list of images or of
+sequences, from a ``collate_fn`` of the user's, has them in the list. Where the tensors are of equal
+length the batch itself does not tell, so the loader's batch size does, on the first whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from lightning_dist.engine.pipeline.microbatch import SampleList
+
+
+class SampleLists:
+    """Marks such batches, for the pipeline to cut the list.
+
+    Args:
+        trainer: Whose loaders the batches come from.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._known: dict[tuple[str, int], bool] = {}
+
+    def mark(self, batch: Any, step: str, dataloader_idx: int = 0) -> Any:
+        """Makes a list with a tensor for each sample one that says so.
+
+        Args:
+            batch: What the step is called with.
+            step: Name of the step.
+            dataloader_idx: Number of the loader.
+        """
+        if type(batch) is not list or not batch:
+            return batch
+        if not all(isinstance(entry, Tensor) and entry.ndim > 0 for entry in batch):
+            return batch
+        loader = self._loader(step, dataloader_idx)
+        if getattr(loader, "collate_fn", default_collate) is default_collate:
+            return batch
+        key = (step, dataloader_idx)
+        if key not in self._known:
+            found = has_tensor_per_sample(batch, _batch_size_of(loader))
+            if found is None:
+                return batch
+            self._known[key] = found
+        return SampleList(batch) if self._known[key] else batch
+
+    def _loader(self, step: str, dataloader_idx: int) -> Any:
+        name = {
+            "training_step": "train_dataloader",
+            "validation_step": "val_dataloaders",
+            "test_step": "test_dataloaders",
+            "predict_step": "predict_dataloaders",
+        }[step]
+        loaders = getattr(self._trainer, name)
+        is_several = isinstance(loaders, list | tuple) and step != "training_step"
+        return loaders[dataloader_idx] if is_several else loaders
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    """Gives the samples of a whole batch; a loader that has a batch sampler leaves that to it."""
+    size: int | None = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size
+
+
+def has_tensor_per_sample(batch: list[Tensor], batch_size: int | None) -> bool | None:
+    """Tells whether a list has one tensor for each sample, or one for each column.
+
+    Args:
+        batch: Tensors with a first dim.
+        batch_size: Of whole batches, if known.
+
+    Returns:
+        None where both are possible.
+    """
+    lengths = {len(tensor) for tensor in batch}
+    if len(lengths) > 1:
+        return True
+    (length,) = lengths
+    if batch_size is None or length == len(batch):
+        return None
+    if batch_size in (length, len(batch)):
+        return len(batch) == batch_size
+    if max(length, len(batch)) > batch_size:
+        return len(batch) < length
+    return None

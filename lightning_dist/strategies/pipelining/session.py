@@ -1,0 +1,252 @@
+"""Everything of a pipeline that exists between a strategy's ``setup`` and its ``teardown``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.pipeline.connect import Channels, connect
+from lightning_dist.engine.pipeline.gradients import Gradients, Lent
+from lightning_dist.engine.pipeline.pipeline import OnComplete, Pipeline
+from lightning_dist.engine.pipeline.replica_weights import ReplicaWeights
+from lightning_dist.engine.pipeline.tied_gradients import TiedSums, keep
+from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.splitting.ties import Tie, find_ties
+from lightning_dist.engine.tensors.parameter_hooks import with_hooks
+from lightning_dist.strategies.base.distributed import DistributedStrategy
+from lightning_dist.strategies.base.precision_plugin import half_precision_of
+from lightning_dist.strategies.base.stage_metrics import StageMetrics
+from lightning_dist.strategies.pipelining.hook_log import HookLog
+from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness, StalenessLog
+from lightning_dist.strategies.pipelining.step_runner import StepRunner
+from lightning_dist.strategies.pipelining.updates import Updates
+
+
+def _ignore(*_: object) -> None:
+    """Does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What a pipeline runs in.
+
+    Attributes:
+        mesh: All ranks.
+        rank: This one.
+        device: Where it computes.
+        seed: Base of the random numbers; the same on all ranks.
+        timeout_seconds: How long a rank waits for another.
+        stages: A gloo group of this replica's stages.
+        replicas: A gloo group of the ranks that read other data and hold this stage.
+        precision_plugin: Runs hooks, clipping and the optimizer's step.
+        complete_gradients: Called before each update with the rank's gradients in place.
+        complete_early: Called instead where gradients are complete before their update is due.
+    """
+
+    mesh: MeshShape
+    rank: int
+    device: torch.device
+    seed: int
+    timeout_seconds: float
+    stages: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+    precision_plugin: Precision
+    complete_gradients: Callable[[], None]
+    complete_early: OnComplete
+
+
+def run_context(
+    strategy: DistributedStrategy,
+    complete_gradients: Callable[[], None],
+    complete_early: OnComplete = _ignore,
+) -> RunContext:
+    """Returns what a pipeline on a strategy's mesh runs in. Collective: every rank must call it.
+
+    Args:
+        strategy: Has met the other ranks.
+        complete_gradients: Called before each update with the rank's gradients in place.
+        complete_early: Called instead of it when gradients are final before their update is due.
+    """
+    return RunContext(
+        strategy.mesh,
+        strategy.global_rank,
+        strategy.root_device,
+        strategy.seed,
+        strategy.timeout_seconds,
+        strategy.group("pp"),
+        strategy.data_group,
+        strategy.precision_plugin,
+        complete_gradients,
+        complete_early,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The parts at work.
+
+    Attributes:
+        mesh: All ranks.
+        pipeline: This rank's stages.
+        channels: To the other stages.
+        metrics: The module's torchmetrics objects.
+        runner: Runs the user's steps.
+        updates: Applies the gradients.
+        tied: Sums those of parameters that several stages use.
+        hook_log: Reduces over stages what hooks log.
+        staleness_log: Logs how stale they are, if somebody has asked.
+    """
+
+    mesh: MeshShape
+    pipeline: Pipeline
+    channels: Channels
+    metrics: StageMetrics
+    runner: StepRunner
+    updates: Updates
+    tied: TiedSums
+    hook_log: HookLog
+    staleness_log: StalenessLog | None
+
+    @property
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """This rank's parameters that another stage counts in the norm of the whole gradient."""
+        parameters = self.pipeline.stages.named_parameters().items()
+        return [p for name, p in parameters if not self.tied.counts(name)]
+
+    def close(self, *, failed: bool) -> None:
+        """Ends everything; each rank must call it.
+
+        Args:
+            failed: Whether the run did not end well.
+        """
+        if failed:
+            self.pipeline.clear()
+        self.hook_log.close()
+        self.metrics.detach()
+        self.pipeline.detach()
+        self.channels.close()
+
+
+def open_session(
+    module: pl.LightningModule,
+    found: Layers,
+    layers_per_stage: tuple[int, ...],
+    config: PipelineConfig,
+    run: RunContext,
+    *,
+    layers: Callable[[int], nn.Module] | None = None,
+    gradients: Callable[[int], Gradients] | None = None,
+    optimizer: Optimizer | None = None,
+    logged: LoggedStaleness | None = None,
+    change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
+) -> Session:
+    """Puts the parts together; each rank must call it.
+
+    What has been connected is closed again if anything behind it fails.
+
+    Args:
+        module: The user's module.
+        found: The layers of the pipelined module in it.
+        layers_per_stage: The partition.
+        config: What the user asks for.
+        run: What the pipeline runs in.
+        layers: Gives what runs a stage's layers, if something has been made of them.
+        gradients: Makes what holds those of a stage until an update; by default they are lent to
+            each backward.
+        optimizer: Of this rank's parameters; None where nothing is trained.
+        logged: What to log of how stale the weights are; None for nothing.
+        change_step: What is made of each of the user's steps.
+    """
+    predict = config.prediction(optimizer)  # first, for it may refuse
+    shape = config.shape(run.mesh, run.rank, layers_per_stage)
+    ties = find_ties(found, shape.layers_per_stage)
+    channels = _connect(ties, shape, run)
+    with ExitStack() as if_it_fails:
+        if_it_fails.callback(channels.close)
+        # Where `gradients` are made elsewhere, autograd has run the hooks in each backward.
+        change = partial(_run_hooks, found.module) if gradients is None else keep
+        tied = TiedSums(ties, shape.rank_of_stage, shape.rank, channels.ties, change)
+        tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
+        half = half_precision_of(run.precision_plugin)
+        weights = None
+        if half is not None:
+            weights = half.leave_to_stages(found, is_in_graph=gradients is not None)
+        masters_dtype = None if weights is None else torch.float32
+        pipeline = Pipeline(
+            found,
+            shape,
+            channels.links,
+            weight_versions=config.weight_versions,
+            seed=run.seed,
+            device=run.device,
+            rank=run.rank,
+            layers=layers,
+            gradients=gradients or (lambda _: Lent(masters_dtype)),
+            on_complete=run.complete_early,
+            average_weight=ReplicaWeights(run.replicas).average,
+            predict=predict,
+            measure_discrepancy=logged is not None and logged.discrepancy,
+            half=weights,
+            shared=tied.names,
+        )
+        if_it_fails.callback(pipeline.detach)
+        log = None if logged is None else StalenessLog(module, pipeline, logged)
+        last_rank = dist.get_process_group_ranks(run.stages)[shape.rank_of_stage[-1]]
+        has_last = pipeline.stages.has_last
+        metrics = StageMetrics(module, run.stages, run.replicas, last_rank, has_last)
+        session = Session(
+            run.mesh,
+            pipeline,
+            channels,
+            metrics,
+            StepRunner(
+                module,
+                pipeline,
+                channels,
+                metrics,
+                config.evaluation_microbatches(run.mesh.pp),
+                change_step,
+                _one if half is None else half.scale_of_next_batch,
+            ),
+            Updates(
+                module,
+                pipeline,
+                run.precision_plugin,
+                run.complete_gradients,
+                tied,
+                _ignore if log is None else log.post,
+                config.rate_correction(shape),
+            ),
+            tied,
+            HookLog(module, run.stages, asynchronous=pipeline.asynchronous),
+            log,
+        )
+        if_it_fails.pop_all()
+        return session
+
+
+def _connect(ties: Sequence[Tie], shape: PipelineShape, run: RunContext) -> Channels:
+    homes = shape.rank_of_stage
+    holders = {tie.ranks(homes) for tie in ties}
+    return connect(run.mesh.groups("pp"), run.device, run.timeout_seconds, homes, holders)
+
+
+def _run_hooks(module: nn.Module, name: str, gradient: Tensor) -> Tensor | None:
+    return with_hooks(module.get_parameter(name), gradient)
+
+
+def _one() -> float:
+    return 1.0

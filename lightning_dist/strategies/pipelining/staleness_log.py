@@ -1,0 +1,113 @@
+"""Log how stale the weights of each stage are; see ``PipelineStrategy(log_staleness=True)``.
+
+Each stage knows its own numbers, when it updates, and the first stage updates for a batch
+``num_stages - 1`` batches after the last one. So at each update a stage adds its row to a sum over
+all stages, which gloo's threads do, and reads that of an earlier batch: one for which each stage
+has updated since. Nobody waits, and all ranks log the same numbers at the same step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.stashing.staleness import UpdateReport
+
+STALENESS = "staleness"
+STASH_BYTES = "stash_bytes"
+DISCREPANCY = "weight_discrepancy"
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    batch: int
+    work: dist.Work
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStaleness:
+    """What is to be logged.
+
+    Attributes:
+        group: A gloo group of the stages, for nothing else.
+        staleness: Whether to log the staleness and the bytes of stashed weights.
+        discrepancy: Whether to log how far weights have moved; the pipeline must measure it.
+    """
+
+    group: dist.ProcessGroup
+    staleness: bool
+    discrepancy: bool
+
+
+class StalenessLog:
+    """Makes the stages' reports known to all of them.
+
+    Args:
+        module: The user's module, whose ``log`` is called.
+        pipeline: This rank's stages at work.
+        logged: What to log.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, pipeline: Pipeline, logged: LoggedStaleness
+    ) -> None:
+        self._module = module
+        self._pipeline = pipeline
+        self._group = logged.group
+        self._names = [STALENESS, STASH_BYTES] * logged.staleness
+        self._names += [DISCREPANCY] * logged.discrepancy
+        self._posted: deque[_Posted] = deque()
+        self._newest: Tensor | None = None
+
+    def post(self) -> None:
+        """Hands this rank's reports of an update over; returns at once."""
+        # In double precision, which holds the count of bytes of any model.
+        values = torch.zeros(self._pipeline.shape.num_stages, len(self._names), dtype=torch.float64)
+        for stage, report in self._pipeline.stages.reports.items():
+            by_name = _by_name(report)
+            values[stage] = values.new_tensor([by_name[name] for name in self._names])
+        work = dist.all_reduce(values, group=self._group, async_op=True)
+        assert work is not None
+        self._posted.append(_Posted(self._pipeline.gradients_of_batch, work, values))
+
+    def log(self) -> None:
+        """Logs the newest numbers that all stages have; to be called at the end of each batch."""
+        while self._posted and self._is_everywhere(self._posted[0].batch):
+            self._take()
+        if self._newest is None:
+            return
+        for stage, row in enumerate(self._newest):
+            for name, value in zip(self._names, row, strict=True):
+                self._module.log(f"{name}/stage_{stage}", value, on_step=True, batch_size=1)
+
+    def finish(self) -> None:
+        """Waits for what is still on its way, when all stages have updated for all batches."""
+        while self._posted:
+            self._take()
+
+    def _take(self) -> None:
+        posted = self._posted.popleft()
+        posted.work.wait()
+        self._newest = posted.values
+
+    def _is_everywhere(self, batch: int) -> bool:
+        """Whether each stage has updated for a batch for sure, and some time ago."""
+        present = self._pipeline.num_batches - 1
+        first_since_drain = present + 1 - self._pipeline.batches_since_drain
+        # The activation of batch `batch + lag + 1` was sent when the first stage had updated.
+        return batch < first_since_drain or present > batch + self._pipeline.lag + 1
+
+
+def _by_name(report: UpdateReport) -> dict[str, float]:
+    return {
+        STALENESS: report.staleness,
+        STASH_BYTES: report.stash_bytes,
+        DISCREPANCY: report.discrepancy or 0.0,
+    }

@@ -1,0 +1,301 @@
+"""What the user logs on the last stage, made known to all ranks.
+
+Only the last stage reaches the ``self.log`` calls of a step, once per micro-batch. The calls are
+recorded there instead of made; at the end of the batch they are combined over the micro-batches,
+sent to the other stages, and made on each rank. So the progress bar, the loggers and callbacks that
+monitor a metric see the same numbers everywhere. Data replicas agree too: each call is made with
+``sync_dist=True``, which costs nothing where there is one replica.
+
+A call's ``reduce_fx`` is over batches. Over the micro-batches of one batch a value is taken for a
+mean, as a loss is, and averaged by samples. Whole numbers count something: where ``reduce_fx`` is a
+sum, a maximum or a minimum, it is that of the micro-batches too. Counts are often made floating,
+for Lightning warns of others. So what is summed over batches counts, if its first values are whole.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_dist.engine.pipeline.microbatch import mean_of
+from lightning_dist.engine.tensors.replaced_method import replace_method
+from lightning_dist.engine.tensors.shards import whole
+from lightning_dist.strategies.base.lightning_internals import set_step_value, step_value
+from lightning_dist.strategies.pipelining.given_size import GivenSize
+
+
+@dataclass(frozen=True, slots=True)
+class LogCall:
+    """One ``self.log`` call, without its value.
+
+    Attributes:
+        name: What is logged.
+        options: The other arguments of the call.
+        dtype: Of the logged tensor.
+        metric: Name of the logged torchmetrics object in the module, None for plain values.
+        batch_size: What the batch weighs by the call's own batch sizes, or None.
+    """
+
+    name: str
+    options: dict[str, Any]
+    dtype: torch.dtype
+    metric: str | None = None
+    batch_size: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLog:
+    """The calls of one batch and their values, combined over its micro-batches.
+
+    Attributes:
+        calls: Static from step to step, so that the transport sends them once.
+        values: One float64 number per call; nan for a metric without a value for the step.
+        num_samples: Samples of the batch.
+    """
+
+    calls: tuple[LogCall, ...]
+    values: Tensor
+    num_samples: int
+
+
+@dataclass(slots=True)
+class _Microbatch:
+    """What a step is recorded for.
+
+    Attributes:
+        num_samples: Its rows.
+        weight: What its means weigh, which may be known only when the step is over.
+    """
+
+    num_samples: int
+    weight: float
+
+
+@dataclass(slots=True)
+class _Recorded:
+    call: LogCall
+    is_whole: bool  # of a type for whole numbers
+    values: list[float] = field(default_factory=list)
+    microbatches: list[_Microbatch] = field(default_factory=list)
+    given: list[float] = field(default_factory=list)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the values, the first of their name, count something."""
+        is_sum = self.call.options["reduce_fx"] == "sum"
+        return self.is_whole or (is_sum and all(value.is_integer() for value in self.values))
+
+    def combine(self, given_size: GivenSize, *, counts: bool) -> tuple[LogCall, float]:
+        if not self.values:
+            return self.call, float("nan")
+        if self.given:
+            rows = [microbatch.num_samples for microbatch in self.microbatches]
+            weights, total = given_size.weights_of(rows, self.given)
+            call = replace(self.call, batch_size=total)
+            if not given_size.counts:
+                weights = [microbatch.weight for microbatch in self.microbatches]
+        else:
+            call, weights = self.call, [microbatch.weight for microbatch in self.microbatches]
+        reduce = _OF_COUNTS.get(call.options["reduce_fx"]) if counts else None
+        return call, float(mean_of(self.values, weights) if reduce is None else reduce(self.values))
+
+
+_OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
+"""Names of what ``self.log`` takes after a name and a value, in their order."""
+
+_OF_COUNTS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
+"""How whole numbers of micro-batches are combined; others are averaged."""
+
+_REDUCTIONS: dict[Any, str] = {
+    "mean": "mean",
+    "avg": "mean",
+    "sum": "sum",
+    "max": "max",
+    "min": "min",
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.max: "max",
+    torch.min: "min",
+    sum: "sum",
+    max: "max",
+    min: "min",
+}
+"""What Lightning takes for ``reduce_fx``, by one name each, which travels."""
+
+
+def reduction_of(name: str, reduce_fx: Any) -> str:
+    """Gives the name of a reduction.
+
+    Args:
+        name: Of the logged value.
+        reduce_fx: As for ``self.log``.
+
+    Raises:
+        ValueError: Lightning does not know it.
+    """
+    key = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+    if key not in _REDUCTIONS:
+        raise ValueError(
+            f"self.log({name!r}, reduce_fx={reduce_fx!r}): only 'mean', 'sum', 'max' and 'min' are"
+            " supported, as on a single device. For another reduction log a `torchmetrics.Metric`."
+        )
+    return _REDUCTIONS[key]
+
+
+class StepLog:
+    """Records and replays a module's ``self.log`` calls.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._metric_names = {
+            id(m): name for name, m in module.named_modules() if isinstance(m, Metric)
+        }
+        self._recorded: dict[str, _Recorded] = {}
+        self._made: list[tuple[LogCall, bool, float | None, float | None]] = []
+        self._microbatch = _Microbatch(0, 0.0)
+        self._given_sizes: dict[tuple[Hashable, str], GivenSize] = {}
+        self._counts: dict[tuple[Hashable, str], bool] = {}
+
+    @contextmanager
+    def recording(self, num_samples: int) -> Iterator[None]:
+        """Records the calls made inside, for one micro-batch.
+
+        The calls of a step that is left before its end are dropped: the last stage makes them too.
+
+        Args:
+            num_samples: Samples of the micro-batch.
+
+        Yields:
+            Nothing.
+        """
+        self._microbatch = _Microbatch(num_samples, num_samples)
+        self._made = []
+        undo = replace_method(self._module, "log", self._record)
+        try:
+            yield
+            self._keep()
+        finally:
+            undo()
+
+    def weigh(self, weight: float) -> None:
+        """Gives the micro-batch at hand a weight in the place of its samples.
+
+        Means that are logged with a ``batch_size`` that counts something else keep that.
+
+        Args:
+            weight: What the step's loss is a mean over.
+        """
+        self._microbatch.weight = weight
+
+    def take(self, num_samples: int, step: Hashable = None) -> BatchLog:
+        """Combines what was recorded since the last call.
+
+        Args:
+            num_samples: Samples of the batch.
+            step: Names the step and its loader, whose batches weigh beside each other.
+        """
+        recorded, self._recorded = self._recorded, {}
+        combined = []
+        for name, each in recorded.items():
+            size = self._given_sizes.setdefault((step, name), GivenSize())
+            counts = self._counts.setdefault((step, name), each.counts)
+            combined.append(each.combine(size, counts=counts))
+        values = torch.tensor([value for _, value in combined], dtype=torch.float64)
+        return BatchLog(tuple(call for call, _ in combined), values, num_samples)
+
+    def forget(self) -> None:
+        """Drops what was recorded, after a failure."""
+        self._recorded = {}
+
+    def replay(self, log: BatchLog) -> None:
+        """Makes the calls of one batch.
+
+        Args:
+            log: What :meth:`take` gave on the last stage.
+        """
+        for call, value in zip(log.calls, log.values.tolist(), strict=True):
+            tensor = torch.tensor(value, dtype=call.dtype, device=self._module.device)
+            logged: Tensor | Metric = tensor
+            if call.metric is not None:
+                logged = self._metric(call.metric)
+                set_step_value(logged, tensor)
+            size = log.num_samples if call.batch_size is None else call.batch_size
+            options = {"batch_size": size, **call.options}
+            if not options.get("rank_zero_only"):
+                options["sync_dist"] = True
+            self._module.log(call.name, logged, **options)
+
+    def _metric(self, name: str) -> Metric:
+        metric = self._module.get_submodule(name)
+        assert isinstance(metric, Metric)
+        return metric
+
+    def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        options.update(zip(_OPTIONS, args, strict=False))
+        if options.get("sync_dist_group") is not None:
+            raise ValueError(
+                f"self.log({name!r}, sync_dist_group=...) cannot be replayed on other ranks. Leave"
+                " it out: `sync_dist=True` reduces over the data replicas."
+            )
+        options["reduce_fx"] = reduction_of(name, options.get("reduce_fx", "mean"))
+        batch_size = options.pop("batch_size", None)
+        number, dtype, metric = self._number_of(name, value)
+        is_whole = metric is None and _is_whole(value)
+        size = batch_size.item() if isinstance(batch_size, Tensor) else batch_size
+        self._made.append((LogCall(name, options, dtype, metric), is_whole, number, size))
+
+    def _keep(self) -> None:
+        for call, is_whole, number, size in self._made:
+            entry = self._recorded.setdefault(call.name, _Recorded(call, is_whole))
+            entry.call = call
+            if number is not None:
+                entry.values.append(number)
+                entry.microbatches.append(self._microbatch)
+                entry.given += [] if size is None else [size]
+
+    def _number_of(self, name: str, value: Any) -> tuple[float | None, torch.dtype, str | None]:
+        if isinstance(value, Metric):
+            if id(value) not in self._metric_names:
+                raise ValueError(
+                    f"self.log({name!r}, metric): the metric is not an attribute of the module."
+                    " Assign it in `__init__`, so that each rank has it under the same name."
+                )
+            present = step_value(value)
+            name = self._metric_names[id(value)]
+            if not isinstance(present, Tensor):
+                return None, torch.get_default_dtype(), name
+            return float(present), _floating(present.dtype), name
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(
+                    f"self.log({name!r}, tensor) takes a tensor of one element, not of shape"
+                    f" {tuple(value.shape)}. Log its mean, or a torchmetrics object."
+                )
+            return float(whole(value.detach())), _floating(value.dtype), None
+        if not isinstance(value, numbers.Number):
+            pl.LightningModule.log(self._module, name, value)  # says what can be logged
+        return float(value), torch.get_default_dtype(), None
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() and value.dtype != torch.bool
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _floating(dtype: torch.dtype) -> torch.dtype:
+    """Gives the dtype of a mean, which need not be whole; Lightning's are floating as well."""
+    return dtype if dtype.is_floating_point else torch.get_default_dtype()

@@ -1,0 +1,270 @@
+"""Run the user's steps through the pipeline, and tell all ranks what came of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_dist.engine.pipeline.connect import Channels
+from lightning_dist.engine.pipeline.loss import weight_of
+from lightning_dist.engine.pipeline.microbatch import Microbatch, merge
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.tensors.tree import flatten, map_tensors
+from lightning_dist.strategies.base.lightning_internals import (
+    as_of_training_step,
+    forget_step_values,
+    log_training_step,
+    logged_step,
+)
+from lightning_dist.strategies.base.stage_metrics import StageMetrics
+from lightning_dist.strategies.pipelining.outcomes import Outcome, Outcomes
+from lightning_dist.strategies.pipelining.sample_lists import SampleLists
+from lightning_dist.strategies.pipelining.step_log import StepLog
+
+StepContext = Callable[[], AbstractContextManager[None]]
+
+_EVALUATION_STEPS = {
+    RunningStage.SANITY_CHECKING: "validation_step",
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
+
+
+class StepRunner:
+    """Runs ``training_step`` and its like, per micro-batch, on this rank's stages.
+
+    Args:
+        module: The user's module.
+        pipeline: This rank's stages at work.
+        channels: This rank's.
+        metrics: The module's torchmetrics objects.
+        evaluation_microbatches: Into at most how many a batch is cut that runs forward only.
+        change_step: What is made of each of the user's steps.
+        loss_scale: Gives what multiplies the loss of the batch that comes.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipeline: Pipeline,
+        channels: Channels,
+        metrics: StageMetrics,
+        evaluation_microbatches: int,
+        change_step: Callable[[Callable[..., Any]], Callable[..., Any]],
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self._module = module
+        self._pipeline = pipeline
+        self._metrics = metrics
+        self._evaluation_microbatches = evaluation_microbatches
+        self._change_step = change_step
+        self._loss_scale = loss_scale
+        self._log = StepLog(module)
+        self._sample_lists = SampleLists(module.trainer)
+        self._outcomes = Outcomes(channels)
+        self._last_result: Any = None
+        self._steps: deque[int] = deque()  # of the batches whose outcomes have not been delivered
+
+    def train(self, arguments: Sequence[Any], context: StepContext) -> Any:
+        """Runs a training batch.
+
+        Args:
+            arguments: Of ``training_step``.
+            context: Wraps each micro-batch's step.
+
+        Returns:
+            The loss (or the dict with it) of the newest batch that all ranks know of.
+        """
+        batch, *rest = arguments
+        batch = self._sample_lists.mark(batch, "training_step")
+        trainer = self._module.trainer
+        if self._pipeline.asynchronous:  # no value may be known in this batch
+            forget_step_values(trainer)
+        step = self._step(self._module.training_step, context, rest)
+        scale = 1.0 / trainer.accumulate_grad_batches
+        # Counted over epochs and resumed runs alike, so a resumed run draws the same numbers.
+        seed = trainer.fit_loop.epoch_loop.total_batch_idx
+        # Only the last stage runs the whole step; what it asks for reaches all at one batch. What
+        # the others ask for is theirs, as if a callback had.
+        stopped_before, trainer.should_stop = trainer.should_stop, False
+
+        def publish(results: list[Any]) -> None:
+            scalars = [_without_dims(r) for r in _scalars_of(results)]
+            self._publish(scalars, batch, ("training_step",), trainer.should_stop)
+
+        self._steps.append(logged_step(trainer))
+
+        # Told before the weights' parts of the last backwards, or others would wait for these.
+        self._pipeline.train_batch(
+            batch,
+            step,
+            gradient_scale=scale,
+            loss_scale=self._loss_scale(),
+            seed=seed,
+            on_results=publish,
+        )
+        asked_alone = trainer.should_stop and not self._pipeline.stages.has_last
+        trainer.should_stop = stopped_before or asked_alone
+        self._deliver(self._num_held_back(), in_batch=True)
+        return self._last_result
+
+    def rehearse(self, pipeline: Pipeline, arguments: Sequence[Any], context: StepContext) -> None:
+        """Runs a training batch through another pipeline; what it logs is forgotten.
+
+        Args:
+            pipeline: On this rank's stages.
+            arguments: Of ``training_step``.
+            context: Wraps each micro-batch's step.
+        """
+        batch, *rest = arguments
+        batch = self._sample_lists.mark(batch, "training_step")
+        seed = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
+        step = self._step(self._module.training_step, context, rest)
+        pipeline.train_batch(batch, step, seed=seed)
+        self._log.forget()
+
+    def catch_up(self) -> None:
+        """Makes the newest training batches known that :meth:`train` has held back.
+
+        There are some before a validation within an epoch, and at the end of an epoch that somebody
+        has stopped; a whole epoch's last batch holds nothing back.
+        """
+        with as_of_training_step(self._module):
+            self._deliver(num_held_back=0)
+
+    def forget(self) -> None:
+        """Forgets the training batches that :meth:`train` has held back."""
+        self._outcomes.deliver(num_held_back=0)
+        self._steps.clear()
+
+    def evaluate(
+        self, method: Callable[..., Any], arguments: Sequence[Any], context: StepContext
+    ) -> Any:
+        """Runs a validation, test or prediction batch.
+
+        Args:
+            method: The module's step.
+            arguments: Of that step.
+            context: Wraps each micro-batch's step.
+
+        Returns:
+            What the step would have returned for the undivided batch, on each rank.
+        """
+        batch, *rest = arguments
+        # A user may have put anything callable in the place of the method.
+        stage = self._module.trainer.state.stage
+        assert stage is not None
+        name = _EVALUATION_STEPS[stage]
+        batch = self._sample_lists.mark(batch, name, *rest[1:])
+        step = self._step(method, context, rest)
+        seed = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
+        results = self._pipeline.evaluate_batch(
+            batch, step, self._evaluation_microbatches, seed=seed
+        )
+        self._publish(results, batch, (name, *rest[1:]))
+        (outcome,) = self._outcomes.deliver(num_held_back=0)
+        self._log.replay(outcome.log)
+        return outcome.result
+
+    def _step(
+        self, method: Callable[..., Any], context: StepContext, rest: Sequence[Any]
+    ) -> Callable[[Microbatch], Any]:
+        method = self._change_step(method)
+
+        def step(microbatch: Microbatch) -> Any:
+            recording = self._log.recording(microbatch.num_samples)
+            with context(), recording, self._metrics.in_step():
+                result = method(microbatch.content, *rest)
+            weight = weight_of(result)
+            if weight is not None:
+                self._log.weigh(weight)
+            return result
+
+        return step
+
+    def _publish(
+        self, results: list[Any], batch: Any, step: Hashable, should_stop: bool = False
+    ) -> None:
+        if not self._pipeline.stages.has_last:
+            self._outcomes.publish(None)
+            return
+        log = self._log.take(_size_of(batch), step)
+        result = _merged([_cut_from_graph(r) for r in results], self._pipeline.microbatch_sizes)
+        self._outcomes.publish(Outcome(log, result, should_stop))
+
+    def _deliver(self, num_held_back: int, *, in_batch: bool = False) -> None:
+        trainer = self._module.trainer
+        outcomes = self._outcomes.deliver(num_held_back)
+        for index, outcome in enumerate(outcomes):
+            self._log.replay(outcome.log)
+            self._last_result = outcome.result
+            trainer.should_stop = trainer.should_stop or outcome.should_stop
+            step = self._steps.popleft()
+            is_newest = index == len(outcomes) - 1
+            # What is known in its own batch Lightning logs at the end of that, when it knows too
+            # whether a callback stops there.
+            is_at_hand = in_batch and is_newest and num_held_back == 0
+            if self._pipeline.asynchronous and not is_at_hand:
+                log_training_step(trainer, step, stops=is_newest and trainer.should_stop)
+
+    def _num_held_back(self) -> int:
+        """Batches whose outcome the first stage need not wait for."""
+        trainer = self._module.trainer
+        is_last_step = trainer.global_step + 1 == trainer.max_steps
+        if self._last_result is None:
+            return 0  # loops and callbacks want a loss from the first batch on
+        if not self._pipeline.asynchronous or trainer.is_last_batch or is_last_step:
+            return 0
+        return min(self._pipeline.lag, self._pipeline.batches_since_drain)
+
+
+def _size_of(batch: Any) -> int:
+    """Returns the weight of a batch in the means of an epoch, as Lightning finds it."""
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:  # Lightning asks only where a mean over the epoch is logged
+        return 1
+
+
+def _merged(results: list[Any], sizes: Sequence[int]) -> Any:
+    weights = [weight for result in results if (weight := weight_of(result)) is not None]
+    if len(weights) < len(results):
+        return merge(results, sizes)
+    total = sum(result["weight"] for result in results)
+    return {**merge(results, sizes, weights), "weight": total}
+
+
+def _cut_from_graph(result: Any) -> Any:
+    return map_tensors(lambda t: t.detach(), result)
+
+
+def _scalars_of(results: list[Any]) -> list[Any]:
+    """Keeps the loss, and of dicts whatever is a single number; the rest stays on its stage.
+
+    Of a micro-batch of one sample everything may look like a number, so all of them are asked.
+    """
+    if not all(isinstance(result, Mapping) for result in results):
+        return results
+    kept = [{key for key, value in r.items() if _is_scalar(value)} for r in results]
+    return [
+        {key: value for key, value in result.items() if all(key in keys for keys in kept)}
+        for result in results
+    ]
+
+
+def _is_scalar(value: Any) -> bool:
+    return (isinstance(value, Tensor) and value.numel() == 1) or not flatten(value)[0]
+
+
+def _without_dims(result: Any) -> Any:
+    """Makes a loss of shape (1,) one that is averaged over micro-batches, not concatenated."""
+    return map_tensors(lambda t: t.reshape(()), result)

@@ -1,0 +1,107 @@
+"""Run real batches and forget what came of them, to see where the time goes before it counts.
+
+A pipeline of its own runs this rank's stages meanwhile, over the same channels, so nothing of what
+it does is in flight, counted or recorded in the one that trains. No optimizer sees its gradients.
+What a user's step may leave in the module (running statistics, metrics, counters) and in the
+generators of random numbers is put back.
+
+Weights do not move, so a schedule whose batches overlap is not needed: layers cost the same in a
+synchronous one of as many micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
+from lightning_dist.engine.planning.layer_costs import RankProfile
+from lightning_dist.engine.tensors.rng import random_state_kept
+from lightning_dist.strategies.pipelining.session import RunContext, Session
+
+_WARMUP_RUNS = 2  # for caches and allocators to fill
+_TIMED_RUNS = 5
+
+
+class Rehearsal:
+    """Times a rank's layers before they train.
+
+    Args:
+        module: The user's module.
+        session: What trains later; nothing is in flight.
+        run: What it runs in.
+    """
+
+    def __init__(self, module: pl.LightningModule, session: Session, run: RunContext) -> None:
+        self._module = module
+        self._session = session
+        self._run = run
+
+    def profile(self, batch: Any, batch_idx: int) -> RankProfile:
+        """Runs a training batch some times; each rank of the pipeline must call it.
+
+        Args:
+            batch: What the next training step gets.
+            batch_idx: Its number.
+        """
+        context = self._run.precision_plugin.train_step_context
+        arguments = _arguments_of(self._module, batch, batch_idx)
+        trains = self._session.pipeline
+        with trains.letting_go(), self._all_kept():
+            pipeline = self._pipeline_like(trains)
+            profiler = pipeline.stages.layer_profiler(pipeline.recorder)
+            try:
+                for run in range(_WARMUP_RUNS + _TIMED_RUNS):
+                    if run == _WARMUP_RUNS:
+                        profiler.start()
+                    self._rehearse(pipeline, arguments, context)
+            finally:
+                profiler.stop()
+                pipeline.detach()
+        return profiler.profile()
+
+    def _pipeline_like(self, trains: Pipeline) -> Pipeline:
+        schedule = "1f1b" if trains.asynchronous else trains.shape.schedule
+        maker = trains.stages.maker
+        return Pipeline(
+            maker.found,
+            replace(trains.shape, schedule=schedule),
+            trains.links,
+            seed=maker.seed,
+            device=maker.device,
+            rank=self._run.rank,
+            gradients=maker.gradients,
+            half=maker.half,
+        )
+
+    def _rehearse(
+        self,
+        pipeline: Pipeline,
+        arguments: Sequence[Any],
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._session.runner.rehearse(pipeline, arguments, context)
+        pipeline.clear()  # else gradients would add up
+
+    @contextmanager
+    def _all_kept(self) -> Iterator[None]:
+        trainer = self._module.trainer
+        should_stop = trainer.should_stop
+        try:
+            with random_state_kept(self._run.device), state_kept(self._module):
+                yield
+        finally:
+            trainer.should_stop = should_stop
+
+
+def _arguments_of(module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Any]:
+    """Gives what Lightning calls the step with."""
+    step = module.training_step
+    takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+    return [batch, batch_idx] if takes_index else [batch]

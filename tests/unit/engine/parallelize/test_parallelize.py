@@ -1,0 +1,241 @@
+"""What becomes of a module's parts when it is made parallel, on ranks that do not exist."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dist.engine.common.device_mesh import build_mesh
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.parallelize.parallelize import Composed, Parallelism, compose
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
+from lightning_dist.engine.sharding.sharding import ShardingOptions
+from lightning_dist.engine.sharding.wrap import AnyOf, ByClass, ByName
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
+from recipes.gpt import GPT
+
+SIZE, DEPTH = 4, 8
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Block(nn.Module):
+    """Its matrix product and its tangent are the inner one's, its sigmoid its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.inner(x))
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Block() for _ in range(DEPTH)))
+
+
+@contextmanager
+def made(
+    shape: MeshShape, rank: int, shard: ShardConfig, schedule: Any = "1f1b"
+) -> Iterator[Composed]:
+    with fake_rank(rank, shape.world_size):
+        config = PipelineConfig(schedule, partition="uniform")
+        asked = Parallelism(config, TensorConfig(), shard, shard.options(None))
+        yield compose(Module(), build_mesh(shape, "cpu"), asked)
+
+
+class Spread(L.LightningModule):
+    """Has an MLP, and a layer that is left whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(SIZE, 2 * SIZE), nn.GELU(), nn.Linear(2 * SIZE, SIZE))
+        self.other = nn.Linear(SIZE, 3, bias=False)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(tp=2), MeshShape(dp_shard=2, tp=2)])
+def test_a_plan_that_was_found_says_why_a_part_is_left_whole(shape: MeshShape) -> None:
+    with fake_rank(0, shape.world_size):
+        shard = ShardConfig()
+        asked = Parallelism(PipelineConfig(), TensorConfig(), shard, shard.options(None))
+        words = compose(Spread(), build_mesh(shape, "cpu"), asked).plan
+        own = TensorConfig({"mlp.0": "colwise", "mlp.2": "rowwise"})
+        asked = Parallelism(PipelineConfig(), own, shard, shard.options(None))
+        assert compose(Spread(), build_mesh(shape, "cpu"), asked).plan is None
+    assert words is not None
+    (spread,), (whole,) = words.spread, words.whole
+    assert spread == "mlp: mlp.* (colwise), mlp.* (rowwise)"
+    assert whole.startswith(
+        "left whole: other (14% of the parameters): no other layer by whose name"
+    )
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def forward(composed: Composed) -> Tensor:
+    x = torch.ones(1, SIZE, requires_grad=True)
+    (root,) = composed.roots
+    if composed.split is not None:  # it is what runs a stage's layers
+        return root(x)
+    return root(composed.module.model, x)
+
+
+def operations(composed: Composed) -> Counter[str]:
+    """Counts what a forward and a backward of this rank compute."""
+    with Counting() as counting:
+        forward(composed).sum().backward()
+    return counting.counts
+
+
+NESTED = AnyOf([ByClass(["Inner"]), ByClass(["Block"])])
+
+
+@pytest.mark.parametrize(
+    ("shard", "products", "tangents", "sigmoids"),
+    [
+        (ShardConfig(), 1, 1, 1),
+        (ShardConfig(activation_checkpointing="full"), 2, 2, 2),
+        (ShardConfig(activation_checkpointing="selective"), 1, 2, 2),
+        (ShardConfig(activation_checkpointing=["Inner"]), 2, 2, 1),
+        (ShardConfig(wrap=NESTED, activation_checkpointing="full"), 2, 2, 2),
+        (ShardConfig(wrap=NESTED, activation_checkpointing="selective"), 1, 2, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [MeshShape(), MeshShape(pp=2)], ids=["whole", "staged"])
+def test_what_was_asked_for_is_computed_again(
+    shape: MeshShape, shard: ShardConfig, products: int, tangents: int, sigmoids: int
+) -> None:
+    for rank in range(shape.world_size):
+        with made(shape, rank, shard) as composed:
+            counts = operations(composed)
+        num_blocks = DEPTH // shape.pp
+        found = [counts[name] for name in ("addmm", "tanh", "sigmoid")]
+        assert found == [num_blocks * times for times in (products, tangents, sigmoids)]
+
+
+def test_an_error_of_the_wrap_policy_shows_what_the_user_has_written() -> None:
+    class Tied(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model[3].inner = self.model[1].inner
+
+    policy = ByName(["model.1", "model.3"])
+    asked = Parallelism(
+        PipelineConfig(), TensorConfig(), ShardConfig(wrap=policy), ShardingOptions()
+    )
+    with (
+        fake_rank(0, 2),
+        pytest.raises(ValueError, match=r"^ByName\(patterns=\['model.1', 'model.3'\]\) puts the"),
+    ):
+        compose(Tied(), build_mesh(MeshShape(dp_shard=2), "cpu"), asked)
+
+
+@pytest.mark.parametrize(("rank", "own"), [(0, range(0, 4)), (2, range(4, 8))])
+def test_a_stage_has_units_of_its_own_layers(rank: int, own: range) -> None:
+    with made(MeshShape(pp=2, dp_shard=2), rank, ShardConfig(wrap=ByClass(["Inner"]))) as composed:
+        names = [f"model.{layer}.inner" for layer in own]
+        assert composed.units == names
+        parts = composed.module.named_modules()
+        assert [name for name, part in parts if isinstance(part, FSDPModule)] == names
+        assert composed.shards == composed.roots
+
+
+def test_each_stage_of_a_rank_is_sharded_by_itself() -> None:
+    shard = ShardConfig(wrap=ByClass(["Inner"]))
+    with made(MeshShape(pp=2, dp_shard=2), 0, shard, "zbv") as composed:
+        first, last = composed.shards
+        assert composed.shards == composed.roots
+        assert [list(dict(root.named_children())) for root in (first, last)] == [
+            ["0", "1"],
+            ["6", "7"],
+        ]
+
+
+def test_what_crosses_from_stage_to_stage_is_not_cut() -> None:
+    width, tokens = 8, torch.zeros(1, 4, dtype=torch.int64)
+    with fake_rank(0, 4):
+        pipeline = PipelineConfig("interleaved_1f1b", partition="uniform")
+        tensor, shard = TensorConfig(sequence_parallel=True), ShardConfig()
+        asked = Parallelism(pipeline, tensor, shard, shard.options(None))
+        module = GPT(width=width, depth=6, num_heads=2)
+        first, third = compose(module, build_mesh(MeshShape(pp=2, tp=2), "cpu"), asked).roots
+        for root in (first, third):
+            tokens = root(tokens)
+            assert tokens.shape == (1, 4, width)
+
+
+@pytest.mark.parametrize(
+    ("shape", "asked", "num_whole"),
+    [
+        (MeshShape(dp_shard=2), "auto", 2),
+        (MeshShape(dp_shard=2), False, DEPTH),
+        (MeshShape(pp=2, dp_shard=2), "auto", DEPTH // 2),
+        (MeshShape(pp=2, dp_shard=2), True, 2),
+    ],
+)
+def test_blocks_of_a_stage_stay_whole_unless_told_otherwise(
+    shape: MeshShape, asked: Any, num_whole: int
+) -> None:
+    with made(shape, 0, ShardConfig(reshard_after_forward=asked)) as composed:
+        block_bytes = (SIZE + 1) * SIZE * 4
+        assert composed.summary.peak_whole_bytes == num_whole * block_bytes
+        forward(composed)
+        blocks = composed.module.model[: DEPTH // shape.pp]
+        freed = [isinstance(block.inner.linear.weight, DTensor) for block in blocks]
+        assert freed == [num_whole == 2] * len(blocks)
+
+
+FIRST = ByName(["model.0"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "wrap", "compiled"),
+    [
+        (MeshShape(dp_shard=2), 0, "auto", ["Block"] * DEPTH),
+        (MeshShape(dp_shard=2), 0, NESTED, ["Block"] * DEPTH),
+        (MeshShape(pp=2), 0, FIRST, ["Block"]),
+        (MeshShape(pp=2), 1, FIRST, ["Sequential"]),  # what runs the stage that has no unit
+    ],
+)
+def test_what_is_compiled(
+    shape: MeshShape, rank: int, wrap: Any, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    def note(forward: Any) -> Any:
+        found.append(type(forward.__self__).__name__)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", note)
+    with made(shape, rank, ShardConfig(wrap=wrap, compile=True)):
+        assert found == compiled

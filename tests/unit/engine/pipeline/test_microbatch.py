@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dist.engine.pipeline.microbatch import batch_size_of, merge, split
+from lightning_dist.engine.tensors.tree import flatten, map_tensors, unflatten
+
+Named = namedtuple("Named", ["x", "label"])
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: Tensor
+    name: str
+
+
+def trees(rows: int) -> list[Any]:
+    x, y = torch.arange(rows * 2.0).view(rows, 2), torch.arange(rows)
+    return [
+        x,
+        (x, y),
+        [x, {"y": y, "k": 3}],
+        Named(x, "label"),
+        Sample(x, "name"),
+        OrderedDict(a=x, b=(y, None)),
+        {"x": x, "scale": torch.tensor(2.0), "names": ["a", "b"]},
+    ]
+
+
+@pytest.mark.parametrize("index", range(7))
+@given(st.integers(1, 9), st.data())
+@settings(max_examples=20)
+def test_split_and_merge_are_inverse(index: int, rows: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, rows))
+    tree = trees(rows)[index]
+    pieces = split(tree, count)
+    sizes = [piece.num_samples for piece in pieces]
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
+    assert sum(piece.weight for piece in pieces) == pytest.approx(1.0)
+    assert [batch_size_of(piece.content) for piece in pieces] == sizes
+    assert type(pieces[0].content) is type(tree)
+    for piece in pieces:
+        assert [type(x) for x in flatten(piece.content)[0]] == [Tensor] * len(flatten(tree)[0])
+    firsts = [flatten(piece.content)[0][0] for piece in pieces]
+    assert torch.equal(torch.cat(firsts), flatten(tree)[0][0])
+
+
+def test_merge_knows_means_sums_and_rows() -> None:
+    outputs = [
+        {"rows": torch.ones(2, 3), "mean": torch.tensor(1.0), "count": 2, "tag": "a"},
+        {"rows": torch.zeros(1, 3), "mean": torch.tensor(4.0), "count": 5, "tag": "a"},
+    ]
+    merged = merge(outputs, [2, 1])
+    assert merged["rows"].shape == (3, 3)
+    assert float(merged["mean"]) == pytest.approx(2.0)
+    assert (merged["count"], merged["tag"]) == (7, "a")
+    assert merge([None, None], [1, 1]) is None
+    weighed = merge(outputs, [2, 1], [1.0, 3.0])
+    assert (weighed["rows"].shape, float(weighed["mean"]), weighed["count"]) == ((3, 3), 3.25, 7)
+    nothing = [{"mean": torch.tensor(float("nan"))}, {"mean": torch.tensor(4.0)}]
+    assert float(merge(nothing, [2, 1], [0.0, 3.0])["mean"]) == 4.0
+    assert math.isnan(float(merge(nothing, [2, 1], [0.0, 0.0])["mean"]))
+    with pytest.raises(ValueError, match=r"same structure.*\[1, 2\]"):
+        merge([[1], [1, 2]], [1, 1])
+
+
+def test_a_tuple_of_numbers_is_several_results_even_of_as_many_samples() -> None:
+    assert merge([(1.0, 2.0), (3.0, 4.0)], [2, 2]) == (2.0, 3.0)
+    first, second = np.float32([1, 2]), np.float32([3, 4])
+    assert merge([tuple(first), tuple(second)], [2, 2]) == (2.0, 3.0)
+    assert merge([(None, True), (None, True)], [2, 2]) == (None, True)
+    assert merge([(None, None), (None, None)], [2, 2]) == (None, None)
+    assert merge([[1.0, 2.0], [3.0, 4.0]], [2, 2]) == [1.0, 2.0, 3.0, 4.0]
+    assert merge([("a", "b"), ("c", "d")], [2, 2]) == ("a", "b", "c", "d")
+
+
+def test_bad_batches() -> None:
+    with pytest.raises(ValueError, match="3 samples.*num_microbatches=4.*drop_last"):
+        split(torch.ones(3), 4)
+    with pytest.raises(ValueError, match="0 samples"):
+        split("text", 2)
+    with pytest.raises(ValueError, match=r"\[2, 3\]"):
+        split([torch.ones(2), torch.ones(3)], 2)
+
+
+def test_trees_keep_their_containers() -> None:
+    tree = defaultdict(list, a=[torch.ones(1)], b=(None, "text"))
+    tensors, skeleton = flatten(tree)
+    again = unflatten(tensors, skeleton)
+    assert type(again) is defaultdict
+    assert again.default_factory is list
+    assert again["b"] == (None, "text")
+    assert again["a"][0] is tree["a"][0]
+    doubled = map_tensors(lambda t: t * 2, Sample(torch.ones(1), "n"))
+    assert float(doubled.x) == 2.0

@@ -1,0 +1,153 @@
+"""torch's own validator, communication passes and orders as referees of ours.
+
+They are private, so nothing but this test depends on them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from lightning_dist.engine.schedules.csv_file import read_schedule, write_schedule
+from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError
+from lightning_dist.engine.schedules.schedules import FAMILIES, build_schedule
+
+SYNCHRONOUS = [n for n, f in FAMILIES.items() if f.update_rule == "flushed"]
+SIZES = [(2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (8, 16)]
+
+Orders = dict[int, list[torch_schedules._Action]]
+
+
+def build(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    per_rank = FAMILIES[name].fewest_stages
+    return build_schedule(name, num_stages=num_ranks * per_rank, num_microbatches=num_microbatches)
+
+
+def in_torch(schedule: Schedule) -> Orders:
+    return {
+        rank: [torch_schedules._Action.from_str(str(action)) for action in actions]
+        for rank, actions in enumerate(schedule.ranks)
+    }
+
+
+def referee(schedule: Schedule) -> None:
+    homes = schedule.rank_of_stage
+    orders, n = in_torch(schedule), schedule.num_stages
+    found = torch_schedules._validate_schedule(
+        orders, len(schedule.ranks), n, schedule.num_microbatches
+    )
+    assert found == dict(enumerate(homes))
+    lowered = torch_schedules._add_send_recv(in_torch(schedule), homes.__getitem__, n)
+    torch_schedules._simulate_comms_compute(lowered, homes.__getitem__, n)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_torch_finds_nothing_wrong(name: str, sizes: tuple[int, int]) -> None:
+    referee(build(name, *sizes))
+
+
+def test_torch_finds_what_is_wrong() -> None:
+    schedule = build("1f1b", 2, 4)
+    first, second = schedule.ranks
+    with pytest.raises(AssertionError, match="expected 4"):
+        referee(Schedule("short", 2, 4, (first, second[:-1])))
+    with pytest.raises((AssertionError, ValueError)):
+        referee(Schedule("stuck", 2, 4, (first, second[::-1])))
+
+
+def order_of_torch(name: str, rank: int, num_ranks: int, num_microbatches: int) -> list[Any]:
+    per_rank = FAMILIES[name].fewest_stages
+    rounds = max(1, num_microbatches // num_ranks)
+    schedule = SimpleNamespace(
+        _stages=[None] * per_rank,
+        _n_microbatches=num_microbatches,
+        _num_stages=num_ranks * per_rank,
+        num_stages=num_ranks * per_rank,
+        pp_group_size=num_ranks,
+        n_local_stages=per_rank,
+        microbatches_per_round=num_microbatches // rounds,
+    )
+    if name in ("gpipe", "1f1b"):
+        single = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}[name]
+        return getattr(torch_schedules, single)._get_pipeline_order(schedule)[rank]  # type: ignore[no-any-return]
+    several = {
+        "interleaved_1f1b": "ScheduleInterleaved1F1B",
+        "looped_bfs": "ScheduleLoopedBFS",
+        "zb_h1": "ScheduleInterleavedZeroBubble",
+        "zbv": "ScheduleZBVZeroBubble",
+    }[name]
+    calculate = getattr(torch_schedules, several)._calculate_single_rank_operations
+    return calculate(schedule, rank)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_the_order_is_that_of_torch(name: str, sizes: tuple[int, int]) -> None:
+    ours = in_torch(build(name, *sizes))
+    for rank in range(sizes[0]):
+        theirs = [a for a in order_of_torch(name, rank, *sizes) if a and a.is_compute_op]
+        if name == "1f1b":
+            # torch draws this one, which it does not execute from a list, with forwards numbered
+            # from 1 after the warm-up.
+            kinds = [action.computation_type for action in theirs]
+            assert [action.computation_type for action in ours[rank]] == kinds
+        else:
+            assert ours[rank] == theirs
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_a_file_says_what_was_written(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    schedule = build(name, 3, 6)
+    write_schedule(schedule, path)
+    n = schedule.num_stages
+    found = build_schedule(f"file:{path}", num_stages=n, num_microbatches=6)
+    assert (found.ranks, found.rank_of_stage) == (schedule.ranks, schedule.rank_of_stage)
+
+
+def test_a_file_of_torch_is_read_with_its_communication(tmp_path: Path) -> None:
+    schedule = build("zbv", 2, 4)
+    homes = schedule.rank_of_stage
+    lowered = torch_schedules._add_send_recv(in_torch(schedule), homes.__getitem__, 4)
+    path = tmp_path / "torch.csv"
+    path.write_text("".join(",".join(["", *map(str, lowered[r])]) + "\n" for r in (0, 1)))
+    assert read_schedule(path).ranks == schedule.ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no actions"),
+        ("0F0\n1F0\n", "no backwards"),
+        ("0F0,0B0\n1F0,1Q0\n", "row 2, cell 2: '1Q0' is not an action"),
+        ("0F0,0B0\n1F0\n", "misses actions: ..1B0"),
+        ("0F0,0I0\n1F0,1B0\n", "misses actions: ..0W0"),
+        ("7000000F0,0B0\n", "'2F0'.* and more.* stages 0 to 7000000 and micro-batches 0 to 0"),
+        ("0F0,0B0,0I0,0W0\n1F0,1B0\n", "whole backwards ..0B0"),
+        ("0B0,0F0\n1F0,1B0\n", "rank 0 waits with 0B0 for 0F0.*rank 1 waits with 1F0 for 0F0"),
+    ],
+)
+def test_a_file_that_cannot_be_executed_says_why(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_schedule(path)
+    assert "mine.csv" in str(caught.value)
+    executed = not message.startswith(("no ", "row "))
+    assert isinstance(caught.value, ScheduleError) == executed
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.csv.*cannot be read"):
+        read_schedule(tmp_path / "nowhere.csv")
+
+
+def test_a_file_of_a_spreadsheet_begins_with_a_mark(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,0B0\n", encoding="utf-8-sig")
+    assert read_schedule(path).num_stages == 1

@@ -1,0 +1,199 @@
+"""Which lists of blocks a forward runs as a chain."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_dist.engine.splitting.block_loop import loops_over
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.embed = nn.Linear(2, 2)
+        self.checkpointing = True
+
+
+class Plain(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Counted(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for _, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Pair(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+class Ordinary(Base):
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        length = tokens.shape[0]
+        mask = torch.ones(length)
+        x = self.embed(tokens)
+        for block in self.blocks:
+            if self.training and self.checkpointing:
+                x = checkpoint(block, x, mask)
+            else:
+                x = block(x, mask)
+        x = self.embed(x)
+        return F.cross_entropy(x.view(length), targets)
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.parts.h:
+            x = block(x)
+        return x
+
+
+class Branches(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for block in self.blocks:
+            y = block(x)
+            total = total + y
+        return total
+
+
+class Comprehension(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([block(x) for block in self.blocks])
+
+
+class Experts(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for expert in self.blocks:
+            out = out + expert(x)
+        return out
+
+
+class Skip(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        skipped = x
+        for block in self.blocks:
+            x = block(x)
+        return x + skipped
+
+
+class Given(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.embed(x)
+        for block in self.blocks:
+            x = block(x, embedded)
+        return x
+
+
+class Residual(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = F.relu(x + block(x))
+        return x
+
+
+class Dense(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            before = x
+            x = block(x)
+            x = x + before
+        return x
+
+
+class Collected(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        seen = []
+        for block in self.blocks:
+            x = block(x)
+            seen.append(x)
+        return torch.stack(seen)
+
+
+class CollectedBefore(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        seen = []
+        seen.append(self.embed(x))
+        for block in self.blocks:
+            x = block(x)
+        return x + seen[0]
+
+
+class Stored(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.embedded = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x + self.embedded
+
+
+class BetweenBlocks(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = self.embed(x)
+        return x
+
+
+class Twice(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Again(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.blocks[0](x)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Plain()
+        self.embed = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.encoder(x) + x
+
+
+def test_a_loop_that_hands_on_is_a_chain() -> None:
+    assert all(loops_over(model(), "blocks") for model in (Plain, Counted, Pair, Ordinary))
+    assert loops_over(Held(), "parts.h")
+
+
+def test_branches_are_no_chain() -> None:
+    others = (Base, Branches, Comprehension, Experts, Twice, Again)
+    assert not any(loops_over(model(), "blocks") for model in others)
+
+
+def test_nothing_passes_by_a_chain() -> None:
+    others = (Skip, Given, Residual, Dense, Collected, CollectedBefore, Stored, BetweenBlocks)
+    assert not any(loops_over(model(), "blocks") for model in others)
+
+
+def test_only_the_forward_of_the_whole_model_counts() -> None:
+    assert not loops_over(Inner(), "encoder.blocks")

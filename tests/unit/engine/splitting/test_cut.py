@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dist.engine.checkpoint.optimizer_state import (
+    keep_own_parameters,
+    load_by_name,
+    name_groups,
+    state_by_name,
+    to_names,
+    to_numbers,
+)
+from lightning_dist.engine.splitting.cut import (
+    ForeignLayer,
+    cut,
+    foreign_state_names,
+    is_cut,
+    layers_of,
+    skeleton_of,
+    whole,
+)
+from lightning_dist.engine.splitting.layers import LayerSequence
+
+
+def sequence() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+
+
+def test_names_stay_and_foreign_layers_hold_nothing() -> None:
+    net = sequence()
+    names = {name for name, _ in net.named_parameters()}
+    assert foreign_state_names(net, [1, 3], [1]) == {"0.weight", "0.bias"}
+    cut(net, [1, 3], [1])
+    assert {name for name, _ in net.named_parameters()} == {n for n in names if n[0] != "0"}
+    assert foreign_state_names(net, [1, 3], [1]) == {"0.weight", "0.bias"}
+    with pytest.raises(ValueError, match="Layer '0' lives on stage 0"):
+        net(torch.ones(1, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_a_weight_that_a_hook_computes_can_be_cut() -> None:
+    net = nn.Sequential(*(nn.utils.weight_norm(nn.Linear(2, 2)) for _ in range(2)))
+    cut(net, [1, 1], [0])
+    (layer,) = (part for part in net if isinstance(part, ForeignLayer))
+    assert layer.skeleton.weight.is_meta
+    assert net[0](torch.ones(1, 2)).requires_grad
+
+
+def test_cutting_again_alike_does_nothing_and_otherwise_is_refused() -> None:
+    net = sequence()
+    cut(net, [2, 2], [0])
+    layer = net[0]
+    cut(net, [2, 2], [0])
+    assert net[0] is layer
+    with pytest.raises(ValueError, match=r"\[1, 3\].*'1' is here"):
+        cut(net, [1, 3], [0])
+
+
+def test_the_whole_structure_can_be_seen_for_a_while() -> None:
+    net = sequence()
+    total = sum(p.numel() for p in net.parameters())
+    cut(net, [2, 2], [0])
+    with whole(net):
+        assert sum(p.numel() for p in net.parameters()) == total
+        assert {p.device.type for p in net.parameters()} == {"cpu", "meta"}
+    with whole(net, torch.device("cpu")):
+        assert {p.device.type for p in net.parameters()} == {"cpu"}
+    assert is_cut(net)
+    assert isinstance(net[3], ForeignLayer)
+
+
+def stepped(net: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in net.parameters() if p.ndim == 2]
+    vectors = [p for p in net.parameters() if p.ndim == 1]
+    return torch.optim.AdamW([{"params": vectors, "lr": 0.1}, {"params": matrices}], lr=0.2)
+
+
+def test_optimizer_state_by_name_is_the_ordinary_one() -> None:
+    torch.manual_seed(0)
+    single = sequence()
+    nets = [copy.deepcopy(single) for _ in range(2)]
+    reference = stepped(single)
+    single(torch.ones(1, 2)).sum().backward()
+    reference.step()
+    expected = reference.state_dict()
+    parts = []
+    for stage, net in enumerate(nets):
+        optimizer = stepped(net)
+        names = name_groups(optimizer, net)
+        cut(net, [3, 1], [stage])
+        keep_own_parameters(optimizer, net)
+        for name, p in net.named_parameters():
+            p.grad = single.get_parameter(name).grad
+        optimizer.step()
+        parts.append((optimizer, net, names, state_by_name(optimizer, net, names)))
+    merged = {
+        "state": {**parts[0][3]["state"], **parts[1][3]["state"]},
+        "param_groups": parts[0][3]["param_groups"],
+    }
+    ordinary = to_numbers(merged)
+    assert ordinary["param_groups"] == expected["param_groups"]
+    for number, entries in expected["state"].items():
+        for key, value in entries.items():
+            assert torch.equal(ordinary["state"][number][key], value)
+    for optimizer, net, names, own in parts:
+        load_by_name(optimizer, net, to_names(expected, names))
+        again = state_by_name(optimizer, net, names)
+        assert again["state"].keys() == own["state"].keys()
+    with pytest.raises(ValueError, match=r"\[4, 4\].*\[1\]"):
+        to_names(expected, [["x"]])
+
+
+def test_an_optimizer_of_strange_parameters_is_refused() -> None:
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(ValueError, match=r"shape \(3,\)"):
+        name_groups(stranger, sequence())
+
+
+def test_a_foreign_layer_imitates_what_it_computes_in() -> None:
+    sequence = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
+    cut(sequence, (1, 1), [1])
+    foreign = sequence[0]
+    assert isinstance(foreign, ForeignLayer)
+    tokens = torch.zeros(3, dtype=torch.int64, device="meta")
+    assert foreign.imitation()(tokens).dtype == torch.float32
+    foreign.compute_in(lambda p: torch.bfloat16)
+    assert foreign.imitation()(tokens).dtype == torch.bfloat16
+    assert foreign.skeleton.weight.dtype == torch.float32
+
+
+class Watcher(nn.Module):
+    """A module one of whose methods is a hook of its own layer, as a LightningModule's may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.layers[0].register_forward_hook(self.watch)
+
+    def watch(self, *_: object) -> None: ...
+
+
+def test_a_skeleton_has_the_hooks_themselves() -> None:
+    watcher = Watcher()
+    (hook,) = skeleton_of(watcher.layers[0])._forward_hooks.values()
+    assert hook.__self__ is watcher
+
+
+def test_one_activation_may_stand_at_several_places() -> None:
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)
+    x = torch.randn(3, 2)
+    assert len(LayerSequence(model)) == 4
+    assert torch.equal(layers_of(model, (4,), 0)(x), model(x))
+    cut(model, (2, 2), (1,))
+    assert [isinstance(layer, ForeignLayer) for layer in model] == [True, True, False, False]

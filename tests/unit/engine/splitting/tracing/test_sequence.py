@@ -1,0 +1,223 @@
+"""A traced module computes what it computed before, layer by layer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_dist.engine.splitting.cut import cut, layers_of
+from lightning_dist.engine.splitting.tracing.sequence import TracedSequence, sequence_of
+from tests.helpers.traced_models import ResNet, UNet
+
+
+class Mixed(nn.Module):
+    """What a graph can hold beside plain layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.memory = nn.LSTM(4, 4, batch_first=True)
+        self.block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Dropout(0.2))
+        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+        self.register_buffer("mean", torch.zeros(4))
+        self.rate = 0.5
+
+    def forward(self, ids: Tensor, *more: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+        hidden, _ = self.memory(self.words(ids) * self.scale)
+        for addend in more:
+            hidden = hidden + addend
+        with torch.no_grad():
+            if self.training:
+                self.mean.mul_(0.9).add_(hidden.mean((0, 1)), alpha=0.1)
+        hidden = self.block(F.dropout(hidden - self.mean, self.rate, self.training))
+        if mask is not None:
+            hidden = hidden.masked_fill(mask[..., None], 0.0)
+        noise = torch.rand(hidden.shape[0], 1, 1, device=hidden.device, dtype=hidden.dtype)
+        return {"logits": [self.head(hidden + noise)], "used": "all", "none": None}
+
+
+def mixed_input(batch_size: int, length: int = 5) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ids = torch.arange(batch_size * length).reshape(batch_size, length) % 10
+    addend = torch.linspace(0, 1, batch_size * length * 4, dtype=torch.float64)
+    return (ids, addend.reshape(batch_size, length, 4)), {"mask": ids > 7}
+
+
+def image_input(batch_size: int, length: int = 8) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(batch_size)
+    size = (batch_size, 1, length, length)
+    return (torch.randn(size, generator=generator, dtype=torch.float64),), {}
+
+
+def leaves(output: Any) -> Tensor:
+    return output["logits"][0] if isinstance(output, dict) else output
+
+
+Built = tuple[nn.Module, nn.Module, TracedSequence]
+"""A traced module, what it was, and the layers."""
+
+
+def build(class_: type[nn.Module], make_input: Any) -> Built:
+    torch.manual_seed(0)
+    module = class_().double()
+    original = copy.deepcopy(module)
+    args, kwargs = make_input(3)
+    return module, original, TracedSequence(module, args, kwargs)
+
+
+@pytest.fixture(scope="module")
+def unet() -> Built:
+    return build(UNet, image_input)
+
+
+@pytest.fixture(scope="module")
+def resnet() -> Built:
+    return build(ResNet, image_input)
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Built:
+    return build(Mixed, mixed_input)
+
+
+@pytest.mark.parametrize(
+    ("built", "make_input", "lengths"),
+    [
+        ("unet", image_input, (8, 4)),
+        ("resnet", image_input, (8, 5)),
+        ("mixed", mixed_input, (5, 5)),
+    ],
+)
+def test_computes_what_the_module_did(
+    request: pytest.FixtureRequest, built: str, make_input: Any, lengths: tuple[int, ...]
+) -> None:
+    module, original, _ = request.getfixturevalue(built)
+    for is_training in (True, False):
+        module.train(is_training)
+        original.train(is_training)
+        for batch_size, length in ((3, lengths[0]), (1, lengths[0]), (4, lengths[1])):
+            args, kwargs = make_input(batch_size, length)
+            results = []
+            for each in (module, original):
+                torch.manual_seed(5)
+                output = each(*args, **kwargs)
+                loss = leaves(output).square().sum()
+                gradients = torch.autograd.grad(loss, list(each.parameters()))
+                results.append((leaves(output), gradients))
+            torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-14)
+    assert module.state_dict().keys() == original.state_dict().keys()
+    torch.testing.assert_close(module.state_dict(), original.state_dict(), rtol=0, atol=1e-14)
+
+
+def test_layers_begin_at_parameters_and_hand_on_what_is_alive(unet: Built) -> None:
+    _, _, sequence = unet
+    assert sequence.program.titles == ["down", "norm", "bottom", "up", "join", "head"]
+    (x,), _ = image_input(2)
+    values: Any = [x]
+    for layer, alive in zip(sequence, [2, 3, 3, 2, 2], strict=False):
+        values = layer(values)
+        assert len(values) == alive
+    assert sequence[5](values).shape == x.shape
+
+
+def test_a_norm_counts_its_batches_in_its_own_layer(resnet: Built) -> None:
+    _, _, sequence = resnet
+    names = [sorted(sequence.program.names_of_layer(index)) for index in range(len(sequence))]
+    own = ["bias", "num_batches_tracked", "running_mean", "running_var", "weight"]
+    assert names[2] == [f"blocks.0.norm.{name}" for name in own]
+    assert names[1] == ["blocks.0.conv.weight"]
+
+
+def test_each_mode_has_its_graph(mixed: Built) -> None:
+    """Single parts in evaluation, a changed rate: whatever the forward reads of its parts."""
+    module, original, _ = mixed
+    for each in (module, original):
+        each.train()
+    args, kwargs = mixed_input(2)
+
+    def outputs() -> list[Tensor]:
+        found = []
+        for each in (module, original):
+            torch.manual_seed(1)
+            found.append(leaves(each(*args, **kwargs)))
+        return found
+
+    before, _ = outputs()
+    for each in (module, original):
+        each.block.eval()
+    frozen, expected = outputs()
+    assert torch.equal(frozen, expected)
+    for each in (module, original):
+        each.rate = 0.9
+    changed, expected = outputs()
+    assert torch.equal(changed, expected)
+    assert not torch.equal(before, frozen)
+    assert not torch.equal(frozen, changed)
+
+
+def test_versions_of_weights_stand_in_for_the_parameters(unet: Built) -> None:
+    module, _, sequence = unet
+    (x,), _ = image_input(2)
+    aliases = {n: (p.detach() * 2).requires_grad_() for n, p in sequence.named_parameters()}
+    values = sequence.program.begin((x,), {})
+    output = torch.func.functional_call(sequence, aliases, (values,))
+    gradients = torch.autograd.grad(output.sum(), list(aliases.values()))
+    assert all(float(gradient.abs().sum()) > 0 for gradient in gradients)
+    doubled = copy.deepcopy(UNet()).double()
+    doubled.load_state_dict({n: 2 * p for n, p in module.state_dict().items()})
+    torch.testing.assert_close(output, doubled(x), rtol=0, atol=1e-14)
+
+
+def test_each_rank_keeps_its_layers_tensors() -> None:
+    module, original, sequence = build(ResNet, image_input)
+    cut(sequence, (4, 2), (1,))
+    sequence.keep([4, 5])
+    assert sequence_of(module) is sequence
+    held = {"blocks.1.norm.weight", "blocks.1.norm.bias", "head.weight", "head.bias"}
+    assert {name for name, _ in module.named_parameters()} == held
+    assert sequence.away is not None
+    assert sequence.away.names | module.state_dict().keys() == original.state_dict().keys()
+    with sequence.away.back(None):
+        expected = [(n, p.shape, p.requires_grad) for n, p in original.named_parameters()]
+        assert [(n, p.shape, p.requires_grad) for n, p in module.named_parameters()] == expected
+        assert list(module.state_dict()) == list(original.state_dict())
+        assert module.stem.weight.is_meta
+    with sequence.away.described(torch.device("cpu")):
+        assert [(n, p.shape, p.requires_grad) for n, p in module.named_parameters()] == expected
+        assert module.stem.weight.is_cpu
+        with pytest.raises(ValueError, match=r"'stem\.weight' was asked for"):
+            module.stem.weight.sum()
+    assert {name for name, _ in module.named_parameters()} == held
+    module.eval()
+    assert not module.blocks[0].norm.training, "parts are there, whoever has their tensors"
+    with pytest.raises(ValueError, match=r"'blocks\.0\.conv' has parameters on another rank"):
+        module.blocks[0].conv(torch.zeros(1, 4, 8, 8))
+    with pytest.raises(ValueError, match="lives on stage 0"):
+        module(torch.zeros(2, 1, 8, 8, dtype=torch.float64))
+    last = layers_of(sequence, (4, 2), 1)
+    assert {id(p) for p in last.parameters()} == {id(p) for p in module.parameters()}
+
+
+def test_a_buffer_that_many_layers_read_is_kept_by_each() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.unused = nn.Linear(2, 2)
+            self.register_buffer("shift", torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) + self.shift) * self.shift
+
+    sequence = TracedSequence(Shifted(), (torch.zeros(2, 2),), {})
+    first = sequence.names_in([0])
+    assert first == {"first.weight", "first.bias", "shift"}
+    assert sequence.names_in([1]) == {*(n.replace("first", "second") for n in first)} | {
+        "unused.weight",
+        "unused.bias",
+    }

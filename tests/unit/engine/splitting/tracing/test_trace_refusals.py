@@ -1,0 +1,194 @@
+"""What stands in the way of a trace is named, with its line and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_dist.engine.splitting.tracing.sequence import TracedSequence
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Branch(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) if x.sum() > 0 else self.second(x)
+
+
+class Numpy(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * float(x.detach().numpy().sum())
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+class OwnBackward(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return Triple.apply(self.first(x))
+
+
+class Reentrant(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.first, x, use_reentrant=True)
+
+
+class Keeps(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.first(x)
+        return self.second(self.last)
+
+
+class Counts(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
+class FixedBatch(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x.view(3, x.shape[1]))
+
+
+class OtherOrder(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else self.first(self.second(x))
+
+
+class WritesLateInEvaluation(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        result = self.second(hidden)
+        return result + (hidden if self.training else hidden.mul_(2))
+
+
+class Hooked(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("class_", "message", "line"),
+    [
+        (Branch, "torch.where", "if x.sum() > 0"),
+        (Numpy, "numpy", "x.detach().numpy()"),
+        (OwnBackward, "calls Triple, a torch.autograd.Function.*custom_op", "Triple.apply"),
+        (Reentrant, "calls CheckpointFunction", "checkpoint(self.first"),
+        (Keeps, r"assigns self\.last.*Return it", ""),
+        (Counts, r"assigns \['count'\].*steps or hooks", ""),
+        (FixedBatch, r"batch size for a constant, 3 .*x\.shape\[0\]", ""),
+        (OtherOrder, r"'first\.weight' earlier in training", ""),
+        (WritesLateInEvaluation, "written to in place.*apart in training", "hidden.mul_(2)"),
+        (Hooked, r"\['second'\] have forward hooks", ""),
+    ],
+)
+def test_is_refused(class_: type[nn.Module], message: str, line: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        TracedSequence(class_(), (torch.ones(3, 4),), {})
+    if line:
+        text = str(caught.value)
+        assert line in text
+        assert Path(__file__).name in text
+
+
+class Tied(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.weight = self.first.weight
+
+
+class WritesLate(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        result = self.second(hidden)
+        hidden.view(-1).mul_(2)
+        return result + hidden
+
+
+class CountsInBuffer(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.mean.add_(hidden.mean(0))
+        return self.second(hidden) - self.mean
+
+
+class WritesInput(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.first(x)
+        return self.second(result) + x.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("class_", "reason"),
+    [
+        (Tied, r"the parameter 'first.weight' is used more than once"),
+        (WritesLate, r"written to in place at .*:\d+, `hidden.view\(-1\).mul_\(2\)`"),
+        (CountsInBuffer, r"'mean' is written to in place"),
+        (WritesInput, r"written to in place at .*`return self.second\(result\) \+ x.mul_\(2\)`"),
+    ],
+)
+def test_is_not_cut_where_that_would_change_something(class_: type[nn.Module], reason: str) -> None:
+    program = TracedSequence(class_(), (torch.ones(3, 4),), {}).program
+    assert program.titles == ["first"]
+    (found,) = program.uncut
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(found)
+
+
+class Sized(Two):
+    def forward(self, x: Tensor, y: Tensor | None = None, scale: float = 2.0) -> Tensor:
+        hidden = self.first(x) if x.shape[1] > 4 else super().forward(x)
+        return hidden * scale if y is None else hidden + y
+
+
+@pytest.fixture(scope="module")
+def sized() -> nn.Module:
+    class Long(Sized):
+        def forward(self, x: Tensor, y: Tensor | None = None, scale: float = 2.0) -> Tensor:
+            return super().forward(x, y, scale).mean(1)
+
+    module = Long()
+    TracedSequence(module, (torch.ones(3, 6, 4),), {})
+    return module
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((torch.ones(2, 6, 5),), r"x has shape \(2, 6, 5\).*takes \(any, any, 4\)"),
+        ((torch.ones(2, 6, 4).double(),), r"torch.float64 .*torch.float32"),
+        ((torch.ones(2, 3, 4),), r"sizes for which its graph is not made.*is wrong"),
+        ((torch.ones(2, 6, 4), None, 3.0), r"scale=3\.0 .* but 2\.0 in the example"),
+        ((torch.ones(2, 6, 4), torch.ones(2)), r"y=tensor.* but None in the example"),
+        ((), r"do not go with `forward\(x.*missing"),
+    ],
+)
+def test_a_call_that_the_graph_is_not_made_for(
+    sized: nn.Module, args: tuple[Any, ...], message: str
+) -> None:
+    assert sized(torch.ones(1, 7, 4)).shape == (1, 4)
+    with pytest.raises(ValueError, match=message):
+        sized(*args)

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dist.engine.comms.buffers import BufferPool
+from lightning_dist.engine.stashing.versions import WeightStore
+
+
+def store_of(module: nn.Module) -> WeightStore:
+    return WeightStore(module.named_parameters())
+
+
+def test_a_version_keeps_its_values_and_costs_one_copy() -> None:
+    module = nn.Linear(2, 2)
+    store = store_of(module)
+    version = store.acquire()
+    before = module.weight.detach().clone()
+    assert version.aliases["weight"].data_ptr() == module.weight.data_ptr()
+    store.before_step()
+    module.weight.data.add_(1.0)
+    assert torch.equal(version.aliases["weight"], before)
+    assert (store.num_copies, store.num_live_versions) == (1, 2)
+    assert store.stash_bytes == store.peak_stash_bytes == 4 * (4 + 2)
+    store.release(version)
+    assert (store.stash_bytes, store.num_live_versions) == (0, 1)
+
+
+def test_nothing_is_copied_when_nobody_looks() -> None:
+    store = store_of(nn.Linear(2, 2))
+    for _ in range(3):
+        store.release(store.acquire())
+        store.before_step()
+    assert (store.num_copies, store.num_steps, store.peak_stash_bytes) == (0, 3, 0)
+
+
+def test_users_of_one_version_share_it() -> None:
+    store = store_of(nn.Linear(2, 2))
+    first, second = store.acquire(), store.acquire()
+    assert first is second
+    store.before_step()
+    store.release(first)
+    assert store.num_live_versions == 2
+    store.release(second)
+    assert store.num_live_versions == 1
+
+
+def test_forwards_stay_behind_by_some_steps() -> None:
+    module = nn.Linear(2, 2)
+    store = WeightStore(module.named_parameters(), max_age=2)
+    seen, held = [], []
+    for step in range(5):
+        module.weight.data.fill_(float(step))
+        version = store.acquire()
+        seen.append(float(version.aliases["weight"].detach()[0, 0]))
+        store.release(version)
+        store.before_step()
+        held.append(store.num_live_versions)
+    assert seen == [0.0, 0.0, 0.0, 1.0, 2.0]
+    assert held == [2, 3, 3, 3, 3]
+    store.restart()
+    assert (store.num_live_versions, store.stash_bytes) == (1, 0)
+    module.weight.data.fill_(9.0)
+    assert float(store.acquire().aliases["weight"].detach()[0, 0]) == 9.0
+
+
+def test_a_version_in_use_outlives_its_age() -> None:
+    module = nn.Linear(2, 2)
+    store = WeightStore(module.named_parameters(), max_age=1)
+    first = store.acquire()
+    for _ in range(3):
+        store.before_step()
+        module.weight.data.add_(1.0)
+    store.restart()
+    assert store.num_live_versions == 2
+    assert not bool((first.aliases["weight"] == module.weight).any())
+    store.release(first)
+    assert store.num_live_versions == 1
+
+
+def test_released_memory_is_free() -> None:
+    store = store_of(nn.Linear(2, 2))
+    version = store.acquire()
+    store.before_step()
+    alive = weakref.ref(version)
+    store.release(version)
+    del version
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_frozen_parameter_is_never_copied() -> None:
+    module = nn.Linear(2, 2)
+    module.weight.requires_grad_(False)
+    store = store_of(module)
+    version = store.acquire()
+    store.before_step()
+    assert version.aliases["weight"].data_ptr() == module.weight.data_ptr()
+    assert not version.aliases["weight"].requires_grad
+    assert store.stash_bytes == 4 * 2
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d(2, 2, 3, padding=1), nn.LayerNorm(4), nn.Linear(4, 4)])
+def test_the_backward_sees_the_weights_of_its_forward(layer: nn.Module) -> None:
+    layer.double()
+    store = store_of(layer)
+    x = torch.randn(1, 2, 4, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    version = store.acquire()
+    loss = torch.func.functional_call(layer, dict(version.aliases), (x,)).square().sum()
+    store.before_step()
+    for parameter in layer.parameters():
+        parameter.data.mul_(3.0)
+    (actual,) = torch.autograd.grad(loss, x)
+    assert torch.equal(actual, expected)
+
+
+def test_a_buffer_is_used_again_once_nobody_sees_it() -> None:
+    pool = BufferPool()
+    buffer = pool.take(24)
+    first = torch.frombuffer(buffer, dtype=torch.float32)
+    pointer, view = first.data_ptr(), first[:1]
+    del first, buffer
+    assert torch.frombuffer(pool.take(24), dtype=torch.int8).data_ptr() != pointer, "still seen"
+    del view
+    assert torch.frombuffer(pool.take(24), dtype=torch.int8).data_ptr() == pointer
+    assert pool.allocated_bytes == 2 * 24

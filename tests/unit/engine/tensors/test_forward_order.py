@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_dist.engine.tensors.forward_order import runs_before
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("head", "body", "stem"):
+            setattr(self, name, nn.Identity())
+
+
+class Straight(Parts):
+    def forward(self, x: Any) -> Any:
+        x = self.stem(x) if self.stem is not None else x
+        for layer in self.body:
+            x = layer(x)
+        return self.head(x)
+
+
+class Nested(Parts):
+    def forward(self, x: Any) -> Any:
+        return self.head(self.body(x=self.stem(x)))
+
+
+class Extended(Straight):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) + self.head.bias
+
+
+@pytest.mark.parametrize("class_", [Straight, Nested, Extended])
+def test_the_code_says_what_comes_first(class_: type[nn.Module]) -> None:
+    module = class_()
+    assert runs_before(module, "stem", "body")
+    assert runs_before(module, "body", "head")
+    assert not runs_before(module, "head", "stem")
+
+
+def test_without_code_the_order_of_registration_decides() -> None:
+    assert runs_before(Parts(), "head", "body")
+    assert not runs_before(Parts(), "stem", "body")

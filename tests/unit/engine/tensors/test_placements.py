@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_dist.engine.tensors.placements import stacked, stacked_dim, unstacked
+from lightning_dist.engine.tensors.shards import cut, is_storable
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Rank 1 of 2, without the other."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_rank_has_its_part_of_each_matrix(mesh: DeviceMesh, dim: int) -> None:
+    whole = torch.arange(48.0).view(12, 4) if dim == 0 else torch.arange(48.0).view(4, 12)
+    own = cut(whole, mesh, [stacked(dim, 3)])
+    parts = [matrix.chunk(2, dim)[1] for matrix in whole.chunk(3, dim)]
+    assert torch.equal(own.to_local(), torch.cat(parts, dim))
+    assert own.shape == whole.shape
+    assert stacked_dim(own) == dim
+    assert not is_storable(own)
+
+
+def test_a_contiguous_piece_is_none_of_this(mesh: DeviceMesh) -> None:
+    own = cut(torch.ones(4, 4), mesh, [Shard(0)])
+    assert isinstance(own, DTensor)
+    assert stacked_dim(own) is None
+    assert is_storable(own)
+    assert stacked_dim(torch.ones(2)) is None
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_matrices_may_have_a_dim_of_their_own(mesh: DeviceMesh, dim: int) -> None:
+    whole = torch.arange(48.0).view(12, 4) if dim == 0 else torch.arange(48.0).view(4, 12)
+    own = unstacked(cut(whole, mesh, [stacked(dim, 3)]))
+    apart = whole.unflatten(dim, (3, 4))
+    assert torch.equal(own.to_local(), apart.chunk(2, dim + 1)[1])
+    assert own.shape == apart.shape
+    assert own.stride() == apart.stride()
+    assert own.placements == (Shard(dim + 1),)
+
+
+def test_another_axis_goes_on_sharding_what_it_has_sharded() -> None:
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for dim in (0, 1):
+        whole = torch.arange(60.0).view(12, 5) if dim == 0 else torch.arange(60.0).view(5, 12)
+        own = unstacked(cut(whole, mesh, [Shard(1 - dim), stacked(dim, 3)]))
+        apart = whole.unflatten(dim, (3, 4))
+        other = 2 if dim == 0 else 0
+        assert torch.equal(own.to_local(), apart.chunk(2, other)[1].chunk(2, dim + 1)[1])
+        assert own.shape == apart.shape
+        assert own.placements == (Shard(other), Shard(dim + 1))
+    dist.destroy_process_group()

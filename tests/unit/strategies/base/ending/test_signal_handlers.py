@@ -1,0 +1,69 @@
+"""What signals do while a run lasts, and behind it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+
+import pytest
+
+from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.ending.signal_handlers import InterruptHandler, SigtermHandler
+from tests.helpers.models import make_trainer
+
+
+def test_the_second_ctrl_c_does_not_wait() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    has_boundary = False
+    try:
+        handler = InterruptHandler(make_trainer(), lambda: has_boundary)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        has_boundary = True
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        handler.remove()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_sigterm_is_ours_before_and_with_lightnings_handlers_and_then_the_users_again() -> None:
+    trainer = make_trainer()
+    ours: list[str] = []
+    users: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: users.append("signal"))
+    try:
+        handler = SigtermHandler(trainer, lambda: ours.append("signal"))
+        signal.raise_signal(signal.SIGTERM)
+        assert ours == ["signal"]
+        lightning_internals.replace_sigterm_protocol(trainer, lambda: None)
+        trainer._signal_connector.register_signal_handlers()
+        signal.raise_signal(signal.SIGTERM)
+        assert ours == ["signal"] * 2
+        assert not users
+        handler.remove()
+        signal.raise_signal(signal.SIGTERM)
+        trainer._signal_connector.teardown()
+        signal.raise_signal(signal.SIGTERM)
+        assert (ours, users) == (["signal"] * 2, ["signal"] * 2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_ends_what_was_forked_during_a_run() -> None:
+    handler = SigtermHandler(make_trainer(), lambda: None)
+    try:
+        context = multiprocessing.get_context("fork")
+        runs = context.Event()  # until it does, Python drops the signals of a forked process
+        child = context.Process(target=lambda: (runs.set(), signal.pause()))
+        child.start()
+        assert runs.wait(10)
+        child.terminate()
+        child.join(10)
+        assert child.exitcode == -signal.SIGTERM
+    finally:
+        child.kill()
+        handler.remove()

@@ -1,0 +1,25 @@
+"""A Trainer fits the processes that the script runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning as L
+import pytest
+
+from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
+from lightning_dist.strategies.base.distributed import DistributedStrategy
+from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, PipelineStrategy])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_another_number_of_processes_is_refused(
+    strategy: Callable[[], DistributedStrategy], devices: int
+) -> None:
+    with fake_rank(0, 2):
+        L.Trainer(accelerator="cpu", devices=2, strategy=strategy(), logger=False)
+        with pytest.raises(
+            ValueError, match=rf"size of {devices},.*in 2 processes.*same `devices`"
+        ):
+            L.Trainer(accelerator="cpu", devices=devices, strategy=strategy(), logger=False)

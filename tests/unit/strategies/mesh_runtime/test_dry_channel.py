@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import torch
+
+from lightning_dist.engine.comms.memory_channel import MemoryChannel
+from lightning_dist.strategies.mesh_runtime.dry_channel import DryLinks, DryMessage, DrySender
+
+
+def test_what_is_sent_comes_out_as_shapes() -> None:
+    sizes: list[int] = []
+    sender = DrySender(sizes.append)
+    wanted = torch.ones(2, 3, requires_grad=True)
+    sender.send({"x": wanted, "mask": torch.ones(2, dtype=torch.bool), "name": "a"})
+    assert sizes == [2 * 3 * 4 + 2]
+    made = sender.sent[0].make()
+    assert made["name"] == "a"
+    assert (made["x"].shape, made["x"].requires_grad) == ((2, 3), True)
+    assert (made["mask"].dtype, made["mask"].requires_grad) == (torch.bool, False)
+
+
+def ignore(_: int) -> None: ...
+
+
+def test_a_gradient_comes_back_for_each_tensor_that_wants_one() -> None:
+    made = DryLinks.of((0, 1), 0, {}, ignore)
+    links = made.links
+    assert not links.activations_in
+    assert not links.gradients_out
+    for size in (2, 3):
+        activation = [torch.ones(size, requires_grad=True), torch.ones(9)]
+        links.activations_out[0].send(activation, port=size)
+    assert made.sent.keys() == {0}
+    assert made.sent[0].keys() == {2, 3}
+    for size in (3, 2):  # whatever the order of the backwards
+        (gradient,) = links.gradients_in[0].receive(port=size).gradients
+        assert gradient.shape == (size,)
+        assert not gradient.requires_grad
+
+
+def test_the_last_stage_receives_activations_and_sends_gradients() -> None:
+    sizes: list[int] = []
+    known = {0: {7: DryMessage.of(torch.ones(4))}}
+    made = DryLinks.of((0, 1), 1, known, sizes.append)
+    links = made.links
+    assert not links.activations_out
+    assert not links.gradients_in
+    assert links.activations_in[1].receive(port=7).shape == (4,)
+    links.gradients_out[1].send([torch.ones(3)])
+    assert sizes == [12]
+    assert not made.sent
+
+
+def test_stages_of_one_rank_hand_over_and_send_nothing() -> None:
+    sizes: list[int] = []
+    made = DryLinks.of((0, 1, 1, 0), 1, {0: {0: DryMessage.of(torch.ones(4))}}, sizes.append)
+    links = made.links
+    assert made.sent.keys() == {2}  # what stage 1 gives stage 2 stays
+    assert isinstance(links.activations_out[1], MemoryChannel)
+    assert links.activations_in[2] is links.activations_out[1]
+    assert links.gradients_in[1] is links.gradients_out[2]
+    links.activations_out[1].send(torch.ones(5, requires_grad=True))
+    assert links.activations_in[2].receive().requires_grad
+    assert not sizes
+    links.activations_out[2].send(torch.ones(6))
+    links.gradients_out[1].send([torch.ones(7)])
+    assert sizes == [24, 28]

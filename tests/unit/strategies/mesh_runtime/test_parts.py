@@ -1,0 +1,70 @@
+"""The strategies' parts that need no other process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+import lightning_dist
+from lightning_dist.engine.comms.failures.failure_ring import Failure, RankFailedError
+from lightning_dist.engine.tensors.rng import seeded
+from lightning_dist.strategies.mesh_runtime.tensor_checks import check_precision
+
+
+def test_the_strategies_have_names() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    names = ["pipeline", "pipeline_gpipe", "pipeline_1f1b", "pipeline_pipedream"]
+    assert set(names) <= set(StrategyRegistry.available_strategies())
+    assert StrategyRegistry.get("pipeline_pipedream").asynchronous
+    kinds = ("DDP", "FSDP", "Mesh", "Pipeline", "TensorParallel")
+    assert lightning_dist.__all__ == [f"{kind}Strategy" for kind in kinds]
+
+
+def test_random_numbers_depend_on_their_name_alone() -> None:
+    device = torch.device("cpu")
+    torch.manual_seed(0)
+    undisturbed = torch.rand(3)
+    torch.manual_seed(0)
+    with seeded(1, 2, device=device):
+        first = torch.rand(3)
+    assert torch.equal(torch.rand(3), undisturbed)
+    with seeded(1, 2, device=device):
+        assert torch.equal(torch.rand(3), first)
+    with seeded(1, 3, device=device):
+        assert not torch.equal(torch.rand(3), first)
+
+
+def test_a_failure_becomes_the_same_error_elsewhere() -> None:
+    try:
+        raise ValueError("bad value\nsecond line")
+    except ValueError as error:
+        failure = Failure.from_exception(2, error)
+    assert str(failure) == "Rank 2 failed first: ValueError: bad value"
+    assert isinstance(failure.to_exception(), ValueError)
+    error = Failure(1, "KeyError: 'k'", "Traceback ...\n").to_exception()
+    assert isinstance(error, RankFailedError)
+    assert "Traceback ..." in str(error.__cause__)
+
+
+def test_a_trainer_for_the_cpu_is_asked_for_no_fp16() -> None:
+    kinds = (lightning_dist.DDPStrategy, lightning_dist.FSDPStrategy)
+    for strategy in ("pipeline", *(kind() for kind in kinds)):
+        with pytest.raises(ValueError, match=r"'16-mixed' on a CPU: .*'bf16-mixed'.*\('fp16'\)"):
+            L.Trainer(accelerator="cpu", devices=2, strategy=strategy, precision="16-mixed")
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False}
+        if isinstance(strategy, str):
+            assert L.Trainer(**options, strategy=strategy, precision="bf16-mixed")
+    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):  # not ours
+        trainer = L.Trainer(accelerator="cpu", devices=1, precision="16-mixed", logger=False)
+    assert trainer.precision == "bf16-mixed"
+
+
+def test_tensor_parallel_ranks_have_one_scale() -> None:
+    check_precision("16-mixed", 1)
+    check_precision("bf16-mixed", 2)
+    with pytest.raises(ValueError, match=r"'16-mixed' with tp_size=2.*'bf16-mixed'"):
+        check_precision("16-mixed", 2)

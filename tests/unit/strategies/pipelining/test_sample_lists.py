@@ -1,0 +1,63 @@
+"""Lists with a tensor for each sample are told from those with one for each column."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from lightning_dist.engine.pipeline.microbatch import SampleList, batch_size_of, split
+from lightning_dist.strategies.pipelining.sample_lists import SampleLists, has_tensor_per_sample
+
+
+@pytest.mark.parametrize(
+    ("num_tensors", "length", "batch_size", "expected"),
+    [
+        (8, 5, 8, True),
+        (2, 8, 8, False),
+        (3, 9, 8, True),  # a last batch of 3 samples
+        (9, 3, 8, False),
+        (3, 5, 8, None),
+        (8, 8, 8, None),
+        (8, 5, None, None),
+    ],
+)
+def test_the_batch_size_tells(
+    num_tensors: int, length: int, batch_size: int | None, expected: bool | None
+) -> None:
+    batch = [torch.ones(length, 2)] * num_tensors
+    assert has_tensor_per_sample(batch, batch_size) is expected
+
+
+def test_a_batch_sampler_knows_the_batch_size() -> None:
+    """Lightning gives a loader that predicts a batch sampler of its own."""
+    sampler = BatchSampler(SequentialSampler(range(16)), batch_size=8, drop_last=False)
+    loader = DataLoader(range(16), batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+    lists = SampleLists(cast(Any, SimpleNamespace(predict_dataloaders=loader)))
+    assert isinstance(lists.mark([torch.ones(5, 2)] * 8, "predict_step"), SampleList)
+
+
+def marked(*batches: Any, collate_fn: Any = list) -> list[bool]:
+    loader = DataLoader([0], batch_size=8, collate_fn=collate_fn)  # type: ignore[arg-type]
+    lists = SampleLists(cast(Any, SimpleNamespace(train_dataloader=loader)))
+    return [isinstance(lists.mark(batch, "training_step"), SampleList) for batch in batches]
+
+
+def test_later_batches_are_as_the_first_whole_one() -> None:
+    whole, last = [torch.ones(5)] * 8, [torch.ones(5)] * 3
+    assert marked(last, whole, last) == [False, True, True]
+    assert marked([torch.ones(5), torch.ones(3)]) == [True]
+    assert marked(whole, tuple(whole), collate_fn=None) == [False, False]
+    assert marked(torch.ones(8, 5), (torch.ones(5),) * 8, [], [whole]) == [False] * 4
+
+
+def test_a_list_of_samples_is_cut_between_them() -> None:
+    samples = SampleList(torch.full((4,), float(index)) for index in range(5))
+    assert batch_size_of(samples) == 5
+    pieces = split(samples, 2)
+    assert [piece.num_samples for piece in pieces] == [3, 2]
+    assert [float(t[0]) for t in pieces[1].content] == [3.0, 4.0]
+    assert all(type(piece.content) is list for piece in pieces)

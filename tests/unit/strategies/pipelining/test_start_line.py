@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.runtime import Links
+from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.splitting.batch_statistics import (
+    find_batch_statistics,
+    with_whole_batches,
+)
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.strategies.pipelining.start_line import describe_pipeline, explain_statistics
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count", "sizes", "line"),
+    [
+        (
+            "1f1b",
+            8,
+            (4, 4, 3),
+            "Pipeline of 3 stages on 3 ranks, 1+2+1 layers of net (the blocks of h),"
+            " schedule '1f1b', 3 micro-batches of 3 or 4 samples, 2 data replicas.",
+        ),
+        (
+            "pipedream",
+            1,
+            (9,),
+            "Pipeline of 3 stages on 3 ranks, 1+2+1 layers of net (the blocks of h),"
+            " schedule 'pipedream', 1 micro-batch of 9 samples, 3+2+1 versions of the weights,"
+            " 2 data replicas.",
+        ),
+    ],
+)
+def test_one_line_says_how_a_pipeline_was_cut(
+    schedule: str, count: int, sizes: tuple[int, ...], line: str
+) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    pipeline = Pipeline(model, PipelineShape(schedule, count, (1, 2, 1), 0), Links({}, {}))
+    mesh = MeshShape(pp=3, dp_replicate=2)
+    assert describe_pipeline(pipeline, mesh, "net (the blocks of h)", sizes) == line
+    pipeline.detach()
+
+
+def test_modules_with_batch_statistics_are_found() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.LayerNorm(2), nn.BatchNorm2d(2).eval())
+    assert find_batch_statistics(net) == ("0 (BatchNorm1d)",)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "asked", "num_ranks", "count"),
+    [
+        ("1f1b", "auto", 4, 1),
+        ("zbv", "auto", 2, 1),
+        ("1f1b", 6, 4, 6),
+        ("pipedream_2bw", "auto", 4, "auto"),  # it needs three
+        ("pipedream_2bw", "auto", 2, 1),
+    ],
+)
+def test_batches_stay_whole_where_they_can(
+    schedule: str, asked: int, num_ranks: int, count: int
+) -> None:
+    config = PipelineConfig(schedule, num_microbatches=asked)
+    assert with_whole_batches(config, num_ranks).num_microbatches == count
+
+
+def test_the_cost_of_whole_batches_and_the_change_by_others_are_told() -> None:
+    whole = explain_statistics(["a (BatchNorm1d)"], (32,), 4)
+    assert "a (BatchNorm1d): statistics of the batch are kept" in whole
+    assert "75% of the time" in whole
+    assert "num_microbatches=16" in whole
+    cut = explain_statistics(["a (BatchNorm1d)"], (8, 8, 8, 8), 4)
+    assert "micro-batches of 8 samples, where one device has 32" in cut
