@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.lowering import lower
-from lightning_dist.engine.schedules.schedules import build_schedule
+from lightning_dist.engine.schedules.registry import build_schedule
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.timeline import SpanKind, Timeline
 from lightning_dist.plotting import plot_timelines

@@ -47,7 +47,7 @@ from torch.func import functional_call
 
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.lowering import lower
-from lightning_dist.engine.schedules.schedules import build_schedule
+from lightning_dist.engine.schedules.registry import build_schedule
 from lightning_dist.engine.splitting.config import PipelineConfig
 from recipes.staleness.lockstep import Lockstep
 

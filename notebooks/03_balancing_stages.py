@@ -39,7 +39,7 @@ from typing import Any
 from IPython.display import display
 
 from lightning_dist.engine.planning.partition import partition_layers
-from lightning_dist.engine.schedules.schedules import build_schedule
+from lightning_dist.engine.schedules.registry import build_schedule
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.plotting import plot_balance, plot_timelines
 

@@ -15,9 +15,9 @@ from lightning.pytorch.profilers import Profiler
 from typing_extensions import override
 
 from lightning_dist.engine.profiling.account import Use
-from lightning_dist.engine.profiling.meters.collective_trace import part_of_step
 from lightning_dist.engine.profiling.meters.recorder import Recorder
-from lightning_dist.engine.profiling.phase import Phase, PhaseKind
+from lightning_dist.engine.profiling.meters.torch_trace import part_of_step
+from lightning_dist.engine.profiling.record import Phase, PhaseKind
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.timeline import SpanKind
 

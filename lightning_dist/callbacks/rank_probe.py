@@ -1,4 +1,7 @@
-"""What a profiler asks a strategy, whichever it is."""
+"""What a profiler asks a strategy, whichever it is.
+
+The stages that a strategy runs, whichever strategy it is.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from collections.abc import Iterable
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 
-from lightning_dist.callbacks.stages_at_work import session_of
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.memory import (
@@ -19,19 +22,49 @@ from lightning_dist.engine.planning.memory import (
     replicated,
     sharded,
 )
-from lightning_dist.engine.profiling.meters.held_bytes import (
+from lightning_dist.engine.profiling.meters.memory import (
     bytes_of,
     gradient_bytes,
     optimizer_bytes,
 )
 from lightning_dist.engine.profiling.meters.recorder import Recorder
-from lightning_dist.engine.profiling.rank_record import RankPlace, StepCount
+from lightning_dist.engine.profiling.record import RankPlace, StepCount
+from lightning_dist.engine.schedules.registry import find_schedules
 from lightning_dist.engine.schedules.schedule import UpdateRule
-from lightning_dist.engine.schedules.schedules import find_schedules
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
 from lightning_dist.strategies.base.process_mesh import ProcessMesh
 from lightning_dist.strategies.ddp import DDPStrategy
 from lightning_dist.strategies.fsdp import FSDPStrategy
+from lightning_dist.strategies.mesh import MeshStrategy
+from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
+from lightning_dist.strategies.pipeline import PipelineStrategy
+from lightning_dist.strategies.pipelining.session import Session
+
+
+def pipeline_of(strategy: Strategy) -> Pipeline | None:
+    """Gives this rank's part of a pipeline, while a run is set up.
+
+    Args:
+        strategy: Any.
+
+    Returns:
+        None where there are no stages.
+    """
+    session = session_of(strategy)
+    return None if session is None else session.pipeline
+
+
+def session_of(strategy: Strategy) -> Session | None:
+    """Gives what a pipeline has at work, as :func:`pipeline_of`.
+
+    Args:
+        strategy: Any.
+    """
+    if isinstance(strategy, PipelineStrategy):
+        return strategy.session
+    if isinstance(strategy, MeshStrategy) and isinstance(strategy.sharded, StagedModule):
+        return strategy.sharded.session
+    return None
 
 
 class RankProbe:

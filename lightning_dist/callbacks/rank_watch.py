@@ -11,12 +11,17 @@ from lightning_dist.callbacks.loop_profiler import LoopProfiler
 from lightning_dist.callbacks.rank_probe import RankProbe
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.profiling.exposure import Exposure
-from lightning_dist.engine.profiling.meters.batch_size import num_samples, num_tokens
-from lightning_dist.engine.profiling.meters.collective_trace import CollectiveTrace
+from lightning_dist.engine.profiling.meters.flops import num_samples, num_tokens
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.profiling.meters.step_counter import StepCounter
-from lightning_dist.engine.profiling.phase import Phase, PhaseKind
-from lightning_dist.engine.profiling.rank_record import MemoryUse, RankRecord, StepCount
+from lightning_dist.engine.profiling.meters.torch_trace import CollectiveTrace
+from lightning_dist.engine.profiling.record import (
+    MemoryUse,
+    Phase,
+    PhaseKind,
+    RankRecord,
+    StepCount,
+)
 from lightning_dist.engine.profiling.step_plan import Role, StepPlan
 from lightning_dist.engine.schedules.timeline import Span
 from lightning_dist.strategies.base.lightning_internals import profiler_of, set_profiler

@@ -5,32 +5,87 @@ quick, attention is small and slow. So layers are timed while they train, for a 
 then, and all ranks learn of all of them. What a better cut would bring is the simulator's answer,
 for with few micro-batches filling and draining hide much of a stage's idleness. All ranks have the
 same numbers, so they decide alike, and where that is asked for they move the layers at once.
+
+What becomes of a balance on rank 0.
+
+Tables cost nothing and come with each report. A picture takes rank 0 some tenths of a second, in
+which the others wait, so there is one, when training is over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_dist.callbacks.balance_report import draw_balance, tell_balance
+from lightning_dist.callbacks import output
+from lightning_dist.callbacks.output import Media
+from lightning_dist.callbacks.rank_probe import pipeline_of
 from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging
-from lightning_dist.callbacks.stages_at_work import pipeline_of
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.measurements import gather_profiles
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.planning.balance import Balance, find_balance, step_seconds
+from lightning_dist.engine.planning.balance import Balance, find_balance, memory_limit, step_seconds
 from lightning_dist.engine.planning.layer_costs import StepCosts
-from lightning_dist.engine.planning.stage_memory import memory_limit
+from lightning_dist.plotting import plot_balance
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 from lightning_dist.strategies.base.process_mesh import ProcessMesh
 from lightning_dist.strategies.mesh import MeshStrategy
 from lightning_dist.strategies.pipeline import PipelineStrategy
+
+
+def tell_balance(
+    balance: Balance,
+    conclusion: str,
+    loggers: Sequence[Logger],
+    step: int,
+    *,
+    print_tables: bool,
+) -> None:
+    """Prints a balance, and gives loggers its tables.
+
+    Args:
+        balance: What was measured.
+        conclusion: A line below the tables.
+        loggers: Of the Trainer.
+        step: Of the training.
+        print_tables: Whether to print the tables above the conclusion.
+    """
+    tables = {"layers": balance.layer_table, "stages": balance.stage_table}
+    output.print_tables(tables.values() if print_tables else (), conclusion)
+    media = Media(loggers)
+    for name, table in tables.items():
+        media.show_table(f"balance/{name}", table, step)
+
+
+def draw_balance(
+    balance: Balance, directory: str | None, loggers: Sequence[Logger], step: int
+) -> None:
+    """Draws a balance, where there is a place for pictures, and matplotlib.
+
+    Args:
+        balance: What was measured.
+        directory: Where the picture goes; None writes no file.
+        loggers: Of the Trainer.
+        step: Of the training.
+    """
+    media = Media(loggers)
+    if find_spec("matplotlib") is None or not (directory or media.shows_pictures):
+        return
+    path = None if directory is None else Path(directory) / "stage_balance.png"
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    media.show_figure("balance/picture", plot_balance(balance, path), step)
+
 
 _MOVED_LAYERS = "balance/moved_layers"
 _MOVE_SECONDS = "balance/move_seconds"

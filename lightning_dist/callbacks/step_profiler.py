@@ -18,14 +18,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.callbacks.profile_files import publish
+from lightning_dist.callbacks.output import publish
 from lightning_dist.callbacks.rank_probe import RankProbe
 from lightning_dist.callbacks.rank_watch import RankWatch
-from lightning_dist.engine.profiling.clock_offset import ClockOffset
 from lightning_dist.engine.profiling.meters.clock_sync import exchange_pings
 from lightning_dist.engine.profiling.meters.torch_trace import TorchTrace
-from lightning_dist.engine.profiling.phase import PhaseKind
-from lightning_dist.engine.profiling.rank_record import RankRecord
+from lightning_dist.engine.profiling.record import ClockOffset, PhaseKind, RankRecord
 from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.engine.profiling.step_plan import Role, StepPlan
 from lightning_dist.engine.schedules.timeline import Timeline

@@ -8,8 +8,15 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from lightning_dist.engine.planning.balance import Balance
-from lightning_dist.plotting.canvas import clear_frame, new_figure
-from lightning_dist.plotting.colours import BLUE, GREY, ORANGE, SKY, VERMILION
+from lightning_dist.plotting.style import (
+    BLUE,
+    GREY,
+    ORANGE,
+    SKY,
+    VERMILION,
+    clear_frame,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_dist.engine.profiling.phase import Phase
+from lightning_dist.engine.profiling.record import Phase
 from lightning_dist.engine.schedules.actions import Action
 from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
 

@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_dist.engine.common.quantity import scale_of_bytes
-from lightning_dist.engine.common.table import Table
+from lightning_dist.engine.common.table import Table, scale_of_bytes
 from lightning_dist.engine.profiling.account import Use
-from lightning_dist.engine.profiling.phase import PhaseKind
+from lightning_dist.engine.profiling.record import PhaseKind
 from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.engine.profiling.summary import memory_table, summary_table, time_table
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.timeline import Span, SpanKind
-from lightning_dist.plotting.bars import Bars
-from lightning_dist.plotting.colours import BLUE, GREEN, OF_USES, SKY
+from lightning_dist.plotting.profile import Bars
+from lightning_dist.plotting.style import BLUE, GREEN, OF_USES, SKY
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

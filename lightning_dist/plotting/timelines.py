@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
-from lightning_dist.plotting.canvas import clear_frame, new_figure
-from lightning_dist.plotting.colours import (
+from lightning_dist.plotting.style import (
     BLUE,
     GREEN,
     ORANGE,
@@ -22,6 +21,8 @@ from lightning_dist.plotting.colours import (
     SKY,
     VERMILION,
     YELLOW,
+    clear_frame,
+    new_figure,
 )
 
 if TYPE_CHECKING:

@@ -22,17 +22,17 @@ from typing_extensions import override
 
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.splitting.batch_statistics import find_batch_statistics
-from lightning_dist.engine.tensors.random_state import RandomStream
-from lightning_dist.engine.tensors.rng import seed_all
+from lightning_dist.engine.tensors.rng import RandomStream, seed_all
 from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import bracket_callbacks
 from lightning_dist.strategies.base.checkpointing import LayoutFreeCheckpoints
-from lightning_dist.strategies.base.ending.drain_hook import drain_before_validation
-from lightning_dist.strategies.base.ending.evaluation_stop import stop_evaluations_together
-from lightning_dist.strategies.base.ending.training_stop import stop_training_together
-from lightning_dist.strategies.base.loaders.early_ends import EarlyEnds
-from lightning_dist.strategies.base.loaders.epoch_ends import EpochEnds
+from lightning_dist.strategies.base.ending.stopping import (
+    drain_before_validation,
+    stop_evaluations_together,
+    stop_training_together,
+)
+from lightning_dist.strategies.base.loaders.lengths import EarlyEnds, EpochEnds
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
 from lightning_dist.strategies.mesh_runtime.layout_line import explain_own_statistics
 from lightning_dist.strategies.synced_batch_norm import SyncedBatchNorm

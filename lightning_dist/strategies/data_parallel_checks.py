@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_dist.engine.common.count import check_count, check_positive
+from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.data_parallel.compression import Compression
-from lightning_dist.engine.tensors.shards import is_spread
+from lightning_dist.engine.tensors.dtensor import is_spread
 
 
 def check_arguments(

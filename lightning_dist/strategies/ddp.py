@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.compression import Compression
-from lightning_dist.engine.data_parallel.gradient_exchange import GradientExchange
+from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
 from lightning_dist.engine.data_parallel.meter import CommunicationMeter
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
@@ -40,7 +40,7 @@ from lightning_dist.engine.schedules.timeline import Timeline
 from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import add_first_callback
-from lightning_dist.strategies.base.loaders.uneven_inputs import UnevenInputs
+from lightning_dist.strategies.base.loaders.uneven import UnevenInputs
 from lightning_dist.strategies.base.process_mesh import StartMethod
 from lightning_dist.strategies.communication_log import CommunicationLog
 from lightning_dist.strategies.data_parallel import DataParallelStrategy

@@ -16,8 +16,8 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
-from lightning_dist.engine.common.count import check_count
 from lightning_dist.engine.common.mesh_shape import MeshShape, fill_mesh
+from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.parallelize.rank_table import gather_rank_table
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.pipeline.measurements import MeasuredStages
@@ -26,15 +26,15 @@ from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.base.distributed import Read
 from lightning_dist.strategies.base.process_mesh import StartMethod
-from lightning_dist.strategies.mesh_runtime import fsdp_checks
-from lightning_dist.strategies.mesh_runtime.dry_run import DryRun
-from lightning_dist.strategies.mesh_runtime.mesh_checks import (
+from lightning_dist.strategies.mesh_runtime import checks
+from lightning_dist.strategies.mesh_runtime.checks import (
     check_dry_run,
     check_mesh,
     check_offload,
+    check_precision,
     check_sizes,
 )
-from lightning_dist.strategies.mesh_runtime.tensor_checks import check_precision
+from lightning_dist.strategies.mesh_runtime.dry_run import DryRun
 from lightning_dist.strategies.sharded import ShardedStrategy
 
 
@@ -127,7 +127,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:
         shape = fill_mesh(world_size, **self._sizes)
-        fsdp_checks.check_reshard(self._shard_config.reshard_after_forward, shape.dp_shard)
+        checks.check_reshard(self._shard_config.reshard_after_forward, shape.dp_shard)
         check_offload(self._shard_config.offload, shape)
         return shape
 

@@ -36,8 +36,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
-from lightning_dist.engine.common.count import check_count
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.parallelize.grad_norm import NormsAhead
 from lightning_dist.engine.pipeline.measurements import MeasuredStages, gather_measurements
@@ -63,8 +63,10 @@ from lightning_dist.strategies.base.callback_order import add_first_callback, br
 from lightning_dist.strategies.base.clipping import clip_whole_gradient
 from lightning_dist.strategies.base.distributed import Read
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
-from lightning_dist.strategies.base.ending.drain_hook import drain_before_validation
-from lightning_dist.strategies.base.ending.training_stop import stop_training_together
+from lightning_dist.strategies.base.ending.stopping import (
+    drain_before_validation,
+    stop_training_together,
+)
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.process_mesh import StartMethod

@@ -26,7 +26,7 @@ from lightning_dist.engine.comms.group_pool import pool_of_world
 from lightning_dist.engine.data_parallel.checks import check_gradients
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.parallelize.grad_norm import leaving_out, norm_over
-from lightning_dist.engine.parallelize.mixed_groups import update_mixed_groups_singly
+from lightning_dist.engine.parallelize.mixed_tensors import update_mixed_groups_singly
 from lightning_dist.engine.parallelize.parallelize import Parallelism, compose
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.parallelize.used_parts import UsedParts
@@ -40,14 +40,14 @@ from lightning_dist.engine.splitting.batch_statistics import (
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary
-from lightning_dist.engine.tensors.random_state import first_ranks_numbers
-from lightning_dist.engine.tensors.replaced_method import replace_method
-from lightning_dist.engine.tensors.shards import is_spread
+from lightning_dist.engine.tensors.dtensor import is_spread
+from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.engine.tensors.rng import first_ranks_numbers
 from lightning_dist.strategies import data_parallel_checks
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.clipping import clip_whole_gradient
-from lightning_dist.strategies.base.data_metrics import reduce_metrics_over
-from lightning_dist.strategies.base.loaders.evaluation_lengths import check_evaluation_lengths
+from lightning_dist.strategies.base.loaders.lengths import check_evaluation_lengths
+from lightning_dist.strategies.base.metrics import reduce_metrics_over
 from lightning_dist.strategies.base.model_checks import (
     check_callbacks,
     check_finetuning,
@@ -57,7 +57,8 @@ from lightning_dist.strategies.base.model_checks import (
 )
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.data_parallel import DataParallelStrategy
-from lightning_dist.strategies.mesh_runtime import fsdp_checks as checks
+from lightning_dist.strategies.mesh_runtime import checks as checks
+from lightning_dist.strategies.mesh_runtime.checks import check_precision
 from lightning_dist.strategies.mesh_runtime.kept_sharding import (
     KeptSharding,
     Layout,
@@ -66,7 +67,6 @@ from lightning_dist.strategies.mesh_runtime.kept_sharding import (
 )
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
-from lightning_dist.strategies.mesh_runtime.tensor_checks import check_precision
 from lightning_dist.strategies.pipelining.checks import check_trainer, one_optimizer
 from lightning_dist.strategies.pipelining.session import run_context
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_dist.engine.schedules.registry import build_schedule, find_schedules
 from lightning_dist.engine.schedules.schedule import UpdateRule
-from lightning_dist.engine.schedules.schedules import build_schedule, find_schedules
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from recipes.staleness.trial import METHODS, Method
 

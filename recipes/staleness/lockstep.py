@@ -20,7 +20,7 @@ from lightning_dist.engine.pipeline.connect import connect_in_memory
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links
-from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import PipelineStrategy
-from lightning_dist.engine.schedules.schedules import find_schedules
+from lightning_dist.engine.schedules.registry import find_schedules
 from recipes.gpt import GPT, build_gpt
 from recipes.text import load_text, split_text
 

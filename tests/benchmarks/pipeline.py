@@ -24,8 +24,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.connect import connect
 from lightning_dist.engine.pipeline.measurements import MeasuredTimelines
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.schedules.schedules import SCHEDULE_NAMES, find_schedules
-from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, PipelineShape, find_schedules
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from tests.benchmarks import contestants as c
 from tests.benchmarks import data_parallel as d

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links
-from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from tests.helpers.threads import connect_turns

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dist.engine.tensors.shards import whole
+from lightning_dist.engine.tensors.dtensor import whole
 from recipes.gpt import GPT
 from tests.helpers.models import make_trainer
 

@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lightning_dist.engine.comms.failures.last_resort import never_destroy
+from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 
 
 def main() -> None:

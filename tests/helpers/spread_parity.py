@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_dist.engine.tensor_parallel.apply import SpreadModule, SpreadOptions
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
-from lightning_dist.engine.tensors.shards import whole
+from lightning_dist.engine.tensors.dtensor import whole
 
 
 def largest_difference(

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.comms.memory_channel import MemoryChannel
+from lightning_dist.engine.comms.channel import MemoryChannel
 from lightning_dist.engine.pipeline.connect import connect_in_memory
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.schedule import UpdateRule
-from lightning_dist.engine.schedules.shape import PipelineShape
 
 Train = Callable[[nn.Sequential, Pipeline], Any]
 """Trains a rank's stages; gets the model as it was, without the layers of other ranks."""

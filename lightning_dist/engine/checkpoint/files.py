@@ -39,7 +39,7 @@ from lightning_dist.engine.checkpoint import tied_names
 from lightning_dist.engine.checkpoint.joint_save import JointSave
 from lightning_dist.engine.checkpoint.metadata import ShardReader, reason_of
 from lightning_dist.engine.checkpoint.optimizer_state import to_numbers
-from lightning_dist.engine.tensors.shards import is_storable, storable
+from lightning_dist.engine.tensors.dtensor import is_storable, storable
 
 _METADATA_FILE = "lightning.pt"
 _README_FILE = "README.txt"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dist.engine.checkpoint.tied_names import FirstNames
-from lightning_dist.engine.tensors.shards import shard_like
+from lightning_dist.engine.tensors.dtensor import shard_like
 
 GroupNames = list[list[str]]
 """Names of the whole model's parameters in each group, in the order of the groups."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from lightning_dist.engine.common.count import check_count
+from lightning_dist.engine.common.names import check_count
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.engine.comms.channel import PeerLostError
-from lightning_dist.engine.comms.message_form import NO_FORM, MessageForm, content_of
+from lightning_dist.engine.comms.codec import NO_FORM, MessageForm, content_of
 from lightning_dist.engine.comms.packet import (
     Lead,
     Memory,
@@ -34,9 +34,8 @@ from lightning_dist.engine.comms.packet import (
     fill,
     write_lead,
 )
-from lightning_dist.engine.comms.shared_packet import shared_bytes, write_shared
-from lightning_dist.engine.comms.shared_room import SharedRoom
-from lightning_dist.engine.planning.message_count import MessageCount
+from lightning_dist.engine.comms.shared_slots import SharedRoom, shared_bytes, write_shared
+from lightning_dist.engine.planning.traffic import MessageCount
 from lightning_dist.engine.tensors.tree import flatten
 
 # A thread that outlives this has a peer that died without closing its connection.

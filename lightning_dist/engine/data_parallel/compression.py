@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 
-from lightning_dist.engine.comms.failures.last_resort import never_destroy
+from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 
 Compression = Literal["none", "fp16", "bf16", "powersgd"]
 CommHook = Callable[[Any, dist.GradBucket], Future[Tensor]]

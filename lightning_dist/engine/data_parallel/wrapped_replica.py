@@ -26,7 +26,7 @@ from lightning_dist.engine.data_parallel.ddp_internals import (
     prepare_for_backward,
     remove_gradient_hooks,
 )
-from lightning_dist.engine.data_parallel.gradient_exchange import GradientExchange
+from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.data_parallel.meter import CommunicationMeter
 from lightning_dist.engine.data_parallel.missing_gradients import MissingGradients
 from lightning_dist.engine.data_parallel.trainable_set import TrainableSet, average_left_gradients

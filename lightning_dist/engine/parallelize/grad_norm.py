@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import get_total_norm
 
-from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.dtensor import local_part
 
 FindNorm = Callable[[Sequence[Sequence[Tensor]]], Tensor]
 """Takes the parameters, grouped by how they are spread; gives the norm of the whole gradient."""

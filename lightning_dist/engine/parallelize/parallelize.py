@@ -22,13 +22,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement
 
 from lightning_dist.engine.common.device_mesh import axis
-from lightning_dist.engine.data_parallel.step_module import StepModule
+from lightning_dist.engine.data_parallel.ddp_options import StepModule
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.precision.policy import HalfPrecision
+from lightning_dist.engine.sharding.fully_shard import ShardingOptions
+from lightning_dist.engine.sharding.fully_shard import shard as fully_shard
 from lightning_dist.engine.sharding.manual_steps import WithCalled, check_called
 from lightning_dist.engine.sharding.recompute import checkpoint_activations, choose_recomputed
-from lightning_dist.engine.sharding.sharding import ShardingOptions
-from lightning_dist.engine.sharding.sharding import shard as fully_shard
 from lightning_dist.engine.sharding.wrap import ByClass, Unit, WrapPolicy
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary, describe
 from lightning_dist.engine.splitting.config import PipelineConfig
@@ -43,7 +43,7 @@ from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.verify import check_parts
 from lightning_dist.engine.tensor_parallel.plan.vocabulary import check_head
-from lightning_dist.engine.tensor_parallel.plan_summary import PlanSummary, describe_plan
+from lightning_dist.engine.tensor_parallel.summary import PlanSummary, describe_plan
 from lightning_dist.engine.tensors.module_tree import outermost, shardable_modules
 
 _OTHER_PIECES = (

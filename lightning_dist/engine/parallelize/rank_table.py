@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_dist.engine.common.mesh_shape import AXES, MeshShape
 from lightning_dist.engine.common.table import draw_table
-from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.dtensor import local_part
 
 _NUM_SHOWN = 32
 

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 import torch
 
-from lightning_dist.engine.common.count import check_count
-from lightning_dist.engine.sharding.sharding import ShardingOptions
+from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap import WrapPolicy, parse_policy
 
 Offload = Literal["none", "cpu"]

@@ -19,14 +19,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from lightning_dist.engine.comms.channel import Receiver, Sender
-from lightning_dist.engine.comms.memory_channel import MemoryChannel
+from lightning_dist.engine.comms.channel import MemoryChannel, Receiver, Sender
 from lightning_dist.engine.comms.receiver import DistributedReceiver
 from lightning_dist.engine.comms.sender import DistributedSender
 from lightning_dist.engine.pipeline.rebalance.relocation import MoveLinks, Relocation
 from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.pipeline.tied_gradients import TieLinks
-from lightning_dist.engine.planning.message_count import MessageCount
+from lightning_dist.engine.planning.traffic import MessageCount
 
 # A receive is posted all the time, also while nothing is sent for hours. Who waits for a message
 # has a time limit of their own.

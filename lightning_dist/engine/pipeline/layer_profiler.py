@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.planning.layer_costs import LayerCosts, RankProfile
-from lightning_dist.engine.profiling.meters.activation_meter import ActivationMeter
+from lightning_dist.engine.profiling.meters.memory import ActivationMeter
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.timeline import Span, SpanKind
@@ -32,7 +32,7 @@ from lightning_dist.engine.splitting.layers import Part
 from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.engine.stashing.versions import version_bytes
 from lightning_dist.engine.tensors.call_watch import CallWatch
-from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.tree import flatten
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.loss_weights import LossWeights
+from lightning_dist.engine.pipeline.loss import LossWeights
 from lightning_dist.engine.pipeline.stage import Stage
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.timeline import SpanKind
-from lightning_dist.engine.tensors.module_hooks import has_gradient_hooks
 from lightning_dist.engine.tensors.parameter_hooks import add_with_hooks, with_hooks
+from lightning_dist.engine.tensors.patch import has_gradient_hooks
 
 
 class HeldUpdate:

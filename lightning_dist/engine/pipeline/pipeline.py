@@ -34,19 +34,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.gradients import Gradients, Lent
-from lightning_dist.engine.pipeline.loss_weights import AverageWeight, LossWeights
+from lightning_dist.engine.pipeline.loss import AverageWeight, LossWeights
 from lightning_dist.engine.pipeline.microbatch import Microbatch, batch_size_of, split
-from lightning_dist.engine.pipeline.own_stages import OwnStages
 from lightning_dist.engine.pipeline.pending_update import HeldUpdate
 from lightning_dist.engine.pipeline.runtime import Links, Runtime, Work, explain_with
 from lightning_dist.engine.pipeline.stage import Step
-from lightning_dist.engine.pipeline.stage_maker import StageMaker
+from lightning_dist.engine.pipeline.stages import OwnStages, StageMaker
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import ActionKind
-from lightning_dist.engine.schedules.rounds import Rounds
+from lightning_dist.engine.schedules.registry import PipelineShape
+from lightning_dist.engine.schedules.rounds import Round, Rounds
 from lightning_dist.engine.schedules.schedule import UpdateRule
-from lightning_dist.engine.schedules.shape import PipelineShape
-from lightning_dist.engine.schedules.stream import Round
 from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.stashing.half_versions import HalfWeights

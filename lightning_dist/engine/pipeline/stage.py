@@ -20,12 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.alias import behind_leaf
 from lightning_dist.engine.pipeline.gradients import Gradients
-from lightning_dist.engine.pipeline.left_behind import refuse_left_behind
 from lightning_dist.engine.pipeline.microbatch import Microbatch
-from lightning_dist.engine.pipeline.parted_backward import PartedBackward
-from lightning_dist.engine.pipeline.seam import Seam
+from lightning_dist.engine.pipeline.split_backward import PartedBackward
+from lightning_dist.engine.pipeline.step_hook import Seam, behind_leaf, refuse_left_behind
 from lightning_dist.engine.splitting.whole_step import StepSeam
 from lightning_dist.engine.stashing.policy import WeightPolicy
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.splitting.ties import Tie
-from lightning_dist.engine.tensors.local_part import local_part
-from lightning_dist.engine.tensors.shards import spread_like
+from lightning_dist.engine.tensors.dtensor import local_part, spread_like
 
 
 @dataclass(frozen=True, slots=True)

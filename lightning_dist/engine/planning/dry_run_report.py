@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.common.quantity import format_bytes
-from lightning_dist.engine.common.table import draw_table
+from lightning_dist.engine.common.table import draw_table, format_bytes
 from lightning_dist.engine.planning.traffic import Traffic
 
 

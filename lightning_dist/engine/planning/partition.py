@@ -9,6 +9,8 @@ is the bottleneck of the first ``i`` layers on the stages before, and of the lin
 cost falls with ``i``. Were ``before`` to rise, the best ``i`` would be where the two cross; links
 and memory make it jump. But an ``i`` with a later one that is no worse before it can be forgotten,
 and those that are left do rise. They are a stack that grows with ``j``.
+
+Which layers change their rank when a pipeline is cut anew.
 """
 
 from __future__ import annotations
@@ -17,6 +19,47 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A layer on its way.
+
+    Attributes:
+        layer_index: The layer.
+        source: The rank that has it, in the pipeline.
+        target: The rank that gets it.
+    """
+
+    layer_index: int
+    source: int
+    target: int
+
+
+def find_moves(
+    before: Sequence[int], after: Sequence[int], rank_of_stage: Sequence[int]
+) -> tuple[Move, ...]:
+    """Lists the layers that must be sent, in their order; the others stay where they are.
+
+    Args:
+        before: Layers per stage.
+        after: Layers per stage, of as many layers and stages.
+        rank_of_stage: The rank of each stage.
+    """
+    assert len(before) == len(after) == len(rank_of_stage)
+    assert sum(before) == sum(after)
+    pairs = zip(_homes(before, rank_of_stage), _homes(after, rank_of_stage), strict=True)
+    return tuple(
+        Move(layer, source, target)
+        for layer, (source, target) in enumerate(pairs)
+        if source != target
+    )
+
+
+def _homes(layers_per_stage: Sequence[int], rank_of_stage: Sequence[int]) -> list[int]:
+    counts = zip(rank_of_stage, layers_per_stage, strict=True)
+    return [rank for rank, count in counts for _ in range(count)]
+
 
 _INFINITY = float("inf")
 

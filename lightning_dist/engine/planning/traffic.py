@@ -1,10 +1,35 @@
-"""What a rank tells other ranks in a training step, by kind and by who they are."""
+"""What a rank tells other ranks in a training step, by kind and by who they are.
+
+Count what goes to other ranks where torch cannot see it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+
+
+@dataclass(slots=True)
+class MessageCount:
+    """Messages through memory that two processes share; those by a socket are torch's operations.
+
+    Attributes:
+        count: How many there have been.
+        num_bytes: Of all of them together.
+    """
+
+    count: int = 0
+    num_bytes: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Enters a message.
+
+        Args:
+            num_bytes: Of its packet.
+        """
+        self.count += 1
+        self.num_bytes += num_bytes
 
 
 class MessageKind(StrEnum):

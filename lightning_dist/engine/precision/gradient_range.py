@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.dtensor import local_part
 
 
 @dataclass(frozen=True, slots=True)

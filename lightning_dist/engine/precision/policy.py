@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_dist.engine.common.suggestion import shorten
+from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.tensors.module_tree import original_class
 
 _LOSS = "loss"

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_dist.engine.precision.half_casts import HalfCasts
-from lightning_dist.engine.precision.half_copies import half_copies, lent
+from lightning_dist.engine.precision.casts import HalfCasts, half_copies, lent
 from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.engine.tensors.module_hooks import hooks_of
+from lightning_dist.engine.tensors.patch import hooks_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lightning_dist.engine.profiling.intervals import Interval, length_outside, union
-from lightning_dist.engine.profiling.phase import Phase, PhaseKind
-from lightning_dist.engine.profiling.rank_record import RankRecord
+from lightning_dist.engine.profiling.exposure import Interval, length_outside, union
+from lightning_dist.engine.profiling.record import Phase, PhaseKind, RankRecord
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.timeline import Span, SpanKind
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from lightning_dist.engine.profiling.rank_record import RankRecord
+from lightning_dist.engine.profiling.record import RankRecord
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.lowering import lower
+from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
 from lightning_dist.engine.schedules.schedule import UpdateRule
-from lightning_dist.engine.schedules.schedules import find_schedules
-from lightning_dist.engine.schedules.shape import PipelineShape
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
 

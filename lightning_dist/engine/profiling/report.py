@@ -1,4 +1,10 @@
-"""What all ranks have measured, joined: the answers, and the numbers for loggers."""
+"""What all ranks have measured, joined: the answers, and the numbers for loggers.
+
+The most operations per second that a device can do, by its name.
+
+Dense matrix products, from NVIDIA's data sheets. MFU (Chowdhery et al., 2022, appendix B) is what a
+run does of that. A device that is not here has no MFU, and a CPU never has.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median_low
+from types import MappingProxyType
 
 from lightning_dist.engine.planning.layer_costs import LayerCosts
 from lightning_dist.engine.planning.traffic import MessageKind
@@ -16,10 +23,56 @@ from lightning_dist.engine.profiling.bubble import (
     measured_costs,
     predicted_timeline,
 )
-from lightning_dist.engine.profiling.clock_offset import ClockOffset
-from lightning_dist.engine.profiling.peak_flops import find_peak_flops
-from lightning_dist.engine.profiling.rank_record import RankPlace, RankRecord
+from lightning_dist.engine.profiling.record import ClockOffset, RankPlace, RankRecord
 from lightning_dist.engine.schedules.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class PeakFlops:
+    """Of one device, in FLOPs per second.
+
+    Attributes:
+        float32: In fp32.
+        half: In bf16 or fp16 on tensor cores.
+    """
+
+    float32: float
+    half: float
+
+
+_TERA = 1e12
+_PEAKS = MappingProxyType(
+    {
+        # A name that holds another one must come first.
+        "H200": PeakFlops(66.9 * _TERA, 989.4 * _TERA),
+        "H100 PCIe": PeakFlops(51.2 * _TERA, 756.0 * _TERA),
+        "H100": PeakFlops(66.9 * _TERA, 989.4 * _TERA),
+        "A100": PeakFlops(19.5 * _TERA, 312.0 * _TERA),
+        "A30": PeakFlops(10.3 * _TERA, 165.0 * _TERA),
+        "V100": PeakFlops(15.7 * _TERA, 125.0 * _TERA),
+        "L40S": PeakFlops(91.6 * _TERA, 362.0 * _TERA),
+        "L4": PeakFlops(30.3 * _TERA, 121.0 * _TERA),
+        "T4": PeakFlops(8.1 * _TERA, 65.0 * _TERA),
+    }
+)
+
+
+def find_peak_flops(device_name: str, precision: str) -> float | None:
+    """Looks a device up.
+
+    Args:
+        device_name: As ``torch.cuda.get_device_name`` gives it; ``"cpu"`` has no peak.
+        precision: As the Trainer's, such as ``"bf16-mixed"`` or ``"32-true"``.
+
+    Returns:
+        FLOPs per second; None where nobody has looked them up.
+    """
+    words = device_name.replace("-", " ").split()
+    for name, peak in _PEAKS.items():
+        if all(word in words for word in name.split()):
+            return peak.half if "16" in precision else None if "64" in precision else peak.float32
+    return None
+
 
 _STRAGGLES = 1.15
 """A rank that takes so many times as long as ranks with the same work is a straggler, ..."""

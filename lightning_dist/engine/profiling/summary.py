@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from lightning_dist.engine.common.quantity import format_bytes, format_count
-from lightning_dist.engine.common.table import Table
+from lightning_dist.engine.common.table import Table, format_bytes, format_count
 from lightning_dist.engine.planning.memory import RankMemory
 from lightning_dist.engine.profiling.account import Use
 from lightning_dist.engine.profiling.report import ProfileReport

@@ -1,17 +1,134 @@
-"""What one rank does for each batch that comes: training, another size, evaluation, drain."""
+"""What one rank does for each batch that comes: training, another size, evaluation, drain.
+
+A schedule is finite, training is not: cut an endless schedule into one round per batch.
+
+Lightning hands over one batch at a time and does not say which is the last. For a synchronous
+schedule a round is the whole schedule. An asynchronous one is not flushed between batches: round k
+is what a rank does from the first forward of batch k until before the next batch's, and what then
+remains is the drain.
+
+The rounds are cut out of generated schedules, so there is no second description of their order. The
+order of a rank for N batches is a prefix of fills and steady rounds and a tail of backwards; a
+steady round is the same for each k but for the indices, so a short schedule holds them all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.csv_file import ScheduleFile
+from lightning_dist.engine.schedules.family import ScheduleFamily
 from lightning_dist.engine.schedules.lowering import lower
+from lightning_dist.engine.schedules.registry import (
+    PipelineShape,
+    build_forward_schedule,
+    find_schedules,
+)
 from lightning_dist.engine.schedules.schedule import Schedule, UpdateRule
-from lightning_dist.engine.schedules.schedules import build_forward_schedule, find_schedules
-from lightning_dist.engine.schedules.shape import PipelineShape
-from lightning_dist.engine.schedules.stream import Round, Stream
+
+Round = tuple[Action, ...]
+_OF_UPDATES = (ActionKind.REDUCE_GRAD, ActionKind.STEP)
+
+
+class Stream:
+    """One rank's actions, batch by batch.
+
+    Args:
+        schedules: The kind of schedule.
+        rank_of_stage: The rank of each stage.
+        num_microbatches: Micro-batches per batch.
+        rank: The rank.
+
+    Raises:
+        ValueError: The kind of schedule takes another number of micro-batches.
+    """
+
+    def __init__(
+        self,
+        schedules: ScheduleFamily | ScheduleFile,
+        rank_of_stage: tuple[int, ...],
+        *,
+        num_microbatches: int,
+        rank: int,
+    ) -> None:
+        num_ranks = 1 + max(rank_of_stage)
+        schedules.check_microbatches(num_ranks, num_microbatches)
+        self.asynchronous = schedules.update_rule is not UpdateRule.FLUSHED
+        self.delay = {
+            UpdateRule.FLUSHED: 0,
+            UpdateRule.EACH: num_ranks - 1 - rank,
+            UpdateRule.LATE: 1,
+        }[schedules.update_rule]
+        if schedules.update_rule is UpdateRule.EACH and num_microbatches != 1:
+            raise ValueError(
+                f"num_microbatches={num_microbatches}: {schedules.name!r} takes each batch as one"
+                " micro-batch."
+            )
+        self._schedules = schedules
+        self._rank_of_stage = rank_of_stage
+        self._num_microbatches = num_microbatches
+        self._rank = rank
+        # One more than needed, so that the last round is not followed by the tail.
+        self._rounds = (
+            _before_each_batch(self._actions(self.delay + 2), num_microbatches)
+            if self.asynchronous
+            else (self._actions(1),)
+        )
+
+    def round(self, batch_index: int) -> Round:
+        """Gives what to do with a batch.
+
+        Args:
+            batch_index: Counted since the last drain.
+        """
+        if not self.asynchronous:
+            return self._rounds[0]
+        known = min(batch_index, self.delay)
+        return self._shifted(self._rounds[known], batch_index - known)
+
+    def drain(self, num_batches: int) -> tuple[Round, ...]:
+        """Gives what remains to be done after some batches.
+
+        Args:
+            num_batches: Rounds done since the last drain.
+
+        Returns:
+            Rounds that each end in an update.
+        """
+        if not self.asynchronous or num_batches == 0:
+            return ()
+        length = min(num_batches, self.delay + 1)
+        done = sum(len(self.round(index)) for index in range(length))
+        tail = self._actions(length)[done:]
+        return tuple(self._shifted(r, num_batches - length) for r in _after_each_step(tail))
+
+    def _actions(self, num_batches: int) -> Round:
+        schedule = self._schedules.build(self._rank_of_stage, self._num_microbatches, num_batches)
+        return lower(schedule).ranks[self._rank]
+
+    def _shifted(self, actions: Round, num_batches: int) -> Round:
+        def shifted(action: Action) -> Action:
+            size = 1 if action.kind in _OF_UPDATES else self._num_microbatches
+            return action.shifted(num_batches * size)
+
+        return tuple(shifted(action) for action in actions)
+
+
+def _before_each_batch(actions: Sequence[Action], num_microbatches: int) -> tuple[Round, ...]:
+    starts = [
+        place - (place > 0 and actions[place - 1].kind is ActionKind.RECV_F)
+        for place, action in enumerate(actions)
+        if action.kind is ActionKind.FORWARD and action.microbatch_index % num_microbatches == 0
+    ]
+    return tuple(tuple(actions[start:end]) for start, end in zip(starts, starts[1:], strict=False))
+
+
+def _after_each_step(actions: Sequence[Action]) -> tuple[Round, ...]:
+    ends = [place + 1 for place, a in enumerate(actions) if a.kind is ActionKind.STEP]
+    return tuple(tuple(actions[start:end]) for start, end in zip([0, *ends], ends, strict=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,8 @@ from functools import partial
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.lowering import add_updates
+from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
 from lightning_dist.engine.schedules.schedule import UpdateRule
-from lightning_dist.engine.schedules.schedules import find_schedules
-from lightning_dist.engine.schedules.shape import PipelineShape
 
 _Count = Callable[[Sequence[Action]], int]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.sharding.deferred_init.api import deferred_init, named_tensors
 from lightning_dist.engine.sharding.deferred_init.tape import Tape
-from lightning_dist.engine.sharding.sharding import fill
+from lightning_dist.engine.sharding.fully_shard import fill
 
 
 class DeferredModel:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_dist.engine.common.suggestion import shorten
-from lightning_dist.engine.sharding.sharding import reshard
+from lightning_dist.engine.common.names import shorten
+from lightning_dist.engine.sharding.fully_shard import reshard
 from lightning_dist.engine.sharding.wrap import Unit, WrapPolicy
 from lightning_dist.engine.tensors.module_tree import (
     outermost,

@@ -24,9 +24,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_dist.engine.common.count import check_count
-from lightning_dist.engine.common.name_pattern import fits, with_stars
-from lightning_dist.engine.common.suggestion import nearest, shorten
+from lightning_dist.engine.common.names import check_count, fits, nearest, shorten, with_stars
 from lightning_dist.engine.sharding.wrap_policy import Unit, WrapPolicy
 from lightning_dist.engine.tensors.module_tree import (
     count_parameters,

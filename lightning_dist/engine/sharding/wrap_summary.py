@@ -24,8 +24,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from lightning_dist.engine.common.quantity import format_bytes, format_count
-from lightning_dist.engine.common.table import draw_table
+from lightning_dist.engine.common.table import draw_table, format_bytes, format_count
 from lightning_dist.engine.sharding.wrap_policy import Unit
 from lightning_dist.engine.tensors.module_tree import bottom_up, original_class, parameter_uses
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from lightning_dist.engine.tensors.forward_source import syntax_of
+from lightning_dist.engine.tensors.forward_ast import syntax_of
 
 
 def loops_over(model: nn.Module, list_path: str) -> bool:

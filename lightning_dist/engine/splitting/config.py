@@ -10,16 +10,15 @@ from typing import Literal
 
 from torch.optim import Optimizer
 
-from lightning_dist.engine.common.count import check_count
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.schedules.csv_file import ScheduleFile
 from lightning_dist.engine.schedules.family import ScheduleFamily
+from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
 from lightning_dist.engine.schedules.schedule import UpdateRule
-from lightning_dist.engine.schedules.schedules import find_schedules
-from lightning_dist.engine.schedules.shape import PipelineShape
-from lightning_dist.engine.stashing.extrapolation import check_extrapolation, extrapolated
+from lightning_dist.engine.stashing.learning_rates import RateCorrection
 from lightning_dist.engine.stashing.policy import Predict, WeightVersions
-from lightning_dist.engine.stashing.rate_correction import RateCorrection
+from lightning_dist.engine.stashing.prediction import check_extrapolation, extrapolated
 
 StalenessCorrection = Literal["none", "lr", "predict"]
 _MICROBATCHES_PER_RANK = 4

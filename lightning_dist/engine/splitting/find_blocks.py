@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lightning_dist.engine.splitting.blocks import Blocks
-from lightning_dist.engine.tensors.forward_order import runs_before
+from lightning_dist.engine.tensors.forward_ast import runs_before
 from lightning_dist.engine.tensors.repeated_blocks import repeated_blocks
 
 Plan = Mapping[str, tuple[list[str], list[str]]]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.cut import ForeignLayer, foreign_layers, skeleton_of
 from lightning_dist.engine.splitting.layers import Layers
-from lightning_dist.engine.tensors.forward_writes import written_by_forward
+from lightning_dist.engine.tensors.forward_ast import written_by_forward
 from lightning_dist.engine.tensors.remote_tensor import absent, absent_value
 
 _READ_THERE = (

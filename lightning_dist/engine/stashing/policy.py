@@ -28,9 +28,9 @@ from typing_extensions import override
 
 from lightning_dist.engine.schedules.schedule import UpdateRule
 from lightning_dist.engine.stashing.half_versions import HalfWeights, HalfWeightStore
-from lightning_dist.engine.stashing.predicted_weights import Predicted
+from lightning_dist.engine.stashing.prediction import Predicted
 from lightning_dist.engine.stashing.versions import WeightStore, WeightVersion
-from lightning_dist.engine.tensors.module_hooks import has_gradient_hooks
+from lightning_dist.engine.tensors.patch import has_gradient_hooks
 
 WeightVersions = Literal["stash", "vertical_sync", "none"]
 Predict = Callable[[Mapping[str, nn.Parameter], int], Mapping[str, Tensor]]

@@ -23,7 +23,6 @@ from torch.distributed.tensor import Placement
 
 from lightning_dist.engine.tensor_parallel.layers import activations, parallel_layer
 from lightning_dist.engine.tensor_parallel.layers.graph_check import Crossings, Whole
-from lightning_dist.engine.tensor_parallel.layers.logits import LogitsApart
 from lightning_dist.engine.tensor_parallel.layers.parallel_layer import Entry, Region
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     input_size,
@@ -38,6 +37,7 @@ from lightning_dist.engine.tensor_parallel.layers.sequence import (
     cut_sequence,
     find_stacks,
 )
+from lightning_dist.engine.tensor_parallel.layers.sharded_logits import LogitsApart
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.partial_gradients import (
     check_shared,
@@ -57,8 +57,8 @@ from lightning_dist.engine.tensor_parallel.plan.regions import (
     stacked_in,
 )
 from lightning_dist.engine.tensor_parallel.plan.verify_sequence import check_positions
-from lightning_dist.engine.tensors.module_hooks import note_on, put_on
-from lightning_dist.engine.tensors.shards import cut, is_spread
+from lightning_dist.engine.tensors.dtensor import cut, is_spread
+from lightning_dist.engine.tensors.patch import note_on, put_on
 
 
 @dataclass(frozen=True)

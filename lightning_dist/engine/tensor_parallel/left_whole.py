@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_dist.engine.common.name_pattern import with_stars
+from lightning_dist.engine.common.names import with_stars
 from lightning_dist.engine.tensor_parallel.layers.projection import is_projection
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensors.module_tree import original_class

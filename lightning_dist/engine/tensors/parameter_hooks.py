@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensors.module_hooks import gradient_hooks_of
+from lightning_dist.engine.tensors.patch import gradient_hooks_of
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_dist.engine.tensors.replaced_method import replace_method
+from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.lightning_internals import callbacks_of, set_callbacks
 
 

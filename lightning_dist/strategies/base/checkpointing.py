@@ -37,7 +37,7 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     to_numbers,
 )
 from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names, fold
-from lightning_dist.engine.tensors.shards import gather, is_spread, shard_like
+from lightning_dist.engine.tensors.dtensor import gather, is_spread, shard_like
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.model_checks import check_group_values
 from lightning_dist.strategies.base.part_warning import warn_of_part, without_warning

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_dist.engine.parallelize.grad_norm import FindNorm
-from lightning_dist.engine.tensors.replaced_method import replace_method
+from lightning_dist.engine.tensors.patch import replace_method
 
 
 def clip_whole_gradient(precision_plugin: Precision, find_norm: FindNorm) -> Callable[[], None]:

@@ -25,8 +25,7 @@ from lightning_dist.engine.comms.batches.replica_channel import open_channel
 from lightning_dist.engine.comms.failures.parent_watch import ending_with_launcher
 from lightning_dist.engine.comms.store_notes import RankNotes
 from lightning_dist.engine.precision.overflow import Agreed, Overflow
-from lightning_dist.engine.tensors.random_state import share_random_state
-from lightning_dist.engine.tensors.rng import seed_all
+from lightning_dist.engine.tensors.rng import seed_all, share_random_state
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import (
     ExceptionListener,

@@ -23,8 +23,8 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
-from lightning_dist.engine.comms.failures.last_resort import GRACE_SECONDS
 from lightning_dist.engine.comms.failures.parent_watch import known_to_children
+from lightning_dist.engine.comms.failures.peer_failure import GRACE_SECONDS
 
 _POLL_SECONDS = 1
 

@@ -45,7 +45,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_dist.engine.tensors.replaced_method import replace_method
+from lightning_dist.engine.tensors.patch import replace_method
 
 CombinedMode: TypeAlias = Literal["max_size_cycle", "sequential"]
 SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int

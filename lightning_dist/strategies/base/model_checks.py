@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor
 from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
 
-from lightning_dist.engine.stashing.hyperparameters import group_values
-from lightning_dist.engine.tensors.shards import is_spread
+from lightning_dist.engine.stashing.learning_rates import group_values
+from lightning_dist.engine.tensors.dtensor import is_spread
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 
 

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_dist.engine.precision.casts import Copies, HalfCasts, half_copies, lent
 from lightning_dist.engine.precision.gradient_range import Ranges, measure
-from lightning_dist.engine.precision.half_casts import HalfCasts
-from lightning_dist.engine.precision.half_copies import Copies, half_copies, lent
 from lightning_dist.engine.precision.loss_scale import LossScale
 from lightning_dist.engine.precision.overflow import Alone, Overflow
 from lightning_dist.engine.precision.policy import HalfPrecision

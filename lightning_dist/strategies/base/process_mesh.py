@@ -3,6 +3,8 @@
 The launcher, the process group, which ranks share an axis, which read the same data, and reductions
 over the data axes alone: what is the same on other axes must not count several times. A subclass
 says how large its mesh is (:meth:`ProcessMesh.mesh_shape`).
+
+Reduce one tensor over a gloo group, as Lightning names the ways to do so.
 """
 
 from __future__ import annotations
@@ -25,12 +27,39 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.comms import attempt_store
-from lightning_dist.engine.comms.failures.last_resort import never_destroy
+from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.comms.group_pool import GroupKind, pool_of_world
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.launcher import ScriptLauncher
-from lightning_dist.strategies.base.reduction import reduce_tensor
+
+
+def reduce_tensor(
+    tensor: Tensor, group: dist.ProcessGroup, reduce_op: ReduceOp | str | None
+) -> Tensor:
+    """Reduces a tensor over the ranks of a group; each must call it.
+
+    Args:
+        tensor: Of any device; it stays as it is.
+        group: A gloo group.
+        reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch ``ReduceOp``.
+
+    Returns:
+        The result on the tensor's device; a mean of whole numbers is of floating point.
+    """
+    if dist.get_world_size(group) == 1:
+        return tensor
+    name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+    is_mean = name in ("mean", "avg", ReduceOp.AVG)
+    value = tensor.detach().to("cpu", copy=True)
+    if is_mean and not value.is_floating_point():
+        value = value.double()
+    op = getattr(ReduceOp, name.upper()) if isinstance(name, str) and not is_mean else name
+    dist.all_reduce(value, op=ReduceOp.SUM if is_mean else op, group=group)
+    if is_mean:
+        value /= dist.get_world_size(group)
+    return value.to(tensor.device)
+
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.engine.pipeline.connect import wire
-from lightning_dist.engine.pipeline.loss_weights import WeighedGradients
+from lightning_dist.engine.pipeline.loss import WeighedGradients
 from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.tensors.tree import flatten, unflatten
 

@@ -35,15 +35,15 @@ from lightning_dist.engine.planning.dry_run_report import DryRunSummary, RankKin
 from lightning_dist.engine.planning.traffic import Traffic, TrafficLedger
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
 from lightning_dist.engine.sharding.deferred_init.api import deferred_init, named_tensors
-from lightning_dist.engine.sharding.sharding import fill
+from lightning_dist.engine.sharding.fully_shard import fill
 from lightning_dist.engine.splitting.cut import skeleton_of
-from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.rng import python_state_kept
 from lightning_dist.engine.tensors.tree import map_tensors
+from lightning_dist.strategies.mesh_runtime.checks import check_automatic, check_shardable
 from lightning_dist.strategies.mesh_runtime.dry_channel import Sent
 from lightning_dist.strategies.mesh_runtime.dry_step import DryStep
 from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank, without_values
-from lightning_dist.strategies.mesh_runtime.fsdp_checks import check_automatic, check_shardable
 
 _CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums, TieLinks
 from lightning_dist.engine.planning.traffic import MessageKind, TrafficLedger
-from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.strategies.mesh_runtime.dry_channel import DryLinks, Sent
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule, StepContext
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from typing_extensions import override
 
-from lightning_dist.engine.tensors.operation_watch import OperationWatch, Watch
+from lightning_dist.engine.tensors.observers import OperationWatch, Watch
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.common.quantity import format_count
-from lightning_dist.engine.common.suggestion import shorten
-from lightning_dist.engine.data_parallel.gradient_exchange import GradientExchange
-from lightning_dist.engine.sharding.sharding import ShardingOptions
+from lightning_dist.engine.common.names import shorten
+from lightning_dist.engine.common.table import format_count
+from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
+from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
 
 _ALONE = "One rank holds the whole model."

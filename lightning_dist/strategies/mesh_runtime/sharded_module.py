@@ -18,18 +18,17 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.mixture import explained_mixture
+from lightning_dist.engine.parallelize.mixed_tensors import explained_mixture
 from lightning_dist.engine.parallelize.parallelize import Composed
 from lightning_dist.engine.parallelize.used_parts import UsedParts
 from lightning_dist.engine.pipeline.measurements import Measurements
 from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
-from lightning_dist.engine.sharding.interrupted_step import forget_step
+from lightning_dist.engine.sharding.fully_shard import forget_step, move_rest, reshard
 from lightning_dist.engine.sharding.manual_steps import ManualSteps
-from lightning_dist.engine.sharding.sharding import move_rest, reshard
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
-from lightning_dist.engine.tensor_parallel.layers.logits import joined
+from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary, summarise
-from lightning_dist.engine.tensors.module_hooks import kept_on_parameters
+from lightning_dist.engine.tensors.patch import kept_on_parameters
 from lightning_dist.strategies.base.lightning_internals import set_device
 from lightning_dist.strategies.mesh_runtime.layout_line import (
     describe_layout,

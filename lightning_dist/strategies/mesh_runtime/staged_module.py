@@ -21,12 +21,11 @@ from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.mixture import explained_mixture
+from lightning_dist.engine.parallelize.mixed_tensors import explained_mixture
 from lightning_dist.engine.parallelize.parallelize import Composed
 from lightning_dist.engine.parallelize.used_parts import UsedParts
-from lightning_dist.engine.pipeline.accumulated import Accumulated
+from lightning_dist.engine.pipeline.fsdp_gradients import Accumulated, StageBackwards
 from lightning_dist.engine.pipeline.measurements import Measurements, gather_measurements
-from lightning_dist.engine.pipeline.stage_backwards import StageBackwards
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import whole
 from lightning_dist.engine.splitting.ties import tie_again

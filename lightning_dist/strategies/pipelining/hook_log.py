@@ -25,8 +25,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.engine.tensors.replaced_method import replace_method
-from lightning_dist.engine.tensors.shards import whole
+from lightning_dist.engine.tensors.dtensor import whole
+from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.lightning_internals import as_of_hook, callbacks_of, hook_of
 from lightning_dist.strategies.pipelining.step_log import reduction_of

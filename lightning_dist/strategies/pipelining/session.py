@@ -18,17 +18,17 @@ from torch.optim import Optimizer
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.connect import Channels, connect
 from lightning_dist.engine.pipeline.gradients import Gradients, Lent
+from lightning_dist.engine.pipeline.loss import ReplicaWeights
 from lightning_dist.engine.pipeline.pipeline import OnComplete, Pipeline
-from lightning_dist.engine.pipeline.replica_weights import ReplicaWeights
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums, keep
-from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.ties import Tie, find_ties
 from lightning_dist.engine.tensors.parameter_hooks import with_hooks
 from lightning_dist.strategies.base.distributed import DistributedStrategy
+from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
-from lightning_dist.strategies.base.stage_metrics import StageMetrics
 from lightning_dist.strategies.pipelining.hook_log import HookLog
 from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness, StalenessLog
 from lightning_dist.strategies.pipelining.step_runner import StepRunner

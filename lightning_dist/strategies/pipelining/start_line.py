@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.common.suggestion import shorten
+from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 
 _MOST_NAMES = 3

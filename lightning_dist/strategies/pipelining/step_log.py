@@ -10,11 +10,20 @@ A call's ``reduce_fx`` is over batches. Over the micro-batches of one batch a va
 mean, as a loss is, and averaged by samples. Whole numbers count something: where ``reduce_fx`` is a
 sum, a maximum or a minimum, it is that of the micro-batches too. Counts are often made floating,
 for Lightning warns of others. So what is summed over batches counts, if its first values are whole.
+
+What the last stage found out about a batch, on all stages at the same batch.
+
+Under an asynchronous schedule a stage meets a batch's gradients some batches after its forward, the
+first stage the longest after. Were each stage to log what it knows, ranks would log different
+batches at the same step. So each stage holds outcomes back until the first one must have them too:
+``num_stages - 1`` batches after their own, and at once where an epoch or the run ends, which costs
+one wait and changes no weights.
 """
 
 from __future__ import annotations
 
 import numbers
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,9 +35,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_dist.engine.pipeline.connect import Channels
 from lightning_dist.engine.pipeline.microbatch import mean_of
-from lightning_dist.engine.tensors.replaced_method import replace_method
-from lightning_dist.engine.tensors.shards import whole
+from lightning_dist.engine.tensors.dtensor import whole
+from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.lightning_internals import set_step_value, step_value
 from lightning_dist.strategies.pipelining.given_size import GivenSize
 
@@ -299,3 +309,66 @@ def _is_whole(value: Any) -> bool:
 def _floating(dtype: torch.dtype) -> torch.dtype:
     """Gives the dtype of a mean, which need not be whole; Lightning's are floating as well."""
     return dtype if dtype.is_floating_point else torch.get_default_dtype()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the last stage found out about a batch.
+
+    Attributes:
+        log: The user's ``self.log`` calls.
+        result: What the step returned, merged over the micro-batches.
+        should_stop: Whether the step asked to end the training.
+    """
+
+    log: BatchLog
+    result: Any
+    should_stop: bool = False
+
+
+class Outcomes:
+    """Carries outcomes from the last stage to the others, in order.
+
+    Args:
+        channels: This stage's.
+    """
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+        self._held: deque[Outcome] = deque()
+        self._num_published = 0
+        self._num_delivered = 0
+
+    def publish(self, outcome: Outcome | None) -> None:
+        """Ends a batch on this stage.
+
+        Args:
+            outcome: On the last stage; None on the others, which get it from there.
+        """
+        self._num_published += 1
+        if outcome is None:
+            return
+        self._held.append(outcome)
+        for sender in self._channels.results_out:
+            sender.send(outcome)
+
+    def deliver(self, num_held_back: int) -> list[Outcome]:
+        """Gives the outcomes that each stage may know now; waits for those still to come.
+
+        Args:
+            num_held_back: The newest batches to leave for later.
+
+        Returns:
+            Oldest first, each once.
+        """
+        due = self._num_published - num_held_back - self._num_delivered
+        outcomes = [self._next() for _ in range(due)]
+        self._num_delivered += len(outcomes)
+        return outcomes
+
+    def _next(self) -> Outcome:
+        if self._channels.results_in is None:
+            return self._held.popleft()
+        received = self._channels.results_in.receive()
+        assert isinstance(received, Outcome)
+        return received

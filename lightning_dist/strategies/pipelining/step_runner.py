@@ -24,10 +24,9 @@ from lightning_dist.strategies.base.lightning_internals import (
     log_training_step,
     logged_step,
 )
-from lightning_dist.strategies.base.stage_metrics import StageMetrics
-from lightning_dist.strategies.pipelining.outcomes import Outcome, Outcomes
+from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.pipelining.sample_lists import SampleLists
-from lightning_dist.strategies.pipelining.step_log import StepLog
+from lightning_dist.strategies.pipelining.step_log import Outcome, Outcomes, StepLog
 
 StepContext = Callable[[], AbstractContextManager[None]]
 

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.schedules.schedule import UpdateRule
-from lightning_dist.engine.stashing.hyperparameters import HyperparameterHistory
-from lightning_dist.engine.stashing.rate_correction import RateCorrection
-from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.stashing.learning_rates import HyperparameterHistory, RateCorrection
+from lightning_dist.engine.tensors.dtensor import local_part
 
 
 class Updates:

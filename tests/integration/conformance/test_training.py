@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
-from lightning_dist.engine.tensors.shards import whole
+from lightning_dist.engine.tensors.dtensor import whole
 from tests.helpers.models import make_module, state_of
 from tests.helpers.workers import WorkerPool
 from tests.integration.conformance.common import (

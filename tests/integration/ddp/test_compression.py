@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import DDPStrategy
-from lightning_dist.engine.comms.failures.last_resort import never_destroy
+from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.data_parallel import compression as compression_module
 from tests.helpers.models import (
     make_loader,

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist import DDPStrategy, FSDPStrategy
-from lightning_dist.strategies.base.loaders import early_ends
+from lightning_dist.strategies.base.loaders import lengths
 from tests.helpers.models import (
     Classifier,
     make_data,
@@ -90,7 +90,7 @@ def overstate(strategy: Any, *sizes: int) -> tuple[int, dict[str, torch.Tensor]]
 
 
 def overstate_apart(strategy: Any, path: Path) -> None:
-    early_ends.EarlyEnds.__init__.__defaults__ = (0.1,)
+    lengths.EarlyEnds.__init__.__defaults__ = (0.1,)
     try:
         overstate(strategy, 16, 8)
     except ValueError as error:

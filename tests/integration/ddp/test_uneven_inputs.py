@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from torchmetrics import MeanMetric
 
 from lightning_dist import DDPStrategy
-from lightning_dist.strategies.base.loaders.uneven_inputs import UnevenInputs
+from lightning_dist.strategies.base.loaders.uneven import UnevenInputs
 from tests.helpers.models import (
     Classifier,
     make_data,

@@ -28,7 +28,7 @@ from lightning_dist import (
     PipelineStrategy,
     TensorParallelStrategy,
 )
-from lightning_dist.engine.tensors.shards import whole
+from lightning_dist.engine.tensors.dtensor import whole
 from tests.integration.first_hour.modules import MODULES, Sample
 
 STRATEGIES = {

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
 
 from lightning_dist import FSDPStrategy
-from lightning_dist.engine.tensors.shards import is_spread
+from lightning_dist.engine.tensors.dtensor import is_spread
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, share_of
 from tests.helpers.workers import WorkerPool
 

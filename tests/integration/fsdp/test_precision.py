@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_dist import FSDPStrategy
-from lightning_dist.engine.tensors.shards import whole
+from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.wrap import AnyOf, ByClass, EachBlock, With
 from tests.helpers.models import (
     Classifier,

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, PipelineStrategy
-from lightning_dist.engine.comms.failures.failure_ring import RankFailedError
+from lightning_dist.engine.comms.failures.peer_failure import RankFailedError
 from lightning_dist.wrap import ByClass
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, state_of
 from tests.helpers.workers import WorkerPool

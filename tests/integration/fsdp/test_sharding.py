@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_dist import FSDPStrategy
-from lightning_dist.engine.tensors.local_part import local_part
-from lightning_dist.engine.tensors.shards import is_spread
+from lightning_dist.engine.tensors.dtensor import is_spread, local_part
 from lightning_dist.wrap import AnyOf, ByClass, ByName, BySize
 from tests.helpers.models import (
     Classifier,

@@ -13,7 +13,7 @@ import pytest
 from lightning_dist import MeshStrategy, PipelineStrategy, TensorParallelStrategy
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
-from lightning_dist.engine.schedules.schedules import find_schedules
+from lightning_dist.engine.schedules.registry import find_schedules
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.integration.conformance.strategies import ENTRIES

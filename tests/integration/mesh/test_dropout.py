@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_dist import MeshStrategy
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
-from lightning_dist.engine.tensors.shards import whole
+from lightning_dist.engine.tensors.dtensor import whole
 from tests.helpers.gpt_parity import data, make_gpt
 from tests.helpers.models import make_trainer
 from tests.helpers.workers import WorkerPool

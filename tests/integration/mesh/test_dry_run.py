@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_dist import MeshStrategy
-from lightning_dist.engine.comms.memory_channel import MemoryChannel
+from lightning_dist.engine.comms.channel import MemoryChannel
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.planning.dry_run_report import DryRunSummary, RankKind
 from lightning_dist.engine.splitting.config import PipelineConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_dist import MeshStrategy
-from lightning_dist.engine.comms.failures.failure_ring import RankFailedError
+from lightning_dist.engine.comms.failures.peer_failure import RankFailedError
 from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, END_SECONDS, WarmPython, errors_in
 from tests.helpers.models import Classifier, make_loader, make_module, make_trainer

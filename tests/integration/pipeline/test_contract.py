@@ -20,8 +20,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.engine.pipeline.stage import Stage
+from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, find_schedules
 from lightning_dist.engine.schedules.schedule import UpdateRule
-from lightning_dist.engine.schedules.schedules import SCHEDULE_NAMES, find_schedules
 from tests.helpers.models import (
     Classifier,
     make_loader,

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DistributedSampler
 
 from lightning_dist import PipelineStrategy
-from lightning_dist.engine.schedules.schedules import SCHEDULE_NAMES, find_schedules
+from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, find_schedules
 from tests.helpers.models import (
     Classifier,
     make_data,

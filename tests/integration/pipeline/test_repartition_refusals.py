@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import StageBalancer
-from lightning_dist.engine.comms.failures.failure_ring import RankFailedError
+from lightning_dist.engine.comms.failures.peer_failure import RankFailedError
 from lightning_dist.engine.pipeline.rebalance import repartition
 from lightning_dist.strategies.pipelining import movable_layers
 from tests.helpers.models import (

@@ -13,18 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dist.engine.comms import shared_packet, shared_room
+from lightning_dist.engine.comms import shared_slots
 from lightning_dist.engine.comms.channel import ChannelClosedError, PeerLostError
 from lightning_dist.engine.comms.receiver import DistributedReceiver
 from lightning_dist.engine.comms.sender import DistributedSender
 from lightning_dist.engine.comms.shared_ring import AcceptedRing, OfferedRing
-from lightning_dist.engine.planning.message_count import MessageCount
+from lightning_dist.engine.planning.traffic import MessageCount
 from tests.helpers.workers import WorkerPool
 
 
 @contextmanager
 def only_sockets() -> Iterator[None]:
-    with mock.patch.object(shared_room, "can_make_files", return_value=False):
+    with mock.patch.object(shared_slots, "can_make_files", return_value=False):
         yield
 
 
@@ -53,7 +53,7 @@ def send_two_through_memory(group: dist.ProcessGroup) -> None:
     sender.send(torch.ones(96, dtype=torch.float64))
     dist.barrier()  # the offer has been accepted
     with (
-        mock.patch.object(shared_packet, "fill", side_effect=KeyboardInterrupt) as fill,
+        mock.patch.object(shared_slots, "fill", side_effect=KeyboardInterrupt) as fill,
         pytest.raises(KeyboardInterrupt),
     ):
         sender.send(torch.ones(96, dtype=torch.float64))

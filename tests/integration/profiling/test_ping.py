@@ -6,8 +6,8 @@ import time
 
 import torch.distributed as dist
 
-from lightning_dist.engine.profiling.clock_offset import ClockOffset
 from lightning_dist.engine.profiling.meters.clock_sync import exchange_pings
+from lightning_dist.engine.profiling.record import ClockOffset
 from tests.helpers.workers import WorkerPool
 
 AHEAD = (100.0, -5.0)

@@ -13,8 +13,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_dist.engine.comms.failures.failure_ring import Failure, FailureRing
 from lightning_dist.engine.comms.failures.heartbeat import Rhythm
+from lightning_dist.engine.comms.failures.peer_failure import Failure, FailureRing
 from tests.helpers.workers import WorkerPool
 
 PATIENCE_SECONDS = 20.0

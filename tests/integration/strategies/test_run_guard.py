@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.strategies import Strategy
 
 from lightning_dist import DDPStrategy, FSDPStrategy
-from lightning_dist.engine.comms.failures.failure_ring import RankFailedError
+from lightning_dist.engine.comms.failures.peer_failure import RankFailedError
 from tests.helpers.models import make_loader, make_module, make_trainer
 from tests.helpers.workers import WorkerPool
 

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from lightning_dist.engine.tensor_parallel.apply import SpreadModule, SpreadOptions
-from lightning_dist.engine.tensor_parallel.layers import logits as logits_module
-from lightning_dist.engine.tensor_parallel.layers.logits import joined
+from lightning_dist.engine.tensor_parallel.layers import sharded_logits as logits_module
+from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
-from lightning_dist.engine.tensors.shards import whole
+from lightning_dist.engine.tensors.dtensor import whole
 from tests.helpers.workers import WorkerPool
 
 ROWS, WIDTH, LENGTH = 12, 6, 5

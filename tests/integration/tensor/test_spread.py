@@ -18,9 +18,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from lightning_dist.engine.tensor_parallel.apply import SpreadModule, SpreadOptions, refuse_spread
 from lightning_dist.engine.tensor_parallel.layers.activations import add_up_gradients
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
-from lightning_dist.engine.tensors.local_part import local_part
-from lightning_dist.engine.tensors.module_hooks import kept_on_parameters
-from lightning_dist.engine.tensors.shards import whole
+from lightning_dist.engine.tensors.dtensor import local_part, whole
+from lightning_dist.engine.tensors.patch import kept_on_parameters
 from recipes.gpt import Attention, build_gpt
 from tests.helpers.workers import WorkerPool
 

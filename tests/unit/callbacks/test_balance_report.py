@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dist.callbacks.balance_report import tell_balance
+from lightning_dist.callbacks.stage_balancer import tell_balance
 from lightning_dist.engine.planning.balance import find_balance
 from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
-from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.registry import PipelineShape
 
 
 @pytest.mark.parametrize("with_tables", [True, False])

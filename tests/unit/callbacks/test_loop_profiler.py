@@ -8,12 +8,12 @@ import pytest
 import torch
 from lightning.pytorch.profilers import Profiler
 
-from lightning_dist.callbacks import console
-from lightning_dist.callbacks.console import print_tables
+from lightning_dist.callbacks import output
 from lightning_dist.callbacks.loop_profiler import LoopProfiler
+from lightning_dist.callbacks.output import print_tables
 from lightning_dist.engine.common.table import Table
 from lightning_dist.engine.profiling.meters.recorder import Recorder
-from lightning_dist.engine.profiling.phase import PhaseKind
+from lightning_dist.engine.profiling.record import PhaseKind
 
 
 class Users(Profiler):
@@ -97,7 +97,7 @@ def test_tables_are_printed_without_rich_too(
     def find(name: str) -> ModuleSpec | None:
         return None if name == "rich" else find_spec(name)
 
-    monkeypatch.setattr(console, "find_spec", find)
+    monkeypatch.setattr(output, "find_spec", find)
     print_tables([TABLE], "Done.")
     assert capsys.readouterr().out == "Sizes\nname  size\na        1\nlong    20\n\nDone.\n"
 

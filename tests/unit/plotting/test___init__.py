@@ -10,7 +10,7 @@ import torch
 from lightning_dist.engine.pipeline.measurements import MeasuredTimelines
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action
-from lightning_dist.engine.schedules.schedules import build_schedule
+from lightning_dist.engine.schedules.registry import build_schedule
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
 from lightning_dist.plotting import plot_timeline, plot_timelines

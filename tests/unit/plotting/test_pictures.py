@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dist.engine.common.quantity import scale_of_bytes
+from lightning_dist.engine.common.table import scale_of_bytes
 from lightning_dist.engine.planning.balance import find_balance
 from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
 from lightning_dist.engine.profiling.report import ProfileReport
-from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.plotting import plot_balance, plot_profile, write_page
 from lightning_dist.plotting.balance import shorten_names
 from lightning_dist.plotting.chrome_trace import read_chrome_trace, write_chrome_trace

@@ -30,7 +30,7 @@ from lightning_dist.engine.comms.batches.object_packing import pack, unpack
 from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.comms.receiver import DistributedReceiver
 from lightning_dist.engine.comms.sender import DistributedSender
-from lightning_dist.engine.tensors.random_state import random_states, set_random_states
+from lightning_dist.engine.tensors.rng import random_states, set_random_states
 
 
 class Event(Enum):

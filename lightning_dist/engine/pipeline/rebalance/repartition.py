@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_dist.engine.pipeline.connect import connect_moves
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.rebalance.relocation import MoveLinks, Relocation
-from lightning_dist.engine.planning.moves import Move
+from lightning_dist.engine.planning.partition import Move
 from lightning_dist.engine.splitting.find_layers import choose_partition, refuse_ties
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.split import PipelineSplit

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from lightning_dist.engine.profiling.clock_offset import ClockOffset, Ping, estimate_offset
+from lightning_dist.engine.profiling.record import ClockOffset, Ping, estimate_offset
 
 _NUM_PINGS = 12
 

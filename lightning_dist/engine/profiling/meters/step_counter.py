@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.planning.message_count import MessageCount
-from lightning_dist.engine.planning.traffic import MessageKind, Traffic, TrafficLedger
-from lightning_dist.engine.profiling.meters.activation_meter import ActivationMeter
-from lightning_dist.engine.profiling.meters.flop_counter import FlopCounter
+from lightning_dist.engine.planning.traffic import MessageCount, MessageKind, Traffic, TrafficLedger
+from lightning_dist.engine.profiling.meters.flops import FlopCounter
+from lightning_dist.engine.profiling.meters.memory import ActivationMeter, WeightsInUse
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
-from lightning_dist.engine.profiling.meters.weights_in_use import WeightsInUse
-from lightning_dist.engine.profiling.rank_record import StepCount
-from lightning_dist.engine.tensors.local_part import local_part
-from lightning_dist.engine.tensors.operation_watch import OperationWatch, Watch
+from lightning_dist.engine.profiling.record import StepCount
+from lightning_dist.engine.tensors.dtensor import local_part
+from lightning_dist.engine.tensors.observers import OperationWatch, Watch
 
 
 class StepCounter:

@@ -1,13 +1,131 @@
-"""Write torch's own trace of some steps of this rank."""
+"""Write torch's own trace of some steps of this rank.
+
+Trace one step, to see when collectives are under way and when there is something to compute.
+
+torch's profiler sees both without being asked by either, so this works for any strategy. On a CPU a
+rank computes while an operation of ATen runs; on a GPU, while a kernel does that is no collective.
+
+What Kineto has recorded is read as it is: the objects that torch's profiler makes of it for
+``events()`` are good for many things, but to make them takes longer than the step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.profiler import profile
+from torch.autograd import DeviceType
+from torch.autograd.profiler import profile as autograd_profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_dist.engine.profiling.meters.collective_trace import activities
+from lightning_dist.engine.profiling.exposure import Exposure, Interval
+
+_BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:")
+_ATEN = "aten::"
+_PART = "lightning_dist::"
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    """Lists what torch's profiler shall look at.
+
+    Args:
+        device: Where a rank computes.
+    """
+    on_device = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return [ProfilerActivity.CPU, *on_device]
+
+
+class CollectiveTrace:
+    """Traces from :meth:`start` to :meth:`stop`.
+
+    Args:
+        device: Where this rank computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._profile: autograd_profile | None = None
+
+    def start(self, barrier: Callable[[], None]) -> None:
+        """Begins.
+
+        Args:
+            barrier: Waits for all ranks: some take longer to begin, and the others would wait for
+                them in their first collective.
+        """
+        on_device = self._device.type == "cuda"
+        self._profile = autograd_profile(use_kineto=True, use_device="cuda" if on_device else None)
+        self._profile.__enter__()
+        barrier()
+
+    def stop(self) -> Exposure | None:
+        """Ends, and says what was seen; None where nothing has begun."""
+        if self._profile is None:
+            return None
+        self._profile.__exit__(None, None, None)
+        found = self._profile.kineto_results
+        self._profile = None
+        assert found is not None
+        return exposure_of(found.events(), on_device=self._device.type == "cuda")
+
+
+@contextmanager
+def part_of_step(name: str) -> Iterator[None]:
+    """Gives a part of the step its name in the trace.
+
+    Args:
+        name: Of the part.
+
+    Yields:
+        Nothing.
+    """
+    with record_function(f"{_PART}{name}"):
+        yield
+
+
+def exposure_of(events: Iterable[Any], *, on_device: bool) -> Exposure:
+    """Sorts the events of a trace.
+
+    Args:
+        events: As ``torch.autograd.profiler.profile.kineto_results`` has them, times in
+            nanoseconds.
+        on_device: Whether kernels count, and not operations of the host.
+    """
+    collectives: dict[str, list[Interval]] = {}
+    computing: dict[int, list[Interval]] = {}
+    parts: dict[str, list[Interval]] = {}
+    of_collectives: set[int] = set()
+    for event in events:
+        if on_device and event.device_type() != DeviceType.CUDA:
+            continue
+        name = event.name()
+        if name.startswith(_ATEN):  # most of them, on a CPU
+            computing.setdefault(event.start_thread_id(), []).append(_interval(event))
+        elif name.startswith(_PART):
+            parts.setdefault(name.removeprefix(_PART), []).append(_interval(event))
+        elif kind := _kind_of(name, on_device):
+            collectives.setdefault(kind, []).append(_interval(event))
+            of_collectives.add(event.start_thread_id())
+        elif on_device and not event.is_user_annotation():
+            computing.setdefault(event.start_thread_id(), []).append(_interval(event))
+    # On a CPU the backend's threads add and copy, which is the collective's own work.
+    hidden_by = (t for t in computing if on_device or t not in of_collectives)
+    return Exposure.of(collectives, [i for thread in hidden_by for i in computing[thread]], parts)
+
+
+def _interval(event: Any) -> Interval:
+    return event.start_ns() / 1e9, event.end_ns() / 1e9
+
+
+def _kind_of(name: str, on_device: bool) -> str | None:
+    """Names a collective, for example all_reduce; None for anything else."""
+    if on_device:  # ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)
+        return name.split("_")[1] if name.startswith("nccl") and "_" in name else None
+    backend = next((b for b in _BACKENDS if name.startswith(b)), None)
+    return None if backend is None else name.removeprefix(backend)
 
 
 class TorchTrace:

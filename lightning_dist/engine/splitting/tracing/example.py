@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dist.engine.tensors.replaced_method import replace_method
+from lightning_dist.engine.tensors.patch import replace_method
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named ones of a call."""

@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from lightning_dist.engine.splitting.tracing.trace_writes import memory_of, written_by
+from lightning_dist.engine.splitting.tracing.effects import memory_of, written_by
 
 # Checks of what the example was (its dtype, its device), which autocast or a GPU would fail.
 _DROPPED = (torch.ops.aten._assert_tensor_metadata.default,)

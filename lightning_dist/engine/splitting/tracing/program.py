@@ -20,6 +20,12 @@ from torch.utils import _pytree as pytree
 
 from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.splitting.tracing.call import Call, CallCheck, bind, example_of
+from lightning_dist.engine.splitting.tracing.effects import (
+    Mode,
+    changed_attributes,
+    mode_of,
+    set_mode,
+)
 from lightning_dist.engine.splitting.tracing.export import check_of, export
 from lightning_dist.engine.splitting.tracing.graph import (
     TraceGraph,
@@ -31,13 +37,7 @@ from lightning_dist.engine.splitting.tracing.graph import (
     titles_of,
 )
 from lightning_dist.engine.splitting.tracing.segment import Segment, cut_graph
-from lightning_dist.engine.splitting.tracing.trace_mode import (
-    Mode,
-    changed_attributes,
-    mode_of,
-    set_mode,
-)
-from lightning_dist.engine.tensors.module_hooks import hooks_of
+from lightning_dist.engine.tensors.patch import hooks_of
 
 _TRACED_ON = torch.device("cpu")
 _MAX_GRAPHS = 8  # enough for whoever does not change a number at each step

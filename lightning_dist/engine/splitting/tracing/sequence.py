@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dist.engine.splitting.layer_outputs import without_cache
+from lightning_dist.engine.splitting.blocks import without_cache
 from lightning_dist.engine.splitting.layers import LayerSequence
 from lightning_dist.engine.splitting.tracing.program import TraceProgram
 from lightning_dist.engine.splitting.tracing.removed_tensors import TensorsAway

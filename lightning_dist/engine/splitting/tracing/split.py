@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_dist.engine.precision.half_casts import cast
+from lightning_dist.engine.precision.casts import cast
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.precision.traced_casts import HalfDress, as_in_step
 from lightning_dist.engine.splitting.config import PipelineConfig

@@ -33,7 +33,7 @@ from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from lightning_dist.engine.tensors.local_part import local_part
+from lightning_dist.engine.tensors.dtensor import local_part
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensors.forward_code import input_name, reads_width
+from lightning_dist.engine.tensors.forward_ast import input_name, reads_width
 
 _STANDS_FOR = "_lightning_dist_stands_for"
 

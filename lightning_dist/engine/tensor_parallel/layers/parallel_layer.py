@@ -20,21 +20,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_dist.engine.tensor_parallel.layers import activations
-from lightning_dist.engine.tensor_parallel.layers.apart import mark
-from lightning_dist.engine.tensor_parallel.layers.embedding import look_up
 from lightning_dist.engine.tensor_parallel.layers.graph_check import Crossings
 from lightning_dist.engine.tensor_parallel.layers.own_width import behind
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     input_dim,
     is_projection,
+    look_up,
     output_dim,
     project,
 )
 from lightning_dist.engine.tensor_parallel.layers.rng import RegionRandomness
+from lightning_dist.engine.tensor_parallel.layers.sharded_logits import mark
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
-from lightning_dist.engine.tensors.local_part import local_part
-from lightning_dist.engine.tensors.placements import stacked
-from lightning_dist.engine.tensors.shards import is_spread
+from lightning_dist.engine.tensors.dtensor import is_spread, local_part, stacked
 
 
 @dataclass(frozen=True)

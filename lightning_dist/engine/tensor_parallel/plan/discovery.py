@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_dist.engine.common.suggestion import shorten
+from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.attention import find_attention, refused_attention
 from lightning_dist.engine.tensor_parallel.plan.hugging_face import built_in_plans, translate

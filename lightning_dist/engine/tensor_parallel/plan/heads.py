@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lightning_dist.engine.tensor_parallel.layers.own_width import show_own_width
-from lightning_dist.engine.tensors.forward_code import attributes_read, mixes_widths, reads_width
+from lightning_dist.engine.tensors.forward_ast import attributes_read, mixes_widths, reads_width
 
 _HEADS = (
     "num_heads",

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lightning_dist.engine.common.name_pattern import fits
+from lightning_dist.engine.common.names import fits
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     input_size,
     is_projection,

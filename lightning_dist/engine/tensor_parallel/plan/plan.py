@@ -10,10 +10,12 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lightning_dist.engine.common.name_pattern import fits, with_stars
-from lightning_dist.engine.common.suggestion import nearest, shorten
-from lightning_dist.engine.tensor_parallel.layers.embedding import is_token_table
-from lightning_dist.engine.tensor_parallel.layers.projection import has_own_forward, is_projection
+from lightning_dist.engine.common.names import fits, nearest, shorten, with_stars
+from lightning_dist.engine.tensor_parallel.layers.projection import (
+    has_own_forward,
+    is_projection,
+    is_token_table,
+)
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dist.engine.common.suggestion import shorten
+from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.tensor_parallel.layers.own_width import behind
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     has_own_forward,
@@ -49,15 +49,16 @@ from lightning_dist.engine.tensor_parallel.plan.regions import (
     partner_of,
     stacked_in,
 )
-from lightning_dist.engine.tensor_parallel.plan.trial import (
+from lightning_dist.engine.tensor_parallel.plan.trial_run import (
+    TrialCall,
     differ,
     kind_of,
     on_the_side,
     random_copy,
     shared_copy,
     train_if_possible,
+    trial_calls,
 )
-from lightning_dist.engine.tensor_parallel.plan.trial_call import TrialCall, trial_calls
 from lightning_dist.engine.tensors.module_tree import original_class
 
 _Cuts = Mapping[str, tuple[Style, int]]

@@ -19,15 +19,16 @@ from lightning_dist.engine.tensor_parallel.layers.projection import input_size, 
 from lightning_dist.engine.tensor_parallel.layers.sequence import SEQUENCE_DIM, change_activation
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles, opens_early
-from lightning_dist.engine.tensor_parallel.plan.trial import (
+from lightning_dist.engine.tensor_parallel.plan.trial_run import (
+    TrialCall,
     differ,
     kind_of,
     on_the_side,
     random_copy,
     shared_copy,
     train_if_possible,
+    trial_calls,
 )
-from lightning_dist.engine.tensor_parallel.plan.trial_call import TrialCall, trial_calls
 
 _BATCH, _LENGTH_PER_RANK = 2, 2
 

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from lightning_dist.engine.tensor_parallel.layers.embedding import is_token_table
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     has_own_forward,
     input_size,
     is_projection,
+    is_token_table,
     output_size,
 )
 from lightning_dist.engine.tensor_parallel.layers.styles import Style

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_dist.engine.comms.failures.failure_ring import Failure, FailureRing
 from lightning_dist.engine.comms.failures.heartbeat import Notice, Rhythm, Standstill
-from lightning_dist.engine.comms.failures.last_resort import exit_after_grace
-from lightning_dist.engine.comms.stop_agreement import Posted, StopAgreement, StopReason
+from lightning_dist.engine.comms.failures.peer_failure import Failure, FailureRing, exit_after_grace
+from lightning_dist.engine.comms.votes import Posted, StopAgreement, StopReason
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.brief_errors import show_briefly
 from lightning_dist.strategies.base.ending.shared_failure import SharedFailure

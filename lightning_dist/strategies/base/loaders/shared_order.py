@@ -23,7 +23,7 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_dist.engine.tensors.random_state import RandomStream
+from lightning_dist.engine.tensors.rng import RandomStream
 from lightning_dist.strategies.base.lightning_internals import copy_of_loader
 from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 

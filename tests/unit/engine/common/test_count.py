@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_dist.engine.common.count import check_count, check_positive
+from lightning_dist.engine.common.names import check_count, check_positive
 
 
 @pytest.mark.parametrize("value", [1, 7, np.int64(3)])

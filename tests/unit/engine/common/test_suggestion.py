@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dist.engine.common.suggestion import nearest
-from lightning_dist.engine.schedules.schedules import find_schedules
+from lightning_dist.engine.common.names import nearest
+from lightning_dist.engine.schedules.registry import find_schedules
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_dist.engine.comms.arrivals import Arrivals
 from lightning_dist.engine.comms.packet import Memory
+from lightning_dist.engine.comms.receiver import Arrivals
 from lightning_dist.engine.comms.shared_ring import NUM_SLOTS, AcceptedRing, OfferedRing
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.engine.comms.joint_decision import JointDecision
+from lightning_dist.engine.comms.votes import JointDecision
 
 NUM_RANKS = 3
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_dist.engine.comms.memory_channel import MemoryChannel
+from lightning_dist.engine.comms.channel import MemoryChannel
 
 
 def test_each_port_gets_its_own_in_order() -> None:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lightning_dist.engine.comms.semaphore import SEMAPHORE_BYTES, Semaphore
+from lightning_dist.engine.comms.shared_ring import SEMAPHORE_BYTES, Semaphore
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 from lightning_dist.engine.comms import shared_ring
 from lightning_dist.engine.comms.shared_ring import AcceptedRing
-from lightning_dist.engine.comms.shared_room import LARGEST_PACKET_BYTES, SharedRoom
+from lightning_dist.engine.comms.shared_slots import LARGEST_PACKET_BYTES, SharedRoom
 
 
 @pytest.fixture

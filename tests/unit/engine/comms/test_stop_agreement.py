@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.engine.comms.stop_agreement import StopAgreement, StopReason
+from lightning_dist.engine.comms.votes import StopAgreement, StopReason
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from lightning_dist.engine.common.device_mesh import build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.parallelize import Composed, Parallelism, compose
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
-from lightning_dist.engine.sharding.sharding import ShardingOptions
+from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap import AnyOf, ByClass, ByName
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dist.engine.comms.memory_channel import MemoryChannel
-from lightning_dist.engine.pipeline.loss_weights import WeighedGradients
+from lightning_dist.engine.comms.channel import MemoryChannel
+from lightning_dist.engine.pipeline.loss import WeighedGradients
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.rounds import Rounds
-from lightning_dist.engine.schedules.shape import PipelineShape
 from lightning_dist.engine.tensors.tree import flatten
 from tests.helpers.models import make_optimizer
 from tests.helpers.oracle import train_late

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.accumulated import Accumulated
+from lightning_dist.engine.pipeline.fsdp_gradients import Accumulated
 from lightning_dist.engine.pipeline.gradients import Gradients, Lent
-from lightning_dist.engine.pipeline.parted_backward import PartedBackward
+from lightning_dist.engine.pipeline.split_backward import PartedBackward
 from lightning_dist.engine.stashing.swapped_weights import Reweighted
 from lightning_dist.engine.stashing.versions import WeightVersion
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.loss import Loss, weight_of
-from lightning_dist.engine.pipeline.loss_weights import LossWeights
+from lightning_dist.engine.pipeline.loss import Loss, LossWeights, weight_of
 from tests.helpers.models import make_optimizer
 from tests.helpers.oracle import train_late
 from tests.helpers.threads import run_ranks, shapes_of, train_with

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.parted_backward import PartedBackward
+from lightning_dist.engine.pipeline.split_backward import PartedBackward
 from tests.helpers.models import ConvLayer
 
 

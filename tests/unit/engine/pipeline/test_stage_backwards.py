@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.engine.pipeline.accumulated import Accumulated
-from lightning_dist.engine.pipeline.parted_backward import PartedBackward
-from lightning_dist.engine.pipeline.stage_backwards import StageBackwards
-from lightning_dist.engine.sharding.sharding import ShardingOptions, shard
+from lightning_dist.engine.pipeline.fsdp_gradients import Accumulated, StageBackwards
+from lightning_dist.engine.pipeline.split_backward import PartedBackward
+from lightning_dist.engine.sharding.fully_shard import ShardingOptions, shard
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
 

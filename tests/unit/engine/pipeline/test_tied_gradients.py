@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.comms.memory_channel import MemoryChannel
+from lightning_dist.engine.comms.channel import MemoryChannel
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums, TieLinks
 from lightning_dist.engine.splitting.ties import Tie
 

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_dist.engine.planning.balance import Balance, find_balance, step_seconds
 from lightning_dist.engine.planning.layer_costs import LayerCosts, RankProfile, StepCosts
-from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.registry import PipelineShape
 
 LOPSIDED = StepCosts(
     tuple(LayerCosts(f"{i}", size, 2 * size) for i, size in enumerate((4.0, 1.0, 1.0, 2.0))),

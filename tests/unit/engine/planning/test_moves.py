@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lightning_dist.engine.planning.moves import Move, find_moves
+from lightning_dist.engine.planning.partition import Move, find_moves
 
 
 def test_a_line_that_moves_takes_the_layers_between_along() -> None:

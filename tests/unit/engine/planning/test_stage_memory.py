@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_dist.engine.planning.balance import memory_limit
 from lightning_dist.engine.planning.layer_costs import LayerCosts
 from lightning_dist.engine.planning.partition import partition_layers
-from lightning_dist.engine.planning.stage_memory import memory_limit
-from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.stash_depth import num_copies
 
 LAYERS = [

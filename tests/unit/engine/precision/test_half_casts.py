@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.precision.half_casts import HalfCasts, cast
-from lightning_dist.engine.precision.half_copies import half_copies, lent
+from lightning_dist.engine.precision.casts import HalfCasts, cast, half_copies, lent
 from lightning_dist.engine.precision.policy import HalfPrecision
 
 BF16, FP32 = torch.bfloat16, torch.float32

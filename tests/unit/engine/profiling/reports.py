@@ -7,13 +7,18 @@ from dataclasses import replace
 from lightning_dist.engine.planning.layer_costs import LayerCosts
 from lightning_dist.engine.planning.memory import RankMemory
 from lightning_dist.engine.planning.traffic import MessageKind, Traffic
-from lightning_dist.engine.profiling.clock_offset import ClockOffset
-from lightning_dist.engine.profiling.phase import Phase, PhaseKind
-from lightning_dist.engine.profiling.rank_record import MemoryUse, RankPlace, RankRecord, StepCount
+from lightning_dist.engine.profiling.record import (
+    ClockOffset,
+    MemoryUse,
+    Phase,
+    PhaseKind,
+    RankPlace,
+    RankRecord,
+    StepCount,
+)
 from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.engine.schedules.lowering import lower
-from lightning_dist.engine.schedules.schedules import find_schedules
-from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.timeline import Span
 

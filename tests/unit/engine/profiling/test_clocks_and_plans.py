@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dist.engine.profiling.clock_offset import Ping, estimate_offset
-from lightning_dist.engine.profiling.intervals import (
+from lightning_dist.engine.profiling.exposure import (
     length,
     length_outside,
     outside,
     overlap,
     union,
 )
-from lightning_dist.engine.profiling.peak_flops import find_peak_flops
+from lightning_dist.engine.profiling.record import Ping, estimate_offset
+from lightning_dist.engine.profiling.report import find_peak_flops
 from lightning_dist.engine.profiling.step_plan import Role, StepPlan
 
 

@@ -9,8 +9,7 @@ import pytest
 from lightning_dist.engine.profiling.account import Use, account_for
 from lightning_dist.engine.profiling.bubble import measured_costs
 from lightning_dist.engine.profiling.exposure import Exposure
-from lightning_dist.engine.profiling.phase import Phase, PhaseKind
-from lightning_dist.engine.profiling.rank_record import RankPlace, RankRecord
+from lightning_dist.engine.profiling.record import Phase, PhaseKind, RankPlace, RankRecord
 from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.engine.profiling.summary import memory_table, summary_table, time_table
 from lightning_dist.engine.schedules.actions import Action, ActionKind

@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.actions import ActionKind
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.rounds import Rounds
-from lightning_dist.engine.schedules.shape import PipelineShape
 from tests.helpers.threads import run_ranks, shapes_of
 
 WEIGHT, SEND = ActionKind.BACKWARD_WEIGHT, ActionKind.SEND_B

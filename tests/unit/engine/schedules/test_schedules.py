@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.lowering import add_communication, lower
-from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError, UpdateRule
-from lightning_dist.engine.schedules.schedules import (
+from lightning_dist.engine.schedules.registry import (
     SCHEDULE_NAMES,
     ScheduleFamily,
     build_forward_schedule,
     build_schedule,
     find_schedules,
 )
+from lightning_dist.engine.schedules.rounds import Stream
+from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError, UpdateRule
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
-from lightning_dist.engine.schedules.stream import Stream
 
 stages = st.integers(1, 8)
 microbatches = st.integers(1, 16)

@@ -14,11 +14,11 @@ from lightning_dist.engine.pipeline.connect import connect_in_memory
 from lightning_dist.engine.pipeline.gradients import Lent
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stage import Stage
-from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.stash_depth import num_copies
-from lightning_dist.engine.stashing.extrapolation import extrapolated
 from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.engine.stashing.policy import Stashed
+from lightning_dist.engine.stashing.prediction import extrapolated
 from lightning_dist.engine.stashing.versions import WeightVersion
 from tests.helpers.threads import run_ranks, shapes_of
 

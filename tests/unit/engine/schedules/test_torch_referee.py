@@ -13,8 +13,8 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from lightning_dist.engine.schedules.csv_file import read_schedule, write_schedule
+from lightning_dist.engine.schedules.registry import FAMILIES, build_schedule
 from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError
-from lightning_dist.engine.schedules.schedules import FAMILIES, build_schedule
 
 SYNCHRONOUS = [n for n, f in FAMILIES.items() if f.update_rule == "flushed"]
 SIZES = [(2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (8, 16)]

@@ -13,19 +13,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchmetrics import MeanMetric
 
-from lightning_dist.engine.sharding import sharding
-from lightning_dist.engine.sharding.interrupted_step import forget_step
-from lightning_dist.engine.sharding.sharding import (
+from lightning_dist.engine.sharding import fully_shard as sharding_module
+from lightning_dist.engine.sharding.fully_shard import (
     ShardingOptions,
     fill,
+    forget_step,
     move_rest,
     reshard,
     shard,
     unshard,
 )
 from lightning_dist.engine.sharding.wrap import Unit
-from lightning_dist.engine.tensors.placements import stacked
-from lightning_dist.engine.tensors.shards import cut
+from lightning_dist.engine.tensors.dtensor import cut, stacked
 from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -196,7 +195,7 @@ def test_shards_may_be_kept_in_host_memory(
         found.append(type(offload_policy))
         return fully_shard(module, offload_policy=offload_policy, **options)
 
-    monkeypatch.setattr(sharding, "fully_shard", note)
+    monkeypatch.setattr(sharding_module, "fully_shard", note)
     shard_whole(make(), [Unit("0")], mesh, offload=offload)
     assert found == [policy] * 2
 

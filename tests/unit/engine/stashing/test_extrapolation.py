@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.schedules.schedule import UpdateRule
-from lightning_dist.engine.stashing.extrapolation import check_extrapolation, extrapolated
 from lightning_dist.engine.stashing.policy import choose_policy
+from lightning_dist.engine.stashing.prediction import check_extrapolation, extrapolated
 
 AHEAD = (1, 2, 5)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.gradients import Lent
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.stashing.extrapolation import extrapolated
 from lightning_dist.engine.stashing.half_versions import HalfWeights
+from lightning_dist.engine.stashing.prediction import extrapolated
 from tests.helpers.half_reference import half_weights, one_thread
 from tests.helpers.models import make_optimizer
 from tests.helpers.oracle import train_late, train_sequentially

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
-from lightning_dist.engine.stashing.hyperparameters import HyperparameterHistory
+from lightning_dist.engine.stashing.learning_rates import HyperparameterHistory
 
 
 def sgd(**options: object) -> Optimizer:

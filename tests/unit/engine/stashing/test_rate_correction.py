@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dist.engine.stashing.rate_correction import RateCorrection
+from lightning_dist.engine.stashing.learning_rates import RateCorrection
 
 
 def test_the_rate_grows_to_the_full_one() -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links
-from lightning_dist.engine.schedules.shape import PipelineShape
-from lightning_dist.engine.stashing.extrapolation import extrapolated
+from lightning_dist.engine.schedules.registry import PipelineShape
+from lightning_dist.engine.stashing.prediction import extrapolated
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
 from lightning_dist.engine.stashing.versions import WeightVersion
 from tests.helpers.threads import connect_turns

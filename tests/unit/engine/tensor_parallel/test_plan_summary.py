@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
-from lightning_dist.engine.tensor_parallel.plan_summary import describe_plan
+from lightning_dist.engine.tensor_parallel.summary import describe_plan
 from recipes.gpt import GPT
 from tests.helpers.attentions import GPT as Written
 from tests.helpers.attentions import WIDTH, Fused, NanoGPT, ViT

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 from lightning_dist.engine.tensor_parallel.apply import SpreadModule, SpreadOptions
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.summary import TensorRow, summarise
-from lightning_dist.engine.tensors.shards import cut
+from lightning_dist.engine.tensors.dtensor import cut
 from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
 from recipes.gpt import build_gpt
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_dist.engine.tensors.forward_order import runs_before
+from lightning_dist.engine.tensors.forward_ast import runs_before
 
 
 class Parts(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dist.engine.tensors.forward_writes import written_by_forward
+from lightning_dist.engine.tensors.forward_ast import written_by_forward
 
 
 class Writing(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensors.operation_watch import OperationWatch
+from lightning_dist.engine.tensors.observers import OperationWatch
 
 
 def seen_in(run: Any) -> list[str]:

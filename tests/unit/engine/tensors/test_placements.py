@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_dist.engine.tensors.placements import stacked, stacked_dim, unstacked
-from lightning_dist.engine.tensors.shards import cut, is_storable
+from lightning_dist.engine.tensors.dtensor import cut, is_storable, stacked, stacked_dim, unstacked
 
 
 @pytest.fixture

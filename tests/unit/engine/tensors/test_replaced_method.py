@@ -1,4 +1,4 @@
-from lightning_dist.engine.tensors.replaced_method import replace_method
+from lightning_dist.engine.tensors.patch import replace_method
 
 
 class Speaker:

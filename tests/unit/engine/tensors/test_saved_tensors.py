@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_dist.engine.tensors.saved_tensors import SavedTensorsWatch, _hooks_in_force
+from lightning_dist.engine.tensors.observers import SavedTensorsWatch, _hooks_in_force
 
 
 def squared(x: Tensor) -> Tensor:

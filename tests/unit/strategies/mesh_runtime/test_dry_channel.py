@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_dist.engine.comms.memory_channel import MemoryChannel
+from lightning_dist.engine.comms.channel import MemoryChannel
 from lightning_dist.strategies.mesh_runtime.dry_channel import DryLinks, DryMessage, DrySender
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.data_parallel.gradient_exchange import GradientExchange
-from lightning_dist.engine.sharding.sharding import ShardingOptions
+from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
+from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap_policy import Unit
 from lightning_dist.engine.sharding.wrap_summary import describe
 from lightning_dist.strategies.mesh_runtime.layout_line import (

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import lightning_dist
-from lightning_dist.engine.comms.failures.failure_ring import Failure, RankFailedError
+from lightning_dist.engine.comms.failures.peer_failure import Failure, RankFailedError
 from lightning_dist.engine.tensors.rng import seeded
-from lightning_dist.strategies.mesh_runtime.tensor_checks import check_precision
+from lightning_dist.strategies.mesh_runtime.checks import check_precision
 
 
 def test_the_strategies_have_names() -> None:

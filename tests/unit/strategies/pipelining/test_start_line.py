@@ -6,7 +6,7 @@ from torch import nn
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links
-from lightning_dist.engine.schedules.shape import PipelineShape
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.batch_statistics import (
     find_batch_statistics,
     with_whole_batches,

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_dist.engine.comms.arrivals import Arrivals
 from lightning_dist.engine.comms.failures.heartbeat import (
     Beat,
     Pulse,
@@ -25,6 +24,7 @@ from lightning_dist.engine.comms.failures.heartbeat import (
     Silence,
     Standstill,
 )
+from lightning_dist.engine.comms.receiver import Arrivals
 
 RHYTHM = Rhythm(interval_seconds=2, patience_seconds=6, limit_seconds=10)
 PROCESS = RankProcess(1, "far-away", 4711)

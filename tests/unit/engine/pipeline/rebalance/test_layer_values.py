@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.rebalance.layer_values import Exchanged, values_of
+from lightning_dist.engine.pipeline.rebalance.relocation import Exchanged, values_of
 from lightning_dist.engine.splitting.cut import skeleton_of
 
 CPU = torch.device("cpu")

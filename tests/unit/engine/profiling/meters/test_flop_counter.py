@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
-from lightning_dist.engine.profiling.meters.flop_counter import FlopCounter
-from lightning_dist.engine.tensors.operation_watch import OperationWatch
+from lightning_dist.engine.profiling.meters.flops import FlopCounter
+from lightning_dist.engine.tensors.observers import OperationWatch
 
 ROWS, WIDTH = 4, 8
 

@@ -11,21 +11,20 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.planning.message_count import MessageCount
-from lightning_dist.engine.planning.traffic import MessageKind, Traffic
-from lightning_dist.engine.profiling.meters.activation_meter import ActivationMeter
-from lightning_dist.engine.profiling.meters.batch_size import num_samples, num_tokens
-from lightning_dist.engine.profiling.meters.collective_trace import (
-    CollectiveTrace,
-    exposure_of,
-    part_of_step,
-)
-from lightning_dist.engine.profiling.meters.held_bytes import (
+from lightning_dist.engine.planning.traffic import MessageCount, MessageKind, Traffic
+from lightning_dist.engine.profiling.meters.flops import num_samples, num_tokens
+from lightning_dist.engine.profiling.meters.memory import (
+    ActivationMeter,
     bytes_of,
     gradient_bytes,
     optimizer_bytes,
 )
 from lightning_dist.engine.profiling.meters.step_counter import StepCounter
+from lightning_dist.engine.profiling.meters.torch_trace import (
+    CollectiveTrace,
+    exposure_of,
+    part_of_step,
+)
 
 ROWS, WIDTH = 16, 32
 ACTIVATION_BYTES = ROWS * WIDTH * 4

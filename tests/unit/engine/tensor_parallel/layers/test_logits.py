@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_dist.engine.tensor_parallel.layers.apart import mark
-from lightning_dist.engine.tensor_parallel.layers.logits import LogitsApart, joined
+from lightning_dist.engine.tensor_parallel.layers.sharded_logits import LogitsApart, joined, mark
 
 
 @pytest.fixture

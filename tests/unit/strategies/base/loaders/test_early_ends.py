@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_dist.engine.comms.store_notes import RankNotes
-from lightning_dist.strategies.base.loaders import early_ends
-from lightning_dist.strategies.base.loaders.early_ends import EarlyEnds
+from lightning_dist.strategies.base.loaders import lengths
+from lightning_dist.strategies.base.loaders.lengths import EarlyEnds
 
 
 def of_ranks() -> list[EarlyEnds]:
@@ -19,7 +19,7 @@ def of_ranks() -> list[EarlyEnds]:
 
 
 def reading(monkeypatch: pytest.MonkeyPatch, *answer: Any) -> Any:
-    monkeypatch.setattr(early_ends, "batches_read", lambda _: answer)
+    monkeypatch.setattr(lengths, "batches_read", lambda _: answer)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     return SimpleNamespace(current_epoch=4)
 

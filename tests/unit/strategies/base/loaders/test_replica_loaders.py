@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dist.engine.comms.batches.mapped_tensors import MessageFiles, TensorFiles
 from lightning_dist.engine.comms.batches.replica_channel import ReplicaChannel
-from lightning_dist.engine.comms.memory_channel import MemoryChannel
+from lightning_dist.engine.comms.channel import MemoryChannel
 from lightning_dist.strategies.base.loaders.replica_loaders import ReplicaLoaders
 
 CPU = torch.device("cpu")

@@ -1,0 +1,197 @@
+"""Pictures and tables for loggers, as far as each can show them.
+
+Metrics go to every logger through ``self.log``. Weights & Biases shows pictures, tables and pages,
+TensorBoard pictures and text. Others, such as a CSV file, have the metrics only.
+
+Print tables: with rich where it is installed, else as text.
+
+What becomes of a profile on rank 0: tables on the console, files, and pictures in loggers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_dist.engine.common.table import Table
+from lightning_dist.engine.profiling.report import ProfileReport
+from lightning_dist.engine.profiling.summary import memory_table, summary_table, time_table
+from lightning_dist.engine.schedules.timeline import Timeline
+from lightning_dist.plotting import plot_profile, write_page
+from lightning_dist.plotting.chrome_trace import write_chrome_trace
+
+_WIDEST = 1000
+
+
+@rank_zero_only
+def print_tables(tables: Iterable[Table], *conclusions: str) -> None:
+    """Prints on rank 0.
+
+    Args:
+        tables: One below the other.
+        conclusions: Lines below them.
+    """
+    if find_spec("rich") is None:
+        for table in tables:
+            print(f"{table.title}\n{table}\n")
+        print(*conclusions, sep="\n")
+        return
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = Console()
+    for table in tables:
+        drawn = RichTable(title=table.title, title_justify="left", show_header=any(table.headings))
+        for column, heading in enumerate(table.headings):
+            justify: Literal["left", "right"] = "right" if column in table.right else "left"
+            drawn.add_column(heading, justify=justify, no_wrap=True)
+        for row in table.rows:
+            drawn.add_row(*row)
+        # A log file has no width; a cut-off number is worse than a long line.
+        wide = console.options.update(width=_WIDEST)
+        console.width = max(console.width, console.measure(drawn, options=wide).maximum)
+        console.print(drawn)
+    for line in conclusions:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_SPANS = 5_000
+
+
+class Media:
+    """Shows things in the loggers of a run; for rank 0.
+
+    Args:
+        loggers: Of the Trainer.
+    """
+
+    def __init__(self, loggers: Iterable[Logger]) -> None:
+        self._wandb: list[WandbLogger] = []
+        self._boards: list[TensorBoardLogger] = []
+        for logger in loggers:
+            if isinstance(logger, WandbLogger):
+                self._wandb.append(logger)
+            elif isinstance(logger, TensorBoardLogger):
+                self._boards.append(logger)
+
+    @property
+    def shows_pictures(self) -> bool:
+        """Whether any of the loggers does."""
+        return bool(self._wandb or self._boards)
+
+    def show_figure(self, name: str, figure: Figure, step: int) -> None:
+        """Shows a picture.
+
+        Args:
+            name: Where.
+            figure: Drawn.
+            step: Of the training.
+        """
+        for wandb in self._wandb:
+            wandb.log_image(name, [_pixels(figure)])
+        for board in self._boards:
+            board.experiment.add_figure(name, figure, step, close=False)
+
+    def show_table(self, name: str, table: Table, step: int) -> None:
+        """Shows a table.
+
+        Args:
+            name: Where.
+            table: Its cells are texts.
+            step: Of the training.
+        """
+        headings = [heading or f"column {i}" for i, heading in enumerate(table.headings)]
+        for wandb in self._wandb:
+            wandb.log_table(name, columns=headings, data=[list(row) for row in table.rows])
+        for board in self._boards:
+            lines = [headings, ["---"] * len(headings), *table.rows]
+            board.experiment.add_text(name, "\n".join(" | ".join(line) for line in lines), step)
+
+    def show_timeline(self, name: str, timeline: Timeline) -> None:
+        """Shows a timeline as a table of numbers, a row per span; W&B can sort and plot it.
+
+        Args:
+            name: Where.
+            timeline: Its newest spans are shown if there are too many.
+        """
+        headings = ["rank", "kind", "action", "start (ms)", "duration (ms)"]
+        spans = sorted(timeline.shifted_to_zero().spans, key=lambda span: span.start_seconds)
+        rows = [
+            [s.rank, s.kind.value, str(s.action), s.start_seconds * 1e3, s.duration_seconds * 1e3]
+            for s in spans[-_MOST_SPANS:]
+        ]
+        for wandb in self._wandb:
+            wandb.log_table(name, columns=headings, data=rows)
+
+    def show_page(self, name: str, path: Path) -> None:
+        """Shows an HTML page; TensorBoard has no place for one.
+
+        Args:
+            name: Where.
+            path: The file.
+        """
+        if self._wandb:
+            from wandb import Html
+
+            for wandb in self._wandb:
+                wandb.experiment.log({name: Html(str(path))})
+
+
+def _pixels(figure: Figure) -> Any:
+    import numpy as np
+
+    canvas: Any = figure.canvas
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
+
+
+_NAME = "step_profile"
+
+
+def publish(report: ProfileReport, directory: Path, loggers: Iterable[Logger]) -> None:
+    """Prints, writes and shows a profile.
+
+    Args:
+        report: Of all ranks.
+        directory: Where files go.
+        loggers: Of the Trainer.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tables = {
+        "summary": summary_table(report),
+        "time": time_table(report),
+        "memory": memory_table(report),
+    }
+    media, step = Media(loggers), report.first_batch + report.num_steps
+    for name, table in tables.items():
+        media.show_table(f"profile/{name}", table, step)
+    media.show_timeline("profile/spans", report.timeline)
+    written = [directory / f"{_NAME}.json"]
+    phases = (phase for record in report.records for phase in record.phases)
+    write_chrome_trace(report.timeline, written[0], phases)
+    if find_spec("matplotlib") is not None:
+        written.append(directory / f"{_NAME}.png")
+        media.show_figure("profile/timeline", plot_profile(report, written[-1]), step)
+    if find_spec("plotly") is not None:
+        written.append(directory / f"{_NAME}.html")
+        write_page(report, written[-1])
+        media.show_page("profile/page", written[-1])
+    print_tables(tables.values(), f"Profile: {', '.join(map(str, written))}", *_missing())
+
+
+def _missing() -> list[str]:
+    missing = [name for name in ("matplotlib", "plotly") if find_spec(name) is None]
+    if not missing:
+        return []
+    return [
+        f"Without {' and '.join(missing)} some pictures are missing: pip install"
+        " 'lightning-dist[plots]'."
+    ]

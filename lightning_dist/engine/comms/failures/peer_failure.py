@@ -1,0 +1,331 @@
+"""How all ranks learn of one rank's failure, at once and with the true cause.
+
+When a rank dies, the others would sit in a receive until the process group's timeout, half an hour
+by default, and then report the timeout. So each rank has a thread that waits for a message from its
+successor and is idle otherwise. A rank that raises sends its traceback to its predecessor, which
+passes it on around the ring. A rank that is killed sends nothing, but the kernel closes its
+connection, which its predecessor sees within milliseconds and passes on likewise. Nothing depends
+on a rank that may be the lost one.
+
+A rank that hangs does neither. Beats go the same way (:mod:`.failures.heartbeat`),
+and what they tell of a rank that stands still goes around the ring, too.
+
+End a process in which a thread waits for a rank that will never answer.
+
+A rank that learns of a failure normally raises where it waits for its pipeline neighbour. A main
+thread inside of a collective or of the user's own code cannot be interrupted; after a grace the
+process prints the true cause and exits, rather than wait for the process group's timeout.
+
+Nor can the threads that gloo keeps for asynchronous collectives. A process group joins them when it
+is destroyed, at the latest while Python exits, and survivors of a failure may each wait for the
+other's connection to close. So after a failure the groups are never destroyed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dist.engine.comms.channel import ChannelClosedError, PeerLostError
+from lightning_dist.engine.comms.failures.heartbeat import (
+    Beat,
+    Notice,
+    Pulse,
+    RankProcess,
+    Rhythm,
+    Silence,
+    Standstill,
+)
+from lightning_dist.engine.comms.receiver import DistributedReceiver
+from lightning_dist.engine.comms.sender import DistributedSender
+
+_CLOSE_SECONDS = 2.0
+
+
+class RankFailedError(RuntimeError):
+    """Another rank has failed first."""
+
+
+class RemoteTraceback(Exception):  # noqa: N818  (it is the text of one)
+    """The traceback of another process, printed before the error that it caused."""
+
+    def __str__(self) -> str:
+        """Gives the text on lines of its own."""
+        return f'\n"""\n{self.args[0]}"""'
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a run ends.
+
+    Attributes:
+        rank: The rank that failed first.
+        summary: One line.
+        details: The traceback, if there is one.
+        is_value_error: Whether it was the user's input, so that each rank says so alike.
+        unanswering: The process, if the rank has failed by not answering any more.
+    """
+
+    rank: int
+    summary: str
+    details: str = ""
+    is_value_error: bool = False
+    unanswering: RankProcess | None = None
+
+    @classmethod
+    def from_exception(cls, rank: int, error: BaseException) -> Failure:
+        """Describes an exception of this process.
+
+        Args:
+            rank: This rank.
+            error: What was raised.
+        """
+        summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+        details = "".join(traceback.format_exception(error))
+        return cls(rank, summary, details, isinstance(error, ValueError))
+
+    @classmethod
+    def from_standstill(cls, standstill: Standstill, details: str = "") -> Failure:
+        """Describes a rank that all others have waited for in vain.
+
+        Args:
+            standstill: What is known of it.
+            details: The traceback of a rank that has waited.
+        """
+        process = standstill.process
+        unanswering = process if standstill.is_silent else None
+        return cls(process.rank, str(standstill), details, unanswering=unanswering)
+
+    def __str__(self) -> str:
+        """Says who failed and why, on one line."""
+        return f"Rank {self.rank} failed first: {self.summary}"
+
+    def to_exception(self) -> Exception:
+        """Makes the exception that the other ranks raise."""
+        if self.is_value_error:
+            return ValueError(f"{self.summary}\n(raised on rank {self.rank})")
+        error = RankFailedError(str(self))
+        if self.details:
+            error.__cause__ = RemoteTraceback(self.details)
+        return error
+
+
+class FailureRing:
+    """One rank's place in the ring. Created by the thread that trains.
+
+    Args:
+        group: A gloo group of all ranks whose timeout never comes.
+        rank: This rank.
+        world_size: All ranks.
+        rhythm: How often ranks tell that they live.
+        progress: Says in a few words where this rank's run is; called on another thread.
+        on_failure: Called once, on the listening thread, with another rank's failure.
+        on_notice: Called on threads of the ring where ranks stand still or go on. Rank 0 is told of
+            all, other ranks of what rank 0 cannot hear.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        world_size: int,
+        rhythm: Rhythm,
+        progress: Callable[[], str],
+        on_failure: Callable[[Failure], None],
+        on_notice: Callable[[Notice], None],
+    ) -> None:
+        self._rank = rank
+        self._predecessor = (rank - 1) % world_size
+        self._successor = (rank + 1) % world_size
+        self._rhythm = rhythm
+        self._on_failure = on_failure
+        self._on_notice = on_notice
+        self._failure: Failure | None = None
+        self._has_said_goodbye = False
+        self._lock = threading.Lock()
+        self._has_news = threading.Event()
+        self._standstills: dict[int, Standstill] = {}
+        self._silence = Silence(rhythm, self._successor)
+        self._pulse = Pulse(rhythm, RankProcess.own(rank), progress)
+        self._sending = threading.Lock()  # two threads and the trainer's send
+        self._sender = DistributedSender(group, self._predecessor)
+        self._receiver = DistributedReceiver(
+            group,
+            self._successor,
+            torch.device("cpu"),
+            timeout_seconds=rhythm.interval_seconds,
+            cause_seconds=0.0,
+        )
+        self._is_closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._listen, name="failure-ring", daemon=True),
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def standstill(self) -> Standstill | None:
+        """A rank that is known to stand still, the first one of several."""
+        return next(iter(self._standstills.copy().values()), None)
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Waits until another rank's failure is known, but not for long.
+
+        Args:
+            seconds: How long at most.
+        """
+        self._has_news.wait(seconds)
+
+    def announce(self, failure: Failure) -> None:
+        """Tells the others, unless they have been told of an earlier failure.
+
+        Args:
+            failure: This rank's own.
+        """
+        if self._is_first(failure):
+            self._send(failure)
+            self._say_goodbye()
+
+    def close(self) -> None:
+        """Says goodbye, so that this rank's exit is not taken for a failure."""
+        self._say_goodbye()
+        self._receiver.close()
+        for thread in self._threads:
+            thread.join(_CLOSE_SECONDS)
+
+    # --- failures ----------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._listen_once()
+        except ChannelClosedError:
+            return  # goodbye
+        except PeerLostError:
+            lost = f"the process of rank {self._successor} was lost (its connection closed)"
+            self._learn(Failure(self._successor, lost))
+
+    def _listen_once(self) -> None:
+        try:
+            message: Beat | Notice | Failure = self._receiver.receive()
+        except TimeoutError:
+            self._report(self._silence.missed())
+            if self._silence.is_over:
+                self._learn(Failure.from_standstill(self._silence.standstill))
+            return
+        if isinstance(message, Failure):
+            self._learn(message)
+        elif isinstance(message, Beat):
+            self._report(self._silence.heard(message))
+        else:
+            self._spread(message)
+
+    def _learn(self, failure: Failure) -> None:
+        if not self._is_first(failure):
+            return
+        if failure.rank != self._predecessor:
+            self._send(failure)
+        self._on_failure(failure)
+        self._has_news.set()
+        # Not in `close`: this rank may sit in a collective that only the predecessor's end can
+        # break, and the predecessor does not end before it has heard a goodbye.
+        self._say_goodbye()
+
+    def _is_first(self, failure: Failure) -> bool:
+        with self._lock:
+            is_first = self._failure is None
+            self._failure = self._failure or failure
+        return is_first
+
+    # --- standstills -------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        while not self._is_closed.is_set():
+            beat, notice = self._pulse.look()
+            self._send(beat)
+            self._report(notice)
+            self._is_closed.wait(self._rhythm.interval_seconds)
+
+    def _report(self, found: Notice | None) -> None:
+        """Spreads what this rank was the first to find."""
+        if found is not None:
+            self._spread(found, is_first=True)
+
+    def _spread(self, notice: Notice, *, is_first: bool = False) -> None:
+        rank = notice.process.rank
+        if isinstance(notice, Standstill):
+            self._standstills[rank] = notice
+        else:
+            self._standstills.pop(rank, None)
+        if self._rank == 0 or (rank == 0 and is_first):
+            self._on_notice(notice)
+        if rank != self._predecessor:
+            self._send(notice)
+
+    # --- sending -----------------------------------------------------------------------------
+
+    def _say_goodbye(self) -> None:
+        self._is_closed.set()
+        with self._sending:
+            said, self._has_said_goodbye = self._has_said_goodbye, True
+            if not said:
+                self._sender.close()
+
+    def _send(self, message: Beat | Notice | Failure) -> None:
+        with self._sending, contextlib.suppress(PeerLostError):  # a dead predecessor needs no news
+            if not self._has_said_goodbye:
+                self._sender.send(message)
+
+
+GRACE_SECONDS = 6.0
+_POLL_SECONDS = 0.1
+
+
+def exit_after_grace(failure: Failure, has_left: Callable[[], bool]) -> None:
+    """Ends the process after a grace, unless its run has ended by then.
+
+    Args:
+        failure: What to print.
+        has_left: Whether the run has ended by itself.
+    """
+    thread = threading.Thread(
+        target=_wait_and_exit, args=(failure, has_left), name="last-resort", daemon=True
+    )
+    thread.start()
+
+
+def _wait_and_exit(failure: Failure, has_left: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline:
+        if has_left():
+            return
+        time.sleep(_POLL_SECONDS)
+    text = "".join(traceback.format_exception(failure.to_exception()))
+    print(f"{text}Ending this process, which is here:", file=sys.stderr)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    print("".join(traceback.format_stack(frame)), file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def never_destroy(objects: Iterable[Any]) -> None:
+    """Keeps objects alive until the process has ended.
+
+    Args:
+        objects: Process groups, whose destructors would wait for other ranks.
+    """
+    for kept in objects:
+        # One reference that nobody gives back. Python lets go of every other one while it exits,
+        # those of modules and of frames too.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -1,0 +1,90 @@
+"""Let an optimizer update a group of which some parameters are spread over ranks and others not.
+
+``fused=True`` and ``foreach=True`` update a whole group in a few calls, and torch refuses calls
+that are given DTensors and plain tensors together. A tensor-parallel model's norms are plain, its
+projections are not, and users put both into one group. Such a group is updated one parameter at a
+time, which is what an optimizer does by itself that has not been told how.
+
+Say in the user's words what torch says of tensors that are spread and others that are not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from lightning_dist.engine.tensors.dtensor import is_spread
+
+_WAYS = ("foreach", "fused")
+
+
+def update_mixed_groups_singly(optimizer: Optimizer) -> None:
+    """Makes an optimizer take its own way wherever the user's would fail, and says so once.
+
+    The groups say what the user has asked for, but while a step runs.
+
+    Args:
+        optimizer: Any one of torch's.
+    """
+    asked_for: list[tuple[dict[str, Any], str, Any]] = []
+
+    def before(*_: object) -> None:
+        after()  # a step that failed has not come so far
+        for group in optimizer.param_groups:
+            for way in _ways_that_fail(group):
+                asked_for.append((group, way, group[way]))
+                group[way] = False
+
+    def after(*_: object) -> None:
+        for group, way, value in asked_for:
+            group[way] = value
+        asked_for.clear()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if is_first and any(_ways_that_fail(group) for group in optimizer.param_groups):
+        warnings.warn(
+            f"{type(optimizer).__name__} was asked for `fused` or `foreach`, but torch cannot"
+            " update tensor-parallel parameters and others in one call. Groups that have both are"
+            " updated one parameter at a time; give either kind a group of its own to avoid that.",
+            stacklevel=2,
+        )
+
+
+def _ways_that_fail(group: dict[str, Any]) -> list[str]:
+    asked_for = [way for way in _WAYS if group.get(way)]
+    if not asked_for or len({is_spread(parameter) for parameter in group["params"]}) < 2:
+        return []
+    return asked_for
+
+
+_TORCH_SAYS = "got mixed torch.Tensor and DTensor"
+
+
+@contextmanager
+def explained_mixture() -> Iterator[None]:
+    """Explains why a step cannot compute with parameters as it does on a single device.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: It has done so.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _TORCH_SAYS not in str(error):
+            raise
+        raise ValueError(
+            "A step has computed with a parameter itself beside other tensors, a penalty on weights"
+            " for instance, and each rank has a part of it only. Use the optimizer's weight_decay"
+            " for that, or compute it inside of the layer that has the parameter."
+            f" ({str(error).splitlines()[0]})"
+        ) from error

@@ -1,0 +1,289 @@
+"""A backward in two parts: gradients of the inputs first, those of the weights when there is time.
+
+Asking autograd twice would compute the chain through the layers twice. The first part runs the
+chain alone, and keeps what arrives where the ways to the weights leave it; the second goes on from
+there. ``torch.distributed.pipelining`` has private functions for that, but they lose the gradients
+of what only an output beside the chain depends on, fail where a layer stands between two uses of a
+weight, and before torch 2.13 count some gradients of such weights twice.
+
+Where the ways to the weights leave the way to the inputs, in the graph of a backward.
+
+The nodes on a way from the outputs to an input are the *chain*. A way to a parameter leaves it at a
+*joint*, or begins at an output that is not on it. Parameters whose ways begin at the same nodes are
+one *branch*: what arrives there in a backward through the chain is enough for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """Parameters, and where the ways to them begin.
+
+    Attributes:
+        parameters: Their places in the list that was asked for.
+        beginnings: Joints, and nodes of outputs that are not on the chain; as keys, in order.
+    """
+
+    parameters: list[int]
+    beginnings: dict[Node, None]
+
+    def absorb(self, other: Branch) -> None:
+        """Takes what another has.
+
+        Args:
+            other: Has a beginning in common with this one.
+        """
+        self.parameters += other.parameters
+        self.beginnings |= other.beginnings
+
+
+class BackwardGraph:
+    """The nodes between outputs and inputs.
+
+    Args:
+        outputs: Roots; each requires grad.
+        inputs: Leaves that are no parameters.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        self._roots = dict.fromkeys(map(node_of, outputs))
+        self._parents = _parents_of_all(self._roots)
+        self._chain: dict[Node, None] = {}
+        waiting = deque(map(node_of, inputs))
+        while waiting:
+            node = waiting.popleft()
+            if node not in self._chain:
+                self._chain[node] = None
+                waiting += self._parents.get(node, [])
+
+    def is_on_chain(self, node: Node) -> bool:
+        """Tells whether gradients of the inputs pass a node.
+
+        Args:
+            node: Any.
+        """
+        return node in self._chain
+
+    def is_top(self, node: Node) -> bool:
+        """Tells whether a backward can only begin at a node, and not pass it.
+
+        Args:
+            node: Of an output.
+        """
+        return not self._parents[node]
+
+    def branches(self, parameters: Sequence[Tensor]) -> list[Branch]:
+        """Sorts parameters by where the ways to them begin.
+
+        Args:
+            parameters: Leaves. One that no output depends on is in no branch.
+        """
+        found: dict[Node, Branch] = {}
+        for i, parameter in enumerate(parameters):
+            branch = Branch([i], self._beginnings(node_of(parameter)))
+            met = {id(known): known for node in branch.beginnings if (known := found.get(node))}
+            for known in met.values():
+                branch.absorb(known)
+            found.update(dict.fromkeys(branch.beginnings, branch))
+        return list({id(branch): branch for branch in found.values()}.values())
+
+    def _beginnings(self, leaf: Node) -> dict[Node, None]:
+        beginnings: dict[Node, None] = {}
+        seen = {leaf}
+        waiting = deque([leaf])
+        while waiting:
+            node = waiting.popleft()
+            if node in self._chain or node in self._roots:
+                beginnings[node] = None
+            if node not in self._chain:
+                above = dict.fromkeys(self._parents.get(node, []))
+                waiting += [parent for parent in above if parent not in seen]
+                seen.update(above)
+        return beginnings
+
+
+def node_of(tensor: Tensor) -> Node:
+    """Gives the node at which a tensor's gradient arrives.
+
+    Args:
+        tensor: Requires grad; a leaf, too.
+    """
+    return get_gradient_edge(tensor).node
+
+
+def nodes_beneath(outputs: Sequence[Tensor]) -> Collection[Node]:
+    """Gives all nodes that a backward comes to, those of the outputs included.
+
+    Args:
+        outputs: Roots; each requires grad.
+    """
+    return _parents_of_all(map(node_of, outputs)).keys()
+
+
+def _parents_of_all(roots: Iterable[Node]) -> dict[Node, list[Node]]:
+    parents: dict[Node, list[Node]] = {root: [] for root in roots}
+    waiting = deque(parents)
+    while waiting:
+        node = waiting.popleft()
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            if child not in parents:
+                parents[child] = []
+                waiting.append(child)
+            parents[child].append(node)
+    return parents
+
+
+Arrived = tuple[Tensor | None, ...]
+
+
+class PartedBackward:
+    """The backward of one micro-batch on one stage.
+
+    Args:
+        outputs: Roots of the graph.
+        gradients: One for each of them.
+        inputs: Leaves that are no parameters.
+        parameters: The stage's trainable ones by name.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        self._outputs = list(outputs)
+        self._gradients = list(gradients)
+        self._inputs = list(inputs)
+        self._parameters = list(parameters.values())
+        self._branches: list[Branch] = []
+        self._arrived: dict[Node, Arrived] = {}
+        self._beside: list[tuple[GradientEdge, Tensor]] = []
+
+    @property
+    def given(self) -> list[Tensor]:
+        """What is left to go on from: gradients that others hold, or have memory of."""
+        arrived = [g for at_node in self._arrived.values() for g in at_node if g is not None]
+        return [*self._gradients, *arrived, *(gradient for _, gradient in self._beside)]
+
+    def run_inputs(self) -> list[Tensor | None]:
+        """Runs the first part.
+
+        Returns:
+            One gradient for each input.
+        """
+        if not self._inputs or not self._outputs:
+            return [None] * len(self._inputs)
+        graph = BackwardGraph(self._outputs, self._inputs)
+        self._branches = graph.branches(self._parameters)
+        kept = {node for branch in self._branches for node in branch.beginnings}
+        found = self._run_chain(graph, [node for node in kept if graph.is_on_chain(node)])
+        for output in self._outputs:
+            # Others hold it still, and the graph behind it is not needed any more.
+            if graph.is_top(node_of(output)) and node_of(output) not in kept:
+                _cut_off(output)
+        self._outputs, self._gradients = [], []
+        return found
+
+    def run_weights(self) -> None:
+        """Runs the second part, which adds to the parameters' ``grad``; without inputs, all."""
+        if not self._inputs:
+            self._run_whole()
+            return
+        # From one of several joints a backward passes the chain down to the next, where what the
+        # other branches need must still be: these come first, and free nothing.
+        for branch in sorted(self._branches, key=lambda b: len(b.beginnings), reverse=True):
+            self._run_branch(branch)
+        self._branches, self._beside = [], []
+        self._arrived.clear()
+
+    def _run_chain(self, graph: BackwardGraph, joints: Sequence[Node]) -> list[Tensor | None]:
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for output, gradient in zip(self._outputs, self._gradients, strict=True):
+            if graph.is_on_chain(node_of(output)):
+                outputs.append(output)
+                gradients.append(gradient)
+            else:
+                self._beside.append((get_gradient_edge(output), gradient))
+        if not outputs:
+            return [None] * len(self._inputs)
+        with _noted(joints, self._arrived):
+            return list(
+                torch.autograd.grad(
+                    outputs, self._inputs, gradients, retain_graph=True, allow_unused=True
+                )
+            )
+
+    def _run_branch(self, branch: Branch) -> None:
+        arrived = {n: self._arrived[n] for n in branch.beginnings if n in self._arrived}
+        roots = [
+            (GradientEdge(node, i), gradient)
+            for node, gradients in arrived.items()
+            for i, gradient in enumerate(gradients)
+            if gradient is not None
+        ]
+        roots += [(e, gradient) for e, gradient in self._beside if e.node in branch.beginnings]
+        if not roots:
+            return
+        with _replaced(arrived):
+            torch.autograd.backward(
+                [edge for edge, _ in roots],
+                [gradient for _, gradient in roots],
+                retain_graph=len(arrived) > 1,
+                inputs=[self._parameters[i] for i in branch.parameters],
+            )
+
+    def _run_whole(self) -> None:
+        if self._outputs and self._parameters:
+            torch.autograd.backward(self._outputs, self._gradients, inputs=self._parameters)
+
+
+@contextmanager
+def _noted(nodes: Sequence[Node], arrived: dict[Node, Arrived]) -> Iterator[None]:
+    """Notes the gradients that arrive at nodes."""
+
+    def note(node: Node, gradients: Arrived) -> None:
+        arrived[node] = gradients
+
+    handles = [node.register_prehook(partial(note, node)) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _replaced(arrived: Mapping[Node, Arrived]) -> Iterator[None]:
+    """Lets nodes see what arrived the first time, and nothing that comes down the chain again."""
+
+    def replace(gradients: Arrived, _: Arrived) -> Arrived:
+        return gradients
+
+    handles = [node.register_prehook(partial(replace, g)) for node, g in arrived.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _cut_off(output: Tensor) -> None:
+    # Autograd cuts no view in place, and a leaf would not require grad any more.
+    if not output._is_view() and not output.is_leaf:
+        output.detach_()

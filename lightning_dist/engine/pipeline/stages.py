@@ -1,0 +1,229 @@
+"""A rank's stages, from when they take the pipelined module's forward until they let go of it.
+
+Layers may move meanwhile, so the stages are made anew then, and what is known of the earlier ones
+goes on: this is who remembers it. Others hold this mapping, never its values.
+
+How a rank makes its stages; the same way again when it gets other layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_dist.engine.pipeline.gradients import Gradients
+from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
+from lightning_dist.engine.pipeline.stage import Stage
+from lightning_dist.engine.pipeline.step_hook import Seam
+from lightning_dist.engine.profiling.meters.recorder import Recorder
+from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
+from lightning_dist.engine.schedules.stash_depth import num_copies
+from lightning_dist.engine.splitting.cut import layers_of, stage_of_layers
+from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.splitting.remote_layers import WholeInSight
+from lightning_dist.engine.splitting.whole_step import StepSeam, WholeStep
+from lightning_dist.engine.stashing.half_versions import HalfWeights
+from lightning_dist.engine.stashing.policy import Predict, WeightVersions, choose_policy
+from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
+
+
+@dataclass(frozen=True, slots=True)
+class StageMaker:
+    """Makes stages; all but the first attribute are as for ``Pipeline``.
+
+    Attributes:
+        found: The layers of the pipelined module.
+        weight_versions: Which weights a backward sees.
+        seed: Base of the random numbers.
+        device: Where the stage computes.
+        layers: Gives what runs a stage's layers; None runs them one after the other.
+        gradients: Makes what holds a stage's.
+        predict: Gives copies of parameters as they will be.
+        measure_discrepancy: Whether to say how far weights have moved.
+        half: How layers compute in half precision.
+    """
+
+    found: Layers
+    weight_versions: WeightVersions
+    seed: int
+    device: torch.device
+    layers: Callable[[int], nn.Module] | None
+    gradients: Callable[[int], Gradients]
+    predict: Predict | None
+    measure_discrepancy: bool
+    half: HalfWeights | None
+
+    def num_copies(self, shape: PipelineShape) -> tuple[int, ...]:
+        """Counts the most copies of its weights that each stage of a pipeline holds.
+
+        Args:
+            shape: Of the pipeline.
+        """
+        return num_copies(shape, self.weight_versions, predicts=self.predict is not None)
+
+    def make(
+        self, shape: PipelineShape, number: int, seam: Seam | StepSeam, history: Sequence[int] = ()
+    ) -> Stage:
+        """Makes a stage on the layers that are here.
+
+        Args:
+            shape: Of the pipeline.
+            number: Of the stage, one of the rank's.
+            seam: Where the user's step calls it.
+            history: The staleness of the updates that it has made so far.
+        """
+        own = layers_of(self.found, shape.layers_per_stage, number)
+        gradients = self.gradients(number)
+        policy = choose_policy(
+            own,
+            number,
+            find_schedules(shape.schedule).update_rule,
+            self.weight_versions,
+            self.predict,
+            self.measure_discrepancy,
+            self.half,
+            shape.num_microbatches,
+            hides_hooks=not gradients.runs_hooks,
+        )
+        return Stage(
+            seam,
+            number,
+            shape.num_stages,
+            own if self.layers is None else self.layers(number),
+            policy,
+            gradients,
+            StalenessMeter(policy.release, history, measures_discrepancy=self.measure_discrepancy),
+            layer_input=self.found.layer_input,
+            seed=(self.seed, shape.replica_index),
+            device=self.device,
+            root=self.found.users_module,
+        )
+
+
+class OwnStages(Mapping[int, Stage]):
+    """The stages by their number.
+
+    Args:
+        maker: Makes them.
+        shape: Which part of which pipeline this is; the module has been cut so.
+    """
+
+    def __init__(self, maker: StageMaker, shape: PipelineShape) -> None:
+        self.shape = shape
+        self.maker = maker
+        self._stages: dict[int, Stage] = {}
+        self._earlier_peaks: dict[int, int] = {}
+        self._seam: Seam | StepSeam | None = None
+        self._attach()
+
+    @override
+    def __getitem__(self, number: int) -> Stage:
+        return self._stages[number]
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._stages)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether whole steps run here."""
+        return any(stage.is_last for stage in self.values())
+
+    @property
+    def peak_stash_bytes(self) -> dict[int, int]:
+        """The most bytes of stashed weights, by stage."""
+        return {
+            number: max(stage.policy.peak_stash_bytes, self._earlier_peaks.get(number, 0))
+            for number, stage in self.items()
+        }
+
+    @property
+    def num_copies(self) -> tuple[int, ...]:
+        """The most copies of its weights that each stage of the pipeline holds at a time."""
+        return self.maker.num_copies(self.shape)
+
+    @property
+    def version_bytes(self) -> int:
+        """What one more version of the weights takes, of all stages."""
+        return sum(stage.policy.version_bytes for stage in self.values())
+
+    @property
+    def reports(self) -> dict[int, UpdateReport]:
+        """What is known of the latest update, by stage; empty before the first."""
+        return {n: stage.report for n, stage in self.items() if stage.report is not None}
+
+    @property
+    def staleness(self) -> dict[int, tuple[int, ...]]:
+        """Updates between the weights of a batch and its update, for each update, by stage."""
+        return {number: stage.meter.history for number, stage in self.items()}
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Gives the trainable parameters by their names in the pipelined module."""
+        return {n: p for stage in self.values() for n, p in stage.named_parameters().items()}
+
+    def layer_profiler(self, recorder: Recorder) -> LayerProfiler:
+        """Makes what times the layers while they train.
+
+        Args:
+            recorder: Of the rank that runs them.
+        """
+        stages = stage_of_layers(self.shape.layers_per_stage)
+        parts = self.maker.found.parts()
+        own = [part for part in parts if stages[part.layer_index] in self]
+        return LayerProfiler(own, recorder, self.maker.half)
+
+    @contextmanager
+    def letting_go(self) -> Iterator[None]:
+        """Leaves the pipelined module alone for a while; nothing may be in flight.
+
+        Yields:
+            Nothing. Meanwhile layers may move, if :meth:`take_over` follows, or another pipeline
+            may run this rank's. What is known of weights goes on afterwards.
+        """
+        self.detach()
+        yield
+        self._attach()
+
+    def take_over(self, layers_per_stage: tuple[int, ...]) -> None:
+        """Notes another partition, while the module is let go.
+
+        Args:
+            layers_per_stage: By which the module is cut now.
+        """
+        assert self._seam is None
+        self.shape = replace(self.shape, layers_per_stage=layers_per_stage)
+
+    def detach(self) -> None:
+        """Gives the pipelined module its forward back."""
+        seam, self._seam = self._seam, None
+        if seam is not None:
+            seam.detach()
+            self.maker.found.detach()
+        for stage in self.values():
+            stage.clear()
+
+    def _attach(self) -> None:
+        self._earlier_peaks = self.peak_stash_bytes
+        known = self.staleness
+        found = self.maker.found
+        found.attach()
+        seam = self._seam = self._make_seam(found)
+        self._stages = {
+            number: self.maker.make(self.shape, number, seam, known.get(number, ()))
+            for number in self.shape.stages
+        }
+
+    def _make_seam(self, found: Layers) -> Seam | StepSeam:
+        if isinstance(found, WholeStep):
+            return StepSeam()
+        sight = WholeInSight(found, self.maker.device)
+        return Seam(found.module, sight, is_whole=self.shape.num_stages == 1)

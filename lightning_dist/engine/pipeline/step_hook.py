@@ -1,0 +1,179 @@
+"""Where the user's step meets the pipelined module.
+
+The module's forward is replaced, so that the step, which nobody rewrote, runs whatever the stage
+at hand wants to run there. On all stages but the last there is nothing for the step to go on with,
+so it is left at this point by an exception that :meth:`Seam.run` catches.
+
+Give layers what they may write into.
+
+The tensors that a stage receives are leaves, so that their gradients can be asked for, and autograd
+lets nobody write into a leaf in place, nor into a view of one. On a single device the same layer
+(``nn.ReLU(inplace=True)``, say) would get the output of the one before.
+
+What a stage's layers leave in attributes for a loss that is computed on another rank.
+
+The balancing loss of a mixture of experts, a codebook's commitment loss, a Bayesian layer's
+divergence: a layer puts it into an attribute, and the user's step adds up those of all layers. The
+step ends on the last stage, where other stages' layers are not. It would add up fewer of them, and
+nobody would be told. Such a value is known by where gradients flow: they come to it from no output
+of the stage. An attention's map, kept to be looked at, lies on the way of the outputs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.pipeline.split_backward import nodes_beneath
+from lightning_dist.engine.splitting.remote_layers import WholeInSight
+from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.engine.tensors.tree import flatten
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data  # not a view in autograd's books
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def behind_leaf(tensor: Tensor) -> Tensor:
+    """Gives the same memory as a tensor that is no leaf.
+
+    Args:
+        tensor: Any; what requires no gradient, or is no leaf, is returned as it is.
+    """
+    if not tensor.requires_grad or not tensor.is_leaf:
+        return tensor
+    alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+    return alias
+
+
+def refuse_left_behind(layers: nn.Module, stage_index: int, output: Any) -> None:
+    """Refuses what only a loss elsewhere could be for.
+
+    Args:
+        layers: Of a stage that is not the last; their forward is over.
+        stage_index: The stage.
+        output: Of the stage, with its graph.
+
+    Raises:
+        ValueError: An attribute holds a tensor with a graph of its own.
+    """
+    held = [
+        (f"{name}.{attribute}".lstrip("."), tensor)
+        for name, part in layers.named_modules()
+        for attribute, value in (*part.named_buffers(recurse=False), *vars(part).items())
+        for tensor in _tensors_in(value)
+        if tensor.grad_fn is not None
+    ]
+    if not held:
+        return
+    beneath = nodes_beneath([t for t in flatten(output)[0] if t.requires_grad])
+    for name, tensor in held:
+        if tensor.grad_fn not in beneath:
+            raise ValueError(
+                f"The forward of a layer on stage {stage_index} leaves a tensor with gradients in"
+                f" {name!r}. Your step ends on the last stage, where that layer is not, so a loss"
+                " made of it would be left out there, and the layer trained without it. Let the"
+                " layer return it with its activations, or store its `.detach()` if no loss is made"
+                " of it."
+            )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    # Not `flatten`, which puts all that it takes apart together again, a user's dataclasses too.
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple | set | deque):
+        for held in value:
+            yield from _tensors_in(held)
+
+
+class _StepLeft(BaseException):  # noqa: N818  (it is not an error)
+    """Leaves the user's step behind the pipelined module.
+
+    Not an ``Exception``, so that a user's ``except Exception`` does not stop it.
+    """
+
+
+class Seam:
+    """Stands in for the forward of the pipelined module.
+
+    Args:
+        sequence: The pipelined module.
+        sight: What a step sees of the layers that are not here.
+        is_whole: Whether all of its layers are here, so that it may be called at any time.
+    """
+
+    def __init__(self, sequence: nn.Module, sight: WholeInSight, *, is_whole: bool) -> None:
+        self._sight = sight
+        self._is_whole = is_whole
+        self._own_forward: Callable[..., Any] = sequence.forward
+        self._layers: Callable[..., Any] | None = None
+        self._outputs: list[Any] = []
+        self._leaves = False
+        self._undo = replace_method(sequence, "forward", self._forward)
+
+    def detach(self) -> None:
+        """Gives the sequence its own forward back."""
+        self._undo()
+        self._sight.end()
+
+    def run(self, step: Callable[[], Any], layers: Callable[..., Any], *, leaves: bool) -> Any:
+        """Runs a step in which the pipelined module runs something.
+
+        Args:
+            step: Must call the module once.
+            layers: What it runs; takes the arguments of that call.
+            leaves: Whether the step ends there.
+
+        Returns:
+            What the layers returned, if the step ends there; else what the step returned.
+
+        Raises:
+            ValueError: The step did not call the pipelined module exactly once.
+        """
+        self._layers, self._leaves, self._outputs = layers, leaves, []
+        result = None
+        try:
+            with self._sight.in_step():
+                result = step()
+        except _StepLeft:
+            (result,) = self._outputs
+        finally:
+            outputs, self._outputs, self._layers = self._outputs, [], None
+        if not outputs:
+            raise ValueError(
+                "The step ended without a call of the pipelined module, so there is nothing to"
+                " cut. Call it once in each step, or name another module with `layers=`."
+            )
+        return result
+
+    def _forward(self, *arguments: Any, **keywords: Any) -> Any:
+        if self._layers is None:
+            if self._is_whole:
+                return self._own_forward(*arguments, **keywords)
+            raise ValueError(
+                "The pipelined module was called outside of a step. Its layers are on several"
+                " ranks: call it inside training_step, validation_step, test_step or"
+                " predict_step."
+            )
+        if self._outputs:
+            raise ValueError(
+                "The step called the pipelined module twice. A pipeline runs each layer once per"
+                " micro-batch: call the module once per step, or on a concatenated batch."
+            )
+        self._outputs.append(self._layers(*arguments, **keywords))
+        if self._leaves:
+            raise _StepLeft
+        return self._outputs[0]

@@ -1,0 +1,154 @@
+"""Hand each module its input in the precision that it computes in.
+
+A layer with weights in half precision takes its input so, a kept one takes fp32, and neither the
+user's step nor the model's forward knows of it. Hooks look at the weights that a layer has at the
+moment rather than at a switch: what is recomputed in a backward, or called outside of a step, where
+nobody lends copies, fits its weights as well.
+
+The casts are part of the graph, so gradients come back in the precision of what was cast.
+
+Copies of parameters in half precision, and how a module computes with them.
+
+The cast is an operation of the graph, so a backward leaves fp32 gradients with the parameters
+themselves, where DistributedDataParallel and everybody else expect them. A parameter that is used
+several times is cast once: its gradient is summed in half precision as it would be with half
+weights, and becomes fp32 at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.precision.policy import HalfPrecision
+from lightning_dist.engine.tensors.tree import flatten, map_tensors
+
+
+class HalfCasts:
+    """The hooks on a user's module.
+
+    Args:
+        root: The user's module, as it will run: cut, spread and sharded already.
+        half: What computes in half precision.
+    """
+
+    def __init__(self, root: nn.Module, half: HalfPrecision) -> None:
+        self._undo: list[Callable[[], None]] = []
+        kept = half.kept(root)
+        entries = dict(half.entries(root))
+        for module in entries.values():
+            self._cast_input(module, half.dtype)
+        for module in root.modules():
+            if module is not root and _owns_weights(module):
+                self._fit_input(module)
+        for name, module in kept.items():
+            self._cast_input(module, torch.float32)
+            is_inside = any(name.startswith(f"{entry}.") for entry in entries)
+            if is_inside and not half.is_loss(name, module):
+                self._cast_output(module, half.dtype)
+        for module in entries.values() if half.keeps_loss else ():
+            self._cast_output(module, torch.float32)
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _cast_input(self, module: nn.Module, dtype: torch.dtype) -> None:
+        hook = partial(_before, dtype_of=lambda _: dtype)
+        self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def _fit_input(self, module: nn.Module) -> None:
+        hook = partial(_before, dtype_of=_dtype_of_weights)
+        self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def _cast_output(self, module: nn.Module, dtype: torch.dtype) -> None:
+        def after(module: nn.Module, given: Any, output: Any) -> Any:
+            return cast(output, dtype)
+
+        self._undo.append(module.register_forward_hook(after).remove)
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Casts the floating-point tensors of a tree.
+
+    Args:
+        tree: Any; returned as it is if there is nothing to cast.
+        dtype: What they become.
+    """
+
+    def is_other(tensor: Tensor) -> bool:
+        return tensor.is_floating_point() and tensor.dtype != dtype
+
+    if not any(is_other(tensor) for tensor in flatten(tree)[0]):
+        return tree
+    return map_tensors(lambda t: t.to(dtype) if is_other(t) else t, tree)
+
+
+def _before(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype_of: Callable[[nn.Module], torch.dtype],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    dtype = dtype_of(module)
+    return cast(args, dtype), cast(kwargs, dtype)
+
+
+def _owns_weights(module: nn.Module) -> bool:
+    return any(p.is_floating_point() for p in module.parameters(recurse=False))
+
+
+def _dtype_of_weights(module: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in module.parameters(recurse=False) if p.is_floating_point())
+
+
+Copies = Mapping[nn.Parameter, Tensor]
+"""What stands for a parameter."""
+
+
+def half_copies(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> Copies:
+    """Casts parameters, in the graph if gradients are enabled.
+
+    Args:
+        parameters: The masters.
+        dtype: Of the copies.
+    """
+    return {parameter: parameter.to(dtype) for parameter in parameters}
+
+
+@contextmanager
+def lent(module: nn.Module, copies: Copies) -> Iterator[None]:
+    """Puts copies in the place of a module's parameters while entered.
+
+    ``torch.func.functional_call`` does that for one call of the module; a Lightning step is none,
+    and its backward, in which activations may be computed anew, is a call of nothing. Nobody else
+    may look at the parameters meanwhile: optimizers and reducers have them by themselves.
+
+    Args:
+        module: Of any depth; a shared parameter is found everywhere.
+        copies: Those of other modules are not looked at.
+
+    Yields:
+        Nothing.
+    """
+    # The dict that `functional_call` writes to. `setattr` would change the parameters' order.
+    places = [
+        (part._parameters, name, parameter)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None and parameter in copies
+    ]
+    for parameters, name, parameter in places:
+        parameters[name] = copies[parameter]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in places:
+            parameters[name] = parameter

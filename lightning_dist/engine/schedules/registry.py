@@ -1,0 +1,198 @@
+"""The schedules by name: which order, on which placement of the stages, for which sizes.
+
+The orders themselves are drawn in :mod:`.schedules.orders` and
+:mod:`.schedules.zero_bubble`.
+
+====================  ===============  =======================================================
+name                  stages per rank  in short
+====================  ===============  =======================================================
+``gpipe``             1                all forwards, then all backwards
+``1f1b``              1                the same bubble, fewer micro-batches in flight
+``interleaved_1f1b``  2 or more        ``1f1b`` with a smaller bubble and more messages
+``looped_bfs``        2 or more        ``gpipe`` with a smaller bubble and more messages
+``zb_h1``             1                a third of ``1f1b``'s bubble, as many in flight
+``zbv``               2                a sixth of it, as many in flight
+``pipedream``         1                no bubble; each micro-batch is a batch with an update
+``pipedream_2bw``     1                no bubble; an update per batch, one batch late
+====================  ===============  =======================================================
+
+Which part of which pipeline a rank is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import MappingProxyType
+
+from lightning_dist.engine.schedules import orders
+from lightning_dist.engine.schedules.csv_file import ScheduleFile, read_schedule
+from lightning_dist.engine.schedules.family import MicrobatchRule, ScheduleFamily
+from lightning_dist.engine.schedules.placement import seats, vee
+from lightning_dist.engine.schedules.schedule import Schedule, UpdateRule
+
+_FILE = "file:"
+
+
+_ROUNDS = MicrobatchRule(
+    lambda num_ranks, count: count % max(1, count // num_ranks) == 0,
+    "they pass the ranks in equal rounds, each of at least as many as there are ranks",
+)
+_AHEAD = MicrobatchRule(
+    lambda num_ranks, count: count >= num_ranks - 1,
+    "with fewer than the ranks after the first, a batch would need weights that its predecessor"
+    " has not yet made",
+)
+
+
+FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            ScheduleFamily("gpipe", orders.gpipe),
+            ScheduleFamily("1f1b", orders.one_forward_one_backward),
+            ScheduleFamily(
+                "interleaved_1f1b",
+                orders.interleaved,
+                fewest_stages=2,
+                most_stages=None,
+                microbatch_rule=_ROUNDS,
+            ),
+            ScheduleFamily("looped_bfs", orders.looped_bfs, fewest_stages=2, most_stages=None),
+            ScheduleFamily("zb_h1", orders.zb_h1, splits_backward=True),
+            ScheduleFamily(
+                "zbv",
+                orders.zbv,
+                place=vee,
+                fewest_stages=2,
+                most_stages=2,
+                splits_backward=True,
+            ),
+            ScheduleFamily(
+                "pipedream", orders.one_forward_one_backward, update_rule=UpdateRule.EACH
+            ),
+            ScheduleFamily(
+                "pipedream_2bw",
+                orders.one_forward_one_backward,
+                update_rule=UpdateRule.LATE,
+                microbatch_rule=_AHEAD,
+            ),
+        )
+    }
+)
+
+SCHEDULE_NAMES = tuple(FAMILIES)
+
+
+def find_schedules(name: str) -> ScheduleFamily | ScheduleFile:
+    """Finds a kind of schedule.
+
+    Args:
+        name: One of :data:`SCHEDULE_NAMES`, or ``"file:"`` and the path of a CSV file.
+
+    Raises:
+        ValueError: There is none of that name, or the file cannot be read or executed.
+    """
+    if name.startswith(_FILE):
+        return ScheduleFile(name, read_schedule(name.removeprefix(_FILE)))
+    if name not in FAMILIES:
+        near = get_close_matches(name.casefold(), FAMILIES)
+        meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(
+            f"schedule={name!r} is unknown.{meant} Use one of {list(FAMILIES)},"
+            " or 'file:my_schedule.csv'."
+        )
+    return FAMILIES[name]
+
+
+def build_schedule(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    num_batches: int = 1,
+) -> Schedule:
+    """Builds a schedule of compute actions.
+
+    Args:
+        name: One of :data:`SCHEDULE_NAMES`, or ``"file:"`` and the path of a CSV file.
+        num_stages: Stages of the pipeline, on all ranks together.
+        num_microbatches: Micro-batches per batch; for ``"pipedream"``, whose batches are its
+            micro-batches, those between two drains.
+        stages_per_rank: Stages on each rank; None takes the fewest that the schedule needs.
+        num_batches: Batches between two drains, for ``"pipedream_2bw"``.
+
+    Raises:
+        ValueError: An unknown name, or sizes for which there is no such schedule.
+    """
+    sizes = (num_stages, num_microbatches, num_batches, stages_per_rank)
+    if any(size is not None and size < 1 for size in sizes):
+        raise ValueError(
+            f"num_stages={num_stages}, num_microbatches={num_microbatches},"
+            f" stages_per_rank={stages_per_rank} and num_batches={num_batches} must be at least 1."
+        )
+    schedules = find_schedules(name)
+    num_ranks = schedules.num_ranks(num_stages, stages_per_rank)
+    schedules.check_microbatches(num_ranks, num_microbatches)
+    rank_of_stage = schedules.rank_of_stage(num_ranks, stages_per_rank)
+    return schedules.build(rank_of_stage, num_microbatches, num_batches)
+
+
+def build_forward_schedule(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Schedule:
+    """Builds a schedule without backwards, for evaluation.
+
+    Args:
+        rank_of_stage: The rank of each stage.
+        num_microbatches: Micro-batches of the batch.
+    """
+    ranks = tuple(
+        tuple(orders.forward_only(seat, num_microbatches)) for seat in seats(rank_of_stage)
+    )
+    return Schedule("forward", len(rank_of_stage), num_microbatches, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineShape:
+    """One rank's part.
+
+    Attributes:
+        schedule: Name of the schedule.
+        num_microbatches: Micro-batches per batch; 1 for ``"pipedream"``.
+        layers_per_stage: The partition.
+        rank: This rank, in the pipeline.
+        stages_per_rank: Stages on each rank.
+        may_use_fewer: Whether a batch of fewer samples is cut into as many micro-batches as it has
+            samples; else it is an error.
+        replica_index: This rank's data replica; only for the random numbers.
+    """
+
+    schedule: str
+    num_microbatches: int
+    layers_per_stage: tuple[int, ...]
+    rank: int
+    stages_per_rank: int = 1
+    may_use_fewer: bool = False
+    replica_index: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.layers_per_stage)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return self.num_stages // self.stages_per_rank
+
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        schedules = find_schedules(self.schedule)
+        return schedules.rank_of_stage(self.num_ranks, self.stages_per_rank)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """This rank's stages, in ascending order."""
+        return tuple(s for s, home in enumerate(self.rank_of_stage) if home == self.rank)

@@ -1,0 +1,264 @@
+"""Spread a module's parameters over ranks with FSDP2, unit by unit.
+
+A *unit* is a module whose parameters are gathered in one collective before its forward, and freed
+behind it. Which modules become units is a wrap policy's business (:mod:`.sharding.wrap`); here
+they are sharded, inner ones first, as ``torch.distributed.fsdp.fully_shard`` wants it. A root, what
+is called, is always one: it takes what no unit in it has.
+
+Let FSDP2 forget a step that an exception has cut short; torch has a method for it since 2.13.
+
+Before, units that were in the middle of the step stay gathered, and the next backward would take
+itself for a part of the one that failed. There is no public way out, so this is the one place that
+writes what FSDP2 notes of a step; it is for the versions before 2.13 only, which do not change any
+more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import Shard
+
+from lightning_dist.engine.common.names import shorten
+from lightning_dist.engine.sharding.wrap import Unit
+from lightning_dist.engine.tensors.dtensor import shard_like, stacked_dim
+
+
+def forget_step(root: nn.Module) -> None:
+    """Lets all units begin anew, their parameters sharded and no gradients on their way.
+
+    Args:
+        root: Sharded.
+    """
+    assert isinstance(root, FSDPModule)
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            _forget(module._get_fsdp_state())
+            module.reshard()
+
+
+def _forget(state: Any) -> None:
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    state._comm_ctx.all_gather_state = None
+    state._comm_ctx.post_forward_order.clear()
+    state._modules_to_run_forward.clear()
+    state._training_state = TrainingState.IDLE
+    group = state._fsdp_param_group
+    if group is not None:
+        group._training_state = TrainingState.IDLE
+        group._all_gather_result = None
+        group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingOptions:
+    """How all units are treated, unless a wrap policy says otherwise for some.
+
+    Attributes:
+        reshard_after_forward: Free the parameters between forward and backward: yes, no, or down
+            to so many ranks. None does so for all but the root.
+        param_dtype: Of the gathered parameters and the compute; None leaves the parameters' own.
+        reduce_dtype: Of the gradients on their way; None leaves their own.
+        offload: Keep shards, gradients and optimizer state in host memory.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    offload: bool = False
+
+
+def shard(
+    roots: Sequence[nn.Module],
+    module: nn.Module,
+    units: Sequence[Unit],
+    mesh: DeviceMesh,
+    options: ShardingOptions,
+) -> tuple[FSDPModule, ...]:
+    """Shards a module in place.
+
+    Args:
+        roots: What will be called, each by itself; gets the parameters that no unit in it has.
+        module: Holds the units. Parameters may be on the meta device; :func:`fill` gives them
+            values later.
+        units: Inner ones before the outer, by their names in the module.
+        mesh: One axis to shard over, or two: replicas, then shards (HSDP).
+        options: For units that say nothing else.
+
+    Returns:
+        The roots.
+
+    Raises:
+        ValueError: A unit's trainable parameters are of several dtypes.
+    """
+    _check_stacks(module, mesh)
+    _check_dtypes(roots, module, units)
+    precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
+    is_cuda = mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=is_cuda) if options.offload else OffloadPolicy()
+    for unit in units:
+        own = unit.reshard_after_forward
+        fully_shard(
+            module.get_submodule(unit.name),
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward if own is None else own,
+            mp_policy=_in_fp32(precision) if unit.keep_fp32 else precision,
+            offload_policy=offload,
+            shard_placement_fn=_shard_dim,
+        )
+    # What a root gets is the user's batch, targets too: their dtype is not ours to change.
+    for root in roots:
+        fully_shard(
+            root,
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=replace(precision, cast_forward_inputs=False),
+            offload_policy=offload,
+            shard_placement_fn=_shard_dim,
+        )
+    return tuple(root for root in roots if isinstance(root, FSDPModule))
+
+
+def _check_dtypes(roots: Sequence[nn.Module], module: nn.Module, units: Sequence[Unit]) -> None:
+    """Checks that a unit's gradients can travel in one buffer, as those of a gather do."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    taken = {
+        parameter
+        for part in module.modules()
+        if isinstance(part, FSDPModule)
+        for parameter in cast(nn.Module, part).parameters()
+    }
+    parts = [(unit.name, module.get_submodule(unit.name)) for unit in units]
+    for unit_name, part in [*parts, *(("(root)", root) for root in roots)]:
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for parameter in part.parameters():
+            if parameter.requires_grad and parameter not in taken:
+                by_dtype.setdefault(parameter.dtype, []).append(names[parameter])
+            taken.add(parameter)
+        if len(by_dtype) > 1:
+            held = [f"{dtype} ({shorten(found)})" for dtype, found in by_dtype.items()]
+            raise ValueError(
+                f"The unit {unit_name} would have trainable parameters of several"
+                f" dtypes: {', '.join(held)}. Give them one, or make the modules with another one"
+                " units of their own: wrap=AnyOf(EachBlock(), ByName([...]))."
+            )
+
+
+def _check_stacks(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Checks that FSDP2 can share out what tensor-parallel ranks have several pieces of.
+
+    It shards along a dim that is not the first one only in equal parts.
+    """
+    num_shards = mesh.shape[-1]
+    for name, parameter in module.named_parameters():
+        dim = _shard_dim(parameter)
+        size = parameter.shape[dim.dim] if dim is not None else num_shards
+        if size % num_shards:
+            raise ValueError(
+                f"{name!r} stacks several matrices, such as queries, keys and values, so its"
+                f" {size} input features are sharded, and dp_shard={num_shards} does not divide"
+                " them. Use another width or dp_shard, or a layer for each matrix."
+            )
+
+
+def _shard_dim(parameter: nn.Parameter) -> Shard | None:
+    """Leaves the dim alone along which a tensor-parallel rank has pieces from all over."""
+    dim = stacked_dim(parameter)
+    return None if dim is None else Shard(1 - dim)
+
+
+def _in_fp32(precision: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Computes in the parameters' own dtype, and hands on what the others compute in."""
+    return MixedPrecisionPolicy(
+        param_dtype=None if precision.param_dtype is None else torch.float32,
+        output_dtype=precision.param_dtype,
+    )
+
+
+@torch.no_grad()
+def fill(
+    root: nn.Module, names: Iterable[str], value_of: Callable[[str], Tensor], device: torch.device
+) -> None:
+    """Gives values to what is on the meta device; each rank keeps its shards only.
+
+    Args:
+        root: Sharded.
+        names: Of parameters and buffers.
+        value_of: Makes a whole one, the same on all ranks; the next is made when it is let go of.
+        device: Where a buffer goes.
+    """
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        places.setdefault(parameter, []).append(name)
+    parameters = dict(root.named_parameters())
+    for name in names:
+        old = parameters.get(name)
+        if old is None:
+            _put(root, name, value_of(name).to(device, root.get_buffer(name).dtype))
+            continue
+        shard_of_own = shard_like(value_of(name).to(old.dtype), old)
+        made = nn.Parameter(shard_of_own, requires_grad=old.requires_grad)
+        for place in places[old]:  # a tied parameter stays one
+            _put(root, place, made)
+
+
+def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    setattr(root.get_submodule(path), attribute, tensor)
+
+
+def move_rest(module: nn.Module, roots: Iterable[FSDPModule], device: torch.device) -> None:
+    """Moves what is not sharded, while the shards stay where they are, in host memory.
+
+    FSDP2 takes a root's buffers to the device, but nothing outside of the roots, and no metric.
+
+    Args:
+        module: The user's.
+        roots: Sharded; inside of the module, or around it.
+        device: Where the module computes.
+    """
+    sharded = {id(p) for root in roots for p in cast(nn.Module, root).parameters()}
+    # What `.to` calls; metrics and FSDP2's modules have their own.
+    module._apply(lambda t: t if id(t) in sharded else t.to(device))
+
+
+def reshard(root: nn.Module) -> None:
+    """Frees gathered parameters, so that those of the modules are the sharded ones again.
+
+    Evaluation leaves the root's gathered, and all where ``reshard_after_forward=False``.
+
+    Args:
+        root: Sharded.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def unshard(root: nn.Module) -> None:
+    """Gathers the parameters that are not; those of the modules are the whole ones then.
+
+    Args:
+        root: Sharded, and called before.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()

@@ -1,0 +1,133 @@
+"""Which memory the operations of a graph write to.
+
+A value that is sent to another stage is a copy there, so a later write into one no longer shows in
+the other. What lies between the first and the last operation on memory that is written to must
+therefore stay together.
+
+What a graph has built in of the module that it was traced from.
+
+A forward reads more than parameters, buffers and arguments: whether a part is in training, the rate
+of a dropout, a number that the user raises from epoch to epoch. A graph holds them as they were. So
+graphs go by these values, and when one has changed, another graph is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+Mode = tuple[tuple[Any, ...], ...]
+"""Names and values of each part's attributes, in the order of ``modules()``."""
+
+
+def mode_of(module: nn.Module) -> Mode:
+    """Gives the numbers, strings and flags of a module's parts, private ones left out.
+
+    Args:
+        module: Any.
+    """
+    return tuple(_public(part) for part in module.modules())
+
+
+def set_mode(module: nn.Module, mode: Mode) -> None:
+    """Makes the parts of a copy like those of the original.
+
+    Args:
+        module: Of the same structure.
+        mode: Of the original.
+    """
+    for part, attributes in zip(module.modules(), mode, strict=True):
+        for name in _public(part)[::2]:
+            del part.__dict__[name]
+        part.__dict__.update(zip(attributes[::2], attributes[1::2], strict=True))
+
+
+def changed_attributes(module: nn.Module, mode: Mode) -> list[str]:
+    """Names the attributes that are not what they were.
+
+    Args:
+        module: Any.
+        mode: What they were.
+    """
+    pairs = zip(module.named_modules(), mode, strict=True)
+    return [
+        f"{path}.{name}" if path else name
+        for (path, part), attributes in pairs
+        for name, _ in set(_items(_public(part))) ^ set(_items(attributes))
+    ]
+
+
+def _public(part: nn.Module) -> tuple[Any, ...]:
+    """Gives names and values in turns; as flat as can be, for it is done at each call."""
+    return tuple(
+        entry
+        for item in part.__dict__.items()
+        if type(item[1]) in _BUILT_IN and item[0][0] != "_"
+        for entry in item
+    )
+
+
+def _items(attributes: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    return list(zip(attributes[::2], attributes[1::2], strict=True))
+
+
+_BUILT_IN = frozenset({bool, int, float, str, type(None)})
+
+
+# They write running statistics, and their schemas do not say so.
+_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+_STATISTICS = ("running_mean", "running_var")
+
+
+def memory_of(node: fx.Node) -> set[int]:
+    """Names the memory of a node's tensors; views have that of their base.
+
+    Args:
+        node: Of an exported graph, whose values have no contents but do share memory.
+    """
+    return {
+        value.untyped_storage()._cdata
+        for value in pytree.tree_leaves(node.meta.get("val"))
+        if isinstance(value, Tensor)
+    }
+
+
+def written_by(node: fx.Node) -> set[int]:
+    """Names the memory that an operation writes to.
+
+    Args:
+        node: Of an exported graph.
+    """
+    return {memory for argument in _written_arguments(node) for memory in memory_of(argument)}
+
+
+def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        # A block, under `no_grad` or autocast say, is a graph within the graph.
+        if any(_writes_inside(argument) for argument in node.all_input_nodes):
+            yield from node.all_input_nodes
+    elif isinstance(node.target, torch._ops.OpOverload):
+        for name, argument in _named_arguments(node.target, node):
+            yield from (a for a in pytree.tree_leaves(argument) if isinstance(a, fx.Node) and name)
+
+
+def _named_arguments(operation: torch._ops.OpOverload, node: fx.Node) -> Iterator[tuple[str, Any]]:
+    """Gives the arguments that an operation writes to, by name."""
+    for position, parameter in enumerate(operation._schema.arguments):
+        is_written = parameter.alias_info is not None and parameter.alias_info.is_write
+        if is_written or (operation in _NORMS and parameter.name in _STATISTICS):
+            given = node.args[position : position + 1] or (node.kwargs.get(parameter.name),)
+            yield parameter.name, given[0]
+
+
+def _writes_inside(node: fx.Node) -> bool:
+    if node.op != "get_attr":
+        return False
+    inner = getattr(node.graph.owning_module, str(node.target), None)
+    if not isinstance(inner, fx.GraphModule):
+        return False
+    return any(any(True for _ in _written_arguments(n)) for n in inner.graph.nodes)

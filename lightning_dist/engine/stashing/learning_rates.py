@@ -1,0 +1,221 @@
+"""The learning rate of step b belongs to update b, on each stage.
+
+Under an asynchronous schedule a stage applies the update of a batch some batches after Lightning
+has stepped the schedulers for it. What users change in parameter groups between two steps (by a
+scheduler, a callback or by hand) is therefore noted with the batch, and put in place for its
+update. What a step changes there itself (``k`` and ``weight_sum`` of schedule-free optimizers,
+``d`` of Prodigy) belongs to no batch, and stays.
+
+Between steps the groups show the newest values, for schedulers compute the next ones from them. The
+rate may be smaller where the stage's weights are stale: Lightning and the schedulers never see
+that.
+
+Smaller learning rates where weights are stale, at the beginning of a training.
+
+PipeMare (Yang et al., MLSys 2021, section 3.1, technique 1): with a delay of tau updates the
+largest stable rate shrinks with tau, and early in a training weights move the most. So stage ``s``
+trains with ``rate / tau_s ** (1 - min(k / K, 1))`` at update ``k``, and with the full rate from
+``K`` on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dist.engine.tensors.tree import flatten, map_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class RateCorrection:
+    """The correction of one stage.
+
+    Attributes:
+        staleness: Updates between the weights of a batch and those that its update is added to.
+        num_steps: Updates until there is none any more.
+    """
+
+    staleness: int
+    num_steps: int
+
+    def factor(self, step: int) -> float:
+        """Gives by what the learning rate is multiplied.
+
+        Args:
+            step: The update, counted from the beginning of the training.
+        """
+        remaining = 1.0 - min(step / self.num_steps, 1.0)
+        return float(max(self.staleness, 1) ** -remaining)
+
+
+_Groups = list[dict[str, Any]]
+
+_PARAMETERS = ("params", "param_names")
+_CONTAINERS = (Tensor, list, tuple, dict)
+
+
+@dataclass(slots=True)
+class _Noted:
+    """What a batch brings for its update: changed values by group, and a factor for the rate."""
+
+    changes: _Groups
+    rate_factor: float
+
+
+class HyperparameterHistory:
+    """The changes of parameter groups by batch, from the batch to its update.
+
+    Args:
+        rate_factor: Gives by what the present learning rates are multiplied; None leaves them, and
+            optimizers that have none, alone.
+    """
+
+    def __init__(self, rate_factor: Callable[[], float] | None = None) -> None:
+        self._rate_factor = rate_factor
+        self._noted: deque[_Noted] = deque()
+        self._applied: _Groups = []
+        self._shown: _Groups = []
+        self._newest: _Groups = []  # changes behind the newest batch
+
+    def remember(self, optimizer: Optimizer) -> None:
+        """Notes what has been changed since the batch before, for the update of a new batch.
+
+        Args:
+            optimizer: Whose groups to read.
+
+        Raises:
+            ValueError: The optimizer has got, or lost, a group since a batch without an update.
+        """
+        factor = 1.0 if self._rate_factor is None else self._rate_factor()
+        if self._noted:
+            self._note(optimizer)
+        else:
+            self._applied = group_values(optimizer)
+            self._newest = [{} for _ in self._applied]
+        self._noted.append(_Noted(self._newest, factor))
+        self._shown = group_values(optimizer)
+        self._newest = [{} for _ in self._shown]
+
+    def _note(self, optimizer: Optimizer) -> None:
+        before, present = len(self._shown), group_values(optimizer)
+        if len(present) != before:
+            raise ValueError(
+                f"The optimizer has {len(present)} parameter groups, and had {before} at the batch"
+                " whose update is due: an asynchronous schedule applies it later. Give all groups"
+                " to the optimizer in `configure_optimizers`, and freeze and unfreeze their"
+                " parameters; or call `trainer.strategy.drain()` before you add one."
+            )
+        _update(self._newest, changes_of_groups(self._shown, present))
+        self._shown = present
+
+    @contextmanager
+    def of_next_update(self, optimizer: Optimizer) -> Iterator[None]:
+        """Puts the values of the oldest batch without an update in place for a while.
+
+        What is changed meanwhile stays changed.
+
+        Args:
+            optimizer: Whose groups to write.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            ValueError: As for :meth:`remember`.
+        """
+        noted = self._noted[0]
+        self._note(optimizer)
+        _update(self._applied, noted.changes)
+        used = [dict(values) for values in self._applied]
+        for values in used if noted.rate_factor != 1.0 else ():
+            values["lr"] = values["lr"] * noted.rate_factor
+        _install(optimizer, used)
+        try:
+            yield
+        finally:
+            _update(self._applied, changes_of_groups(used, group_values(optimizer)))
+            noted.changes = [{} for _ in used]
+            shown = [dict(values) for values in self._applied]
+            for changes in (*[later.changes for later in self._noted], self._newest):
+                _update(shown, changes)
+            _install(optimizer, shown)
+            self._shown = group_values(optimizer)
+
+    def end_update(self) -> None:
+        """Notes that the oldest batch has got its update."""
+        self._noted.popleft()
+
+    def clear(self) -> None:
+        """Forgets all batches without an update."""
+        self._noted.clear()
+
+
+def group_values(optimizer: Optimizer) -> _Groups:
+    """Copies what is in an optimizer's parameter groups, without the parameters.
+
+    Args:
+        optimizer: Any.
+    """
+    return [
+        {key: _copy_of(value) for key, value in group.items() if key not in _PARAMETERS}
+        for group in optimizer.param_groups
+    ]
+
+
+def changes_of_groups(before: _Groups, after: _Groups) -> _Groups:
+    """Gives the values that differ, or were not there before, for each group.
+
+    Args:
+        before: Values of some groups.
+        after: Later values of the same groups.
+    """
+    return [
+        {k: v for k, v in new.items() if k not in old or not _are_equal(old[k], v)}
+        for old, new in zip(before, after, strict=True)
+    ]
+
+
+def _copy_of(value: Any) -> Any:
+    return map_tensors(torch.clone, value) if isinstance(value, _CONTAINERS) else value
+
+
+def _are_equal(left: Any, right: Any) -> bool:
+    if not (isinstance(left, _CONTAINERS) and isinstance(right, _CONTAINERS)):
+        return type(left) is type(right) and bool(left == right)
+    (own, skeleton), (others, other_skeleton) = flatten(left), flatten(right)
+    return bool(skeleton == other_skeleton) and all(map(_same_tensors, own, others))
+
+
+def _same_tensors(left: Tensor, right: Tensor) -> bool:
+    return _are_alike(left, right) and torch.equal(left, right)
+
+
+def _are_alike(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and left.dtype == right.dtype and left.device == right.device
+
+
+def _update(groups: _Groups, changes: _Groups) -> None:
+    for values, changed in zip(groups, changes, strict=True):
+        values.update(changed)
+
+
+@torch.no_grad()
+def _install(optimizer: Optimizer, groups: _Groups) -> None:
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in values.items():
+            if key in group and _are_equal(group[key], value):
+                continue
+            present = group.get(key)
+            if not isinstance(present, Tensor) or not isinstance(value, Tensor):
+                group[key] = _copy_of(value)
+            elif _are_alike(present, value):
+                present.copy_(value)  # the optimizer may hold the tensor elsewhere too
+            else:
+                group[key] = value.clone()

@@ -1,0 +1,203 @@
+"""Weights as the optimizer will about have made them when a batch's update is applied.
+
+The micro-batches of a batch share copies of their own, forwards and backwards alike; see
+:mod:`.stashing.extrapolation` for what is predicted. How many updates that is over
+is counted, not derived from a schedule: those of batches that have begun and are not applied yet.
+Under a full ``pipedream`` pipeline that makes ``n - 1 - s``, under ``pipedream_2bw`` one.
+
+Where an optimizer will have moved weights some updates from now, as far as it knows today.
+
+An optimizer with momentum goes on in its direction when gradients stay away, so its own state says
+where weights will about be when a batch's update is applied (SpecTrain: Chen et al. 2018, section
+3.2; XPipe: Guan et al. 2019, section 4). Weight decay is left out. ``lr`` is the rate of the next
+update.
+
+==================  ==================================================================
+optimizer           after ``s`` more updates
+==================  ==================================================================
+SGD with momentum   ``W - lr * (g - g ** (s + 1)) / (1 - g) * buffer``, ``g`` the momentum;
+                    ``g`` times that way where it is Nesterov's
+Adam and its like   ``W - lr * s * m / (sqrt(v) + eps)``, ``m`` and ``v`` without bias
+==================  ==================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, NAdam, Optimizer, RAdam
+
+from lightning_dist.engine.stashing.half_versions import HalfWeights
+from lightning_dist.engine.stashing.versions import WeightVersion, version_bytes
+
+_ADAMS = (Adam, NAdam, RAdam)  # AdamW is an Adam
+
+
+def check_extrapolation(optimizer: Optimizer) -> None:
+    """Checks that an optimizer's next updates can be foreseen.
+
+    Args:
+        optimizer: Any.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    has_momentum = isinstance(optimizer, SGD) and all(g["momentum"] for g in optimizer.param_groups)
+    if not has_momentum and not isinstance(optimizer, _ADAMS):
+        raise ValueError(
+            f"staleness_correction='predict' does not know where {type(optimizer).__name__} goes:"
+            " it takes SGD with momentum, Adam, AdamW, NAdam and RAdam. Use one of"
+            " these, or another `staleness_correction`."
+        )
+
+
+@torch.no_grad()
+def extrapolated(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], num_updates: int
+) -> dict[str, Tensor]:
+    """Gives copies of parameters as they will be about some updates later.
+
+    Args:
+        optimizer: Theirs.
+        parameters: By name; those of other ranks are not looked at.
+        num_updates: How many.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is not None:
+                state = optimizer.state.get(parameter, {})
+                found[name] = parameter.detach().clone()
+                if isinstance(optimizer, SGD):
+                    _coast(found[name], group, state, num_updates)
+                else:
+                    _go_on(found[name], group, state, num_updates)
+    return found
+
+
+def _coast(
+    weight: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], num_updates: int
+) -> None:
+    """Moves a weight as SGD does when gradients stay away."""
+    buffer, momentum = state.get("momentum_buffer"), group["momentum"]
+    if buffer is not None:
+        way = sum(momentum**i for i in range(1, num_updates + 1))
+        way *= momentum if group["nesterov"] else 1.0
+        weight.add_(buffer, alpha=-float(group["lr"]) * way)
+
+
+def _go_on(
+    weight: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], num_updates: int
+) -> None:
+    """Moves a weight as Adam does when gradients stay what they were on average."""
+    if "exp_avg" not in state:
+        return
+    beta1, beta2 = group["betas"]
+    step = float(state["step"])
+    variance = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    spread = variance.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    rate = float(group["lr"]) * num_updates / (1 - beta1**step)
+    weight.addcdiv_(state["exp_avg"], spread, value=-rate)
+
+
+class Predicted:
+    """The forward sees weights as they will about be when its update is applied.
+
+    Args:
+        parameters: The stage's with their names, trainable or not.
+        predict: Gives copies of the trainable ones as they will be some updates later.
+        batch_size: Micro-batches of an update, which see the same weights.
+        half: Casts these; None where layers compute in the parameters' own precision.
+    """
+
+    recomputes = False
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        predict: Callable[[int], Mapping[str, Tensor]],
+        batch_size: int = 1,
+        half: HalfWeights | None = None,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._half = half
+        self._predict = predict
+        self._batch_size = batch_size
+        self._num_acquired = 0
+        self._steps_before_restart = 0
+        self._newest: WeightVersion | None = None
+        self._copied_bytes: dict[WeightVersion, int] = {}
+        self.num_steps = 0
+        self._peak_stash_bytes = 0
+
+    def acquire(self) -> WeightVersion:
+        """Predicts over the updates that the batch's own will find applied beside those of now."""
+        batch, place = divmod(self._num_acquired, self._batch_size)
+        if place == 0:
+            self._newest = self._version(batch - (self.num_steps - self._steps_before_restart))
+        self._num_acquired += 1
+        assert self._newest is not None
+        self._newest.num_users += 1
+        return self._newest
+
+    def _version(self, num_updates: int) -> WeightVersion:
+        copies = self._predict(num_updates) if num_updates else {}
+        aliases = self._aliases(copies)
+        version = WeightVersion(self.num_steps, aliases)
+        self._copied_bytes[version] = sum(aliases[name].nbytes for name in copies)
+        self._peak_stash_bytes = max(self._peak_stash_bytes, self.stash_bytes)
+        return version
+
+    def look(self) -> WeightVersion:
+        """Gives the parameters as they are."""
+        if self._half is None:
+            return WeightVersion(self.num_steps)
+        return WeightVersion(self.num_steps, self._aliases({}))
+
+    def _aliases(self, copies: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {
+            name: copies.get(name, p.data)
+            .to(self._dtype_of(p))
+            .detach()
+            .requires_grad_(p.requires_grad)
+            for name, p in self._parameters.items()
+        }
+
+    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        return parameter.dtype if self._half is None else self._half.dtype_of(parameter)
+
+    def release(self, version: WeightVersion) -> None:
+        """Takes a version back."""
+        version.num_users -= 1
+        has_more = version is self._newest and self._num_acquired % self._batch_size > 0
+        if not version.num_users and not has_more:
+            del self._copied_bytes[version]
+            self._newest = None if version is self._newest else self._newest
+
+    def before_step(self) -> None:
+        """Counts; what is in flight has weights of its own."""
+        self.num_steps += 1
+
+    def restart(self) -> None:
+        """Begins to count anew: the next batch meets weights that no other will have changed."""
+        self._num_acquired, self._steps_before_restart = 0, self.num_steps
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of the copies for a batch."""
+        return version_bytes(self._parameters.values(), self._dtype_of)
+
+    @property
+    def stash_bytes(self) -> int:
+        """Bytes held beyond the parameters."""
+        return sum(self._copied_bytes.values())
+
+    @property
+    def peak_stash_bytes(self) -> int:
+        """The most bytes held beyond the parameters."""
+        return self._peak_stash_bytes

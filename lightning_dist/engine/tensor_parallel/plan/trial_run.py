@@ -1,0 +1,212 @@
+"""What a module may be called with, when it is run on its own.
+
+An activation, mostly, and for a cross-attention a second one. Attentions also want to know how to
+rotate queries and keys, as a complex number, as cosine and sine, in one argument or in two. What it
+is can be guessed from the argument's name, and the guess that the module can compute with is right:
+wrong sizes are an error. Masks are left out. What nobody can guess is nothing,
+a number, or an activation.
+
+Run a copy of a module on its own, to see what it computes, so that nobody notices.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.tensor_parallel.layers.projection import input_size
+from lightning_dist.engine.tensor_parallel.plan.heads import count_heads
+from lightning_dist.engine.tensor_parallel.plan.regions import Styles, attentions
+from lightning_dist.engine.tensors.patch import hooks_of
+from lightning_dist.engine.tensors.rng import python_state_kept, seed_python, seeded
+from lightning_dist.engine.tensors.tree import flatten, map_tensors
+
+_TOLERANCE = 1e-3  # in float32, of the largest element
+_SETTINGS = (bool, int, float, str, type(None))
+_PLACES = ("layer", "idx", "index", "depth", "number")  # where a block is, not what it does
+
+
+def kind_of(module: nn.Module) -> tuple[Any, ...]:
+    """Names what several modules have in common that compute the same with other weights.
+
+    Args:
+        module: Any, of a model with more of its kind, as blocks are.
+    """
+    parts = list(module.modules())
+    functions = (value for part in parts for value in vars(part).values() if callable(value))
+    settings = (
+        (name, value)
+        for part in parts
+        for name, value in vars(part).items()
+        if isinstance(value, _SETTINGS) and not any(word in name for word in _PLACES)
+    )
+    shapes = (tensor.shape for tensor in [*module.parameters(), *module.buffers()])
+    return (*map(type, parts), str(module), *map(id, functions), *settings, *shapes)
+
+
+def random_copy(module: nn.Module) -> nn.Module:
+    """Copies a module with other values on the CPU, for evaluation.
+
+    Args:
+        module: Whole; on any device, the meta device too.
+    """
+    known: dict[int, Any] = {}
+    for parameter in module.parameters():
+        value = torch.empty(parameter.shape)
+        reach = (3 / parameter.shape[-1]) ** 0.5 if parameter.dim() > 1 else 0.5
+        value.uniform_(-reach, reach).add_(float(parameter.dim() < 2))
+        known[id(parameter)] = nn.Parameter(value, requires_grad=False)
+    for buffer in module.buffers():
+        kind = torch.float32 if buffer.is_floating_point() else buffer.dtype
+        value = torch.ones(buffer.shape, dtype=kind)  # what it is on the meta device nobody knows
+        known[id(buffer)] = value if buffer.is_meta else value.copy_(buffer)
+    copy = deepcopy(module, known).eval()
+    for part in copy.modules():  # nobody who watches the module is told of what its copy does
+        for hooks in hooks_of(part):
+            hooks.clear()
+    return copy
+
+
+def shared_copy(module: nn.Module) -> nn.Module:
+    """Copies a module, but for its parameters and buffers.
+
+    Args:
+        module: From :func:`random_copy`.
+    """
+    known: dict[int, Any] = {id(t): t for t in [*module.parameters(), *module.buffers()]}
+    return deepcopy(module, known)
+
+
+@contextmanager
+def on_the_side() -> Iterator[None]:
+    """Leaves all random numbers as they are, and draws the same on all ranks.
+
+    Yields:
+        Nothing.
+    """
+    with python_state_kept(), seeded(0, device=torch.device("cpu")), torch.no_grad():
+        seed_python(0)
+        yield
+
+
+def train_if_possible(copy: nn.Module, run: Callable[[], Tensor]) -> None:
+    """Makes a module train, if it draws no numbers then: code may do something else in training.
+
+    Args:
+        copy: From :func:`random_copy`; its dropout drops nothing from then on.
+        run: Runs it.
+    """
+    for part in copy.train().modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    first, second = run(), run()
+    copy.train(torch.equal(first, second))
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Tells whether two results are not one and the same, but for the order of sums.
+
+    Args:
+        one: Of float32.
+        other: Of float32.
+    """
+    if one.shape != other.shape:
+        return True
+    return not float((one - other).abs().max()) <= _TOLERANCE * float(other.abs().max())
+
+
+_SAME = ("key", "value", "k", "v", "memory")  # a second activation, as of a cross-attention
+_ROTATIONS = ("cos", "sin", "freq", "rot", "rope", "angle", "position_emb", "pos_emb")
+
+
+@dataclass(frozen=True)
+class TrialCall:
+    """A way to call a module.
+
+    Attributes:
+        activations: Names of the arguments that get the activation, but for the first.
+        others: Arguments by name.
+        is_guess: Whether the module may want something else.
+    """
+
+    activations: tuple[str, ...] = ()
+    others: Mapping[str, Any] = field(default_factory=dict)
+    is_guess: bool = False
+
+    def run(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Calls a module's forward, without the hooks around it.
+
+        Args:
+            module: Any.
+            x: The activation.
+
+        Returns:
+            The first tensor that the module has returned.
+        """
+        others = map_tensors(Tensor.clone, dict(self.others))
+        returned = module.forward(x, **dict.fromkeys(self.activations, x), **others)
+        found: Tensor = flatten(returned)[0][0]
+        return found
+
+
+def trial_calls(module: nn.Module, styles: Styles, length: int) -> Iterator[TrialCall]:
+    """Gives ways to call a module, the likeliest first.
+
+    Args:
+        module: Any, whole.
+        styles: Of the layers in it.
+        length: Of the sequence.
+
+    Yields:
+        Calls, some of which it may refuse.
+    """
+    _, *parameters = inspect.signature(module.forward).parameters.values()
+    wanted = [p for p in parameters if p.default is p.empty and _has_name(p)]
+    activations = tuple(p.name for p in wanted if p.name in _SAME)
+    unknown = [p for p in wanted if p.name not in _SAME]
+    if not unknown:
+        yield TrialCall(activations)
+    asked = [p.name for p in parameters if _has_name(p) and p.default in (p.empty, None)]
+    rotated = [name for name in asked if any(word in name.lower() for word in _ROTATIONS)]
+    nothing = {p.name: 0 if p.annotation in (int, "int") else None for p in unknown}
+    head_size = _head_size(module, styles)
+    if not rotated or head_size is None:
+        if unknown:
+            yield TrialCall(activations, nothing, is_guess=True)
+            yield TrialCall(activations, dict.fromkeys(nothing, 2.0), is_guess=True)
+            yield TrialCall((*activations, *nothing), is_guess=True)
+        return
+    for guess in _rotations(length, head_size):
+        given = nothing | {name: guess(name) for name in rotated}
+        yield TrialCall(activations, given, is_guess=True)
+
+
+def _head_size(module: nn.Module, styles: Styles) -> int | None:
+    for parent in attentions(styles):
+        sums = next(name for name, style in styles.items() if style.sums_up)
+        features = input_size(module.get_submodule(sums))
+        heads = count_heads(module.get_submodule(parent), features)
+        if heads is not None:
+            return features // heads
+    return None
+
+
+def _has_name(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def _rotations(length: int, head_size: int) -> Iterator[Any]:
+    """Gives what makes a rotation for the argument of a name; some models rotate a part only."""
+    for size in (head_size, head_size // 2, head_size // 4):
+        half = torch.randn(length, size // 2)
+        angles = torch.cat((half, half), -1)
+        yield lambda _, angles=angles: (angles.cos()[None], angles.sin()[None])
+        yield lambda _, half=half: torch.polar(torch.ones_like(half), half)
+        yield lambda name, angles=angles: angles.sin() if "sin" in name else angles.cos()

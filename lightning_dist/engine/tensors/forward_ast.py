@@ -1,0 +1,264 @@
+"""Read a module's forward, for what it would do wrong with some of the heads only.
+
+On a rank with some of the heads a module must not compute with the width of its input, which is
+that of all heads: ``width // self.num_heads`` would be a larger head, and ``view(batch, length,
+width)`` an error. It has to be shown a width of its own (:mod:`.layers.own_width`),
+and then the proof says whether that was all.
+
+The source of a function as a syntax tree, for those who read a module's forward.
+
+In which order a module's forward comes to its submodules, as its code says.
+
+As a person would who reads it: where a submodule is first mentioned, in the class's own forward or
+in the one that it extends. Where neither mentions both, or the code is not to be had, the order in
+which they were registered decides.
+
+Which attributes a module's forward writes, as its code says.
+
+A mixture of experts leaves its balancing loss in an attribute, an attention its last map. Such a
+value is there where the module has run, and nowhere else. Read is what ``forward`` says, and the
+methods that it mentions; ``setattr`` with a name made at run time goes unseen.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Collection, Iterator
+from functools import cache
+from textwrap import dedent
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+
+def syntax_of(function: Any) -> ast.Module | None:
+    """Parses a function's source, beneath its decorators.
+
+    Args:
+        function: Any; what is no function has no source.
+
+    Returns:
+        None where the source is not to be had.
+    """
+    try:
+        return ast.parse(dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def runs_before(module: nn.Module, name: str, other: str) -> bool:
+    """Whether a module's forward comes to one of its submodules before another.
+
+    Args:
+        module: What holds both.
+        name: Of the one.
+        other: Of the other.
+    """
+    for class_ in type(module).__mro__:
+        mentioned = _mentions(vars(class_).get("forward"))
+        if name in mentioned and other in mentioned:
+            return mentioned.index(name) < mentioned.index(other)
+    registered = [child for child, _ in module.named_children()]
+    return registered.index(name) < registered.index(other)
+
+
+def _mentions(forward: Any) -> list[str]:
+    reader = _Reader()
+    code = syntax_of(forward)
+    if code is not None:
+        reader.visit(code)
+    return list(dict.fromkeys(reader.names))
+
+
+class _Reader(ast.NodeVisitor):
+    """Collects the attributes of ``self`` in the order in which they are used."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @override
+    def visit_Call(self, node: ast.Call) -> None:
+        # self.head(self.body(x)): the body runs first.
+        for part in (*node.args, *node.keywords, node.func):
+            self.visit(part)
+
+    @override
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.visit(node.value)
+        if isinstance(node.value, ast.Name) and node.value.id == "self":
+            self.names.append(node.attr)
+
+
+_CHANGES = frozenset({"add", "append", "appendleft", "clear", "extend", "insert", "update"})
+
+
+@cache
+def written_by_forward(kind: type) -> frozenset[str]:
+    """Names the attributes, its own or another object's, that a forward assigns or changes.
+
+    Args:
+        kind: The module's class.
+    """
+    classes = [c for c in kind.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    written: set[str] = set()
+    read, waiting = set[str](), ["forward"]
+    while waiting:
+        name = waiting.pop()
+        if name in read:
+            continue
+        read.add(name)
+        for class_ in classes:
+            code = syntax_of(vars(class_).get(name))
+            if code is not None:
+                nodes = list(ast.walk(code))
+                written.update(attribute for node in nodes for attribute in _written_at(node))
+                waiting += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+    return frozenset(written)
+
+
+def _written_at(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return [node.attr]
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        return _attribute(node.value)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        method = node.func.attr
+        in_place = method.endswith("_") and not method.startswith("_")
+        return _attribute(node.func.value) if in_place or method in _CHANGES else []
+    return []
+
+
+def _attribute(node: ast.AST) -> list[str]:
+    return [node.attr] if isinstance(node, ast.Attribute) else []
+
+
+_LAST = (-1, 2)  # of batch, sequence and features
+
+
+def mixes_widths(
+    module: nn.Module, head_counts: Collection[str], own_widths: Collection[str], features: int
+) -> bool:
+    """Whether a module's forward seems to compute with the width of all heads.
+
+    Args:
+        module: Any.
+        head_counts: Names of attributes.
+        own_widths: Names of attributes which will be the width of a rank's own heads.
+        features: Of all heads together. Another attribute of that value is the width of all.
+
+    Returns:
+        True, too, where the code is not to be had.
+    """
+    code = syntax_of(type(module).forward)
+    return (
+        code is None
+        or any(
+            _divides(node, head_counts)
+            or (_attribute_name(node) not in own_widths and _is_width(node, module, features))
+            for node in ast.walk(code)
+        )
+        or any(_widths_in_use(code))
+    )
+
+
+def reads_width(module: nn.Module) -> bool:
+    """Whether a module's forward asks its input how wide it is.
+
+    Args:
+        module: Any. A forward whose code is not to be had seems not to.
+    """
+    code = syntax_of(type(module).forward)
+    if code is None:
+        return False
+    return any(_widths_in_use(code)) or any(_widths_asked(code, input_name(module)))
+
+
+def input_name(module: nn.Module) -> str:
+    """Returns the name of the first argument of a module's forward; empty if it has none.
+
+    Args:
+        module: Any.
+    """
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return "".join(named[1:2])
+
+
+def attributes_read(module: nn.Module) -> set[str]:
+    """Returns the names of the attributes of anything that a module's forward reads.
+
+    Args:
+        module: Any.
+    """
+    code = syntax_of(type(module).forward)
+    return set() if code is None else {_attribute_name(node) for node in ast.walk(code)}
+
+
+def _divides(node: ast.AST, head_counts: Collection[str]) -> bool:
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.FloorDiv | ast.Div):
+        return False
+    # The queries for each key are the same number on all ranks.
+    return (
+        _attribute_name(node.right) in head_counts and _attribute_name(node.left) not in head_counts
+    )
+
+
+def _is_width(node: ast.AST, module: nn.Module, features: int) -> bool:
+    name = _attribute_name(node)
+    holders = (module, getattr(module, "config", None))
+    values = [getattr(holder, name, None) for holder in holders] if name else []
+    return any(type(value) is int and value == features for value in values)
+
+
+def _widths_in_use(code: ast.AST) -> Iterator[str]:
+    """Lists what is read of the last size in ``batch, length, width = x.shape``."""
+    read = {
+        node.id
+        for node in ast.walk(code)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    for node in ast.walk(code):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+            names = node.targets[0].elts
+            is_shape = any(
+                _attribute_name(part) in ("shape", "size") for part in ast.walk(node.value)
+            )
+            last = names[-1]
+            is_of_three = len(names) == 3 or isinstance(names[0], ast.Starred)
+            if is_shape and is_of_three and isinstance(last, ast.Name) and last.id in read:
+                yield last.id
+
+
+def _widths_asked(code: ast.AST, name: str) -> Iterator[ast.AST]:
+    """Lists ``x.size(-1)``, ``x.shape[-1]``, and where a shape is taken as it is."""
+    taken_apart = [node.value for node in ast.walk(code) if isinstance(node, ast.Subscript)]
+    taken_apart += [node.value for node in ast.walk(code) if isinstance(node, ast.Assign)]
+    for node in ast.walk(code):
+        if isinstance(node, ast.Call) and _is_of(node.func, name, "size"):
+            asked = [*node.args, *(keyword.value for keyword in node.keywords)]
+            if any(map(_is_last, asked)) or (not asked and node not in taken_apart):
+                yield node
+        elif isinstance(node, ast.Subscript) and _is_of(node.value, name, "shape"):
+            if _is_last(node.slice):
+                yield node
+        elif _is_of(node, name, "shape") and node not in taken_apart:
+            yield node
+
+
+def _is_of(node: ast.AST, name: str, attribute: str) -> bool:
+    if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+        return False
+    return node.attr == attribute and node.value.id == name
+
+
+def _is_last(node: ast.AST) -> bool:
+    try:
+        return ast.literal_eval(node) in _LAST
+    except (ValueError, TypeError):
+        return False
+
+
+def _attribute_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else ""

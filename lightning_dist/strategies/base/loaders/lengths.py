@@ -1,0 +1,159 @@
+"""Ranks that compute each forward together have as many batches to evaluate.
+
+A rank with more would wait in its next forward for others that are past their last batch. Replicas
+that only train together may differ: evaluation ties them by their metrics alone.
+
+Find a loader that ends before the length that it has told, while other ranks' go on.
+
+Lengths are compared when training starts, and nobody looks again: Lightning reads no batch ahead of
+a loader whose length it knows. One that has told a wrong number ends an epoch where nobody expects
+it, the rank goes on to what comes behind the epoch, and the others wait for its gradients. That all
+end alike is no mistake; on a single device it would be none. So a rank that ends early leaves a
+note, and looks whether all others have left one.
+
+Find loaders of unknown length that end at different batches, before a rank waits for ever.
+
+Lengths that are known are compared when training starts. Lightning reads one batch ahead where they
+are not, so a rank knows in time that a batch is its last; the ranks say so while they compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_dist.engine.comms.store_notes import RankNotes
+from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.strategies.base.lightning_internals import batches_read
+
+_GRACE_SECONDS = 10.0  # the ranks have just been at the same batch, or nearly
+
+
+class EarlyEnds:
+    """One rank's part in that.
+
+    Args:
+        notes: Of all ranks.
+        grace_seconds: How long other ranks may take to end, too.
+    """
+
+    def __init__(self, notes: RankNotes, grace_seconds: float = _GRACE_SECONDS) -> None:
+        self._notes = notes
+        self._grace_seconds = grace_seconds
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Looks how an epoch has ended, before this rank waits for others.
+
+        Args:
+            trainer: At the end of a training epoch.
+
+        Raises:
+            ValueError: This rank's loader has ended early, and another one's has not.
+        """
+        num_read, length, has_ended = batches_read(trainer)
+        if length is None or num_read >= length or not has_ended:
+            return
+        epoch = trainer.current_epoch
+        self._notes.leave(epoch, [num_read])
+        if not self._notes.await_common(epoch, [num_read], self._grace_seconds):
+            raise ValueError(
+                f"The training loader of rank {dist.get_rank()} says that it has {length} batches"
+                f" and has ended after {num_read}, and other ranks' have not: these would wait for"
+                " the gradients of the former for ever. Make `__len__` tell the number of batches,"
+                " or leave it out."
+            )
+
+
+class EpochEnds:
+    """Compares whether a batch is the last one.
+
+    Args:
+        group: A gloo group of all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._pending: tuple[dist.Work, list[Tensor]] | None = None
+
+    def post(self, *, is_last: bool) -> None:
+        """Says whether the batch at hand is this rank's last; all ranks call it before the step.
+
+        Args:
+            is_last: Whether the loader has ended.
+        """
+        own = torch.tensor([int(is_last)], dtype=torch.int32)
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        work = dist.all_gather(everyone, own, group=self._group, async_op=True)
+        assert work is not None
+        self._pending = work, everyone
+
+    def check(self, batch_index: int) -> None:
+        """Reads what the ranks have said; all of them call it behind the step.
+
+        Args:
+            batch_index: Of the batch in its epoch.
+
+        Raises:
+            ValueError: Some have ended, and others go on.
+        """
+        if self._pending is None:
+            return
+        work, everyone = self._pending
+        self._pending = None
+        work.wait()
+        ended = [rank for rank, is_last in enumerate(everyone) if bool(is_last)]
+        if 0 < len(ended) < len(everyone):
+            raise ValueError(
+                f"The training loaders of the ranks {ended} (of {len(everyone)}) have ended after"
+                f" {batch_index + 1} batches, and those of the others have not: these would wait"
+                " for the gradients of the former for ever. Give each rank as many samples, set"
+                " `limit_train_batches`, or, if the data has a length, define `__len__` and pass"
+                " uneven_inputs=True to DDPStrategy."
+            )
+
+
+def check_evaluation_lengths(
+    trainer: pl.Trainer, tied: Sequence[Sequence[int]], group: dist.ProcessGroup
+) -> Callable[[], None]:
+    """Compares the ranks' evaluation loaders whenever they have been set up.
+
+    ``setup_data`` is the last place where all ranks come by: a rank without any batch skips the
+    hooks. The check raises a ``ValueError`` there, before the sanity check too.
+
+    Args:
+        trainer: Set up to fit, or to evaluate; changed until the returned function is called.
+        tied: The ranks that compute a forward together, each in one of the sequences.
+        group: A gloo group of all ranks.
+
+    Returns:
+        Undoes the change.
+    """
+    fn = trainer.state.fn
+    if fn == TrainerFn.FITTING:
+        loop, verb = trainer.fit_loop.epoch_loop.val_loop, "validate"
+    else:
+        assert fn is not None
+        loop, verb = getattr(trainer, f"{fn.value}_loop"), fn.value
+    short = "val" if verb == "validate" else verb
+    set_up = loop.setup_data
+
+    def set_up_and_check() -> None:
+        set_up()
+        lengths = getattr(trainer, f"num_{short}_batches")  # not cut by the sanity check
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, list(lengths), group=group)
+        if any(everyone[rank] != everyone[ranks[0]] for ranks in tied for rank in ranks):
+            shown = [of[0] if len(of) == 1 else of for of in everyone]
+            raise ValueError(
+                f"The ranks have {shown} batches to {verb}, and compute each forward together: the"
+                " ones with more would wait for the others for ever. Use a sampler that shares the"
+                f" samples out evenly, like Lightning's own, or `limit_{short}_batches`."
+            )
+
+    return replace_method(loop, "setup_data", set_up_and_check)

@@ -1,0 +1,234 @@
+"""Ranks that have different numbers of batches, none of them dropped or repeated.
+
+A rank that has run out goes through the others' steps with an empty one: its loss is zero whatever
+the weights, so its gradients are zeros, and it joins all collectives by going the way that all go.
+The mean of a step is over the ranks that have data in it. All ranks apply the same update, with the
+same optimizer state, step count, schedulers, validations and checkpoints; nothing has to be made
+good at the end of an epoch. torch's ``Join`` shadows the collectives from outside of the loop
+instead, and leaves the optimizer of a rank that has ended behind.
+
+A loader as long as the longest of all ranks.
+
+Lightning ends an epoch, validates, steps the schedulers and saves by the number of batches. If
+every rank counts as many, none of this needs to know that some ranks have run out of data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_dist.engine.comms.failures.peer_failure import never_destroy
+from lightning_dist.engine.data_parallel.missing_gradients import zero_loss
+from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
+
+
+class ProlongedLoader(LoaderProxy):
+    """Gives a loader's batches, and then its last one again and again.
+
+    Args:
+        loader: Of known length, at least 1. Its public attributes are this one's too.
+        length: Batches to give, at least the loader's own.
+
+    Attributes:
+        position: Place in the epoch of the batch that was given last.
+    """
+
+    def __init__(self, loader: Any, length: int) -> None:
+        super().__init__(loader)
+        self._length = length
+        self.position = -1
+
+    @override
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        """Gives the batches of an epoch.
+
+        Raises:
+            ValueError: The loader ends before its length.
+        """
+        own = len(self._loader)
+        iterator = iter(self._loader)
+        batch: Any = None
+        for position in range(self._length):
+            if position < own:
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    raise ValueError(
+                        f"The training loader says that it has {own} batches and ended after"
+                        f" {position}. uneven_inputs=True relies on its length."
+                    ) from None
+            self.position = position
+            yield batch
+
+    @property
+    def has_own_batch(self) -> bool:
+        """Whether the batch that was given last is not a repetition."""
+        return self.position < len(self._loader)
+
+
+class UnevenInputs:
+    """Knows which ranks have data for the batch at hand.
+
+    Args:
+        module: This rank's replica.
+        group: The replicas; a gloo group.
+        timeout: How long a rank waits for another.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self._module = module
+        self._group = group
+        self._timeout = timeout
+        self._loader: ProlongedLoader | None = None
+        self._lengths: list[int] = []
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._step_group: dist.ProcessGroup | None = None
+        self._scaling: RemovableHandle | None = None
+
+    @property
+    def loader(self) -> ProlongedLoader | None:
+        """The training loader, once it is known."""
+        return self._loader
+
+    @property
+    def step_group(self) -> dist.ProcessGroup | None:
+        """While a step runs, a group of the ranks that have data for it; None otherwise."""
+        return self._step_group
+
+    def prolong(self, loader: Any) -> ProlongedLoader:
+        """Makes this rank's training loader as long as the longest; each rank must call it.
+
+        Args:
+            loader: This rank's own.
+
+        Raises:
+            ValueError: On each rank: a loader has no length, no batch, or a state to be resumed.
+        """
+        own = sized_len(loader)
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        has_state = hasattr(loader, "load_state_dict")
+        dist.all_gather_object(everyone, (own, has_state), group=self._group)
+        lengths = [length for length, _ in everyone]
+        _check_lengths(lengths)
+        _check_states([has_state for _, has_state in everyone])
+        self._lengths = lengths
+        for ranks in self._attendances():
+            if ranks not in self._groups:
+                places = [dist.get_global_rank(self._group, rank) for rank in ranks]
+                self._groups[ranks] = dist.new_group(places, backend="gloo", timeout=self._timeout)
+        self._loader = ProlongedLoader(loader, max(self._lengths))
+        return self._loader
+
+    def _attendances(self) -> list[tuple[int, ...]]:
+        """Lists who is there, from all ranks to the one with the most batches."""
+        shorter = sorted({0, *self._lengths})[:-1]
+        return [self._present_at(position) for position in shorter]
+
+    def _present_at(self, position: int) -> tuple[int, ...]:
+        return tuple(rank for rank, length in enumerate(self._lengths) if position < length)
+
+    @property
+    def _present(self) -> tuple[int, ...]:
+        assert self._loader is not None
+        return self._present_at(self._loader.position)
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Scales the gradients of a backward: means over all ranks become means over present ones.
+
+        Args:
+            loss: Of the step; not scaled itself.
+        """
+        factor = len(self._lengths) / len(self._present)
+        self._scaling = loss.register_hook(lambda gradient: gradient * factor)
+
+    def end_backward(self) -> None:
+        """Ends what :meth:`begin_backward` has begun."""
+        assert self._scaling is not None
+        self._scaling.remove()
+        self._scaling = None
+
+    def run(
+        self,
+        ddp: DistributedDataParallel,
+        step: Callable[..., Any],
+        *arguments: Any,
+        **keywords: Any,
+    ) -> Any:
+        """Runs a training step, or an empty one if this rank has no data for it.
+
+        Args:
+            ddp: The wrapped model.
+            step: The user's.
+            arguments: Of the step.
+            keywords: Of the step.
+
+        Returns:
+            What the step returned; a loss of zero of an empty one.
+        """
+        assert self._loader is not None
+        if not self._loader.has_own_batch:
+            return ddp(self._zero_loss)
+        with self._reducing_over(self._groups[self._present]):
+            return ddp(step, *arguments, **keywords)
+
+    def _zero_loss(self) -> Tensor:
+        return zero_loss([p for p in self._module.parameters() if p.requires_grad])
+
+    @contextmanager
+    def _reducing_over(self, group: dist.ProcessGroup) -> Iterator[None]:
+        self._step_group = group
+        try:
+            yield
+        finally:
+            self._step_group = None
+
+    def close(self, *, failed: bool) -> None:
+        """Lets go of the loader and the groups.
+
+        Args:
+            failed: Whether a rank has failed, so that groups must not be destroyed.
+        """
+        if failed:
+            never_destroy(self._groups.values())
+        else:
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+        self._groups = {}
+        self._loader = None
+
+
+def _check_lengths(lengths: list[int | None]) -> None:
+    if None in lengths:
+        raise ValueError(
+            f"uneven_inputs=True: the ranks' training loaders have {lengths} batches, where None is"
+            " a loader without a length. Each must have one: an epoch is as long as the longest."
+        )
+    if 0 in lengths:
+        raise ValueError(
+            f"uneven_inputs=True: the ranks' training loaders have {lengths} batches. Each must"
+            " have at least one: its last one is what hooks see beside the others' further batches."
+            " Share the samples out otherwise, or train on fewer ranks."
+        )
+
+
+def _check_states(have_state: list[bool]) -> None:
+    with_state = [rank for rank, has_state in enumerate(have_state) if has_state]
+    if with_state:
+        raise ValueError(
+            f"uneven_inputs=True: the training loaders of ranks {with_state} have a"
+            " `load_state_dict`, by which they would go on inside of an epoch, each where it was"
+            " itself. Use loaders without."
+        )

@@ -1,0 +1,336 @@
+"""Refuse what sharding cannot do, on all ranks alike, before any waits for another.
+
+Refuse what cannot be combined on one mesh, on all ranks alike, with the reason.
+
+Refuse what tensor parallelism cannot do, on all ranks alike, before any waits for another.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import lightning.pytorch as pl
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.parallelize.shard_config import Offload, ShardConfig
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensors.dtensor import is_spread
+from lightning_dist.engine.tensors.patch import gradient_hooks_of, has_gradient_hooks
+
+
+def check_compression(compression: str) -> None:
+    """Checks that gradients are to travel as they are.
+
+    Args:
+        compression: As given to the strategy.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if compression != "none":
+        raise ValueError(
+            f"compression={compression!r} is DDPStrategy's: shards of gradients are sent as they"
+            " are. To send less, train with precision='bf16-mixed' and reduce_dtype='bfloat16', or"
+            " use DDPStrategy."
+        )
+
+
+def check_reshard(reshard_after_forward: bool | int | str, shard_size: int) -> None:
+    """Checks that parameters can stay spread over so many ranks after the forward.
+
+    Args:
+        reshard_after_forward: As given to the strategy.
+        shard_size: Ranks that share one replica.
+
+    Raises:
+        ValueError: It is no true divisor of the shard size.
+    """
+    if isinstance(reshard_after_forward, bool | str):
+        return
+    divisors = [size for size in range(2, shard_size) if shard_size % size == 0]
+    if reshard_after_forward not in divisors:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} must divide the shard size of"
+            f" {shard_size}, and be neither 1 nor all of it; use True, False"
+            + (f" or one of {divisors}." if divisors else ".")
+        )
+
+
+def check_hooks(module: pl.LightningModule) -> None:
+    """Checks that no hook waits for the gradient of a parameter that FSDP2 replaces.
+
+    Args:
+        module: The user's module.
+
+    Raises:
+        ValueError: One does, and would not be called, for shards are other parameters.
+    """
+    for name, parameter in module.named_parameters():
+        before, behind = gradient_hooks_of(parameter)
+        if before or (behind and not is_spread(parameter)):
+            _refuse_hook(name, "which its shards or replicas would not call")
+
+
+class HookCheck:
+    """Refuses hooks that come when parameters are sharded, and would not run as on one device.
+
+    Args:
+        module: Sharded, and in no step.
+        reduces_each: Whether each backward of an update reduces gradients.
+    """
+
+    def __init__(self, module: pl.LightningModule, *, reduces_each: bool) -> None:
+        self._module = module
+        self._reduces_each = reduces_each
+        self._shards = list(module.named_parameters())
+        self._gathered: list[tuple[str, nn.Parameter]] | None = None
+
+    def check(self, *, accumulating: bool) -> None:
+        """Looks at all parameters; to be called between a step's forward and its backward.
+
+        Args:
+            accumulating: Whether more gradients come before the update.
+
+        Raises:
+            ValueError: A hook would not be called, or not with what one device has.
+        """
+        if self._gathered is None:
+            # What the root has gathered for a step; the same tensors in each step.
+            own = {id(parameter) for _, parameter in self._shards}
+            found = self._module.named_parameters()
+            self._gathered = [(name, p) for name, p in found if id(p) not in own]
+        for name, parameter in self._shards:
+            if has_gradient_hooks(parameter):
+                before, behind = gradient_hooks_of(parameter)
+                if before:
+                    _refuse_hook(name, "which no backward calls, for it is sharded")
+                if behind and accumulating and not self._reduces_each:
+                    _refuse_hook(
+                        name,
+                        "which each backward would call on one device, and sharded gradients are"
+                        " complete once for several; `sync_every_microstep=True` completes each",
+                    )
+        for name, parameter in self._gathered:
+            if gradient_hooks_of(parameter)[0]:
+                _refuse_hook(name, "which sees this rank's gradient, before ranks combine theirs")
+
+
+def _refuse_hook(name: str, reason: str) -> NoReturn:
+    raise ValueError(
+        f"The parameter {name!r} has a hook (`register_hook` or"
+        f" `register_post_accumulate_grad_hook`), {reason}. Change"
+        " gradients in `on_before_optimizer_step` or `configure_gradient_clipping`, where"
+        " `parameter.grad` is a DTensor; or use DDPStrategy."
+    )
+
+
+def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
+    """Checks that a module can be sharded.
+
+    Args:
+        module: The user's module.
+        is_manual: Whether it should have sharded itself.
+
+    Raises:
+        ValueError: It has a parameter without a dimension or without elements, has
+            not sharded itself though it should, or the other way round.
+    """
+    is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
+    # Where one unit is all of it, an earlier run's unit is around the module, not in it.
+    if not is_manual and (is_sharded or any(is_spread(p) for p in module.parameters())):
+        raise ValueError(
+            "The module is sharded already, as part of another LightningModule that was trained, or"
+            " by its own `configure_model`. Go on with that LightningModule, load its checkpoint"
+            " into a new one, or pass wrap='manual'."
+        )
+    if is_manual and not is_sharded:
+        raise ValueError(
+            "wrap='manual' expects that `configure_model` has called `fully_shard`, and no module"
+            " is sharded. Call it there with `mesh=self.trainer.strategy.device_mesh`, or use"
+            " wrap='auto'."
+        )
+    scalars = [name for name, p in module.named_parameters() if p.ndim == 0]
+    if scalars:
+        raise ValueError(
+            f"The parameters {scalars} have no dimension to shard. Give them one:"
+            " `torch.zeros(1)` in place of `torch.tensor(0.0)`."
+        )
+    empty = [n for n, p in module.named_parameters() if p.requires_grad and p.numel() == 0]
+    if empty:
+        raise ValueError(
+            f"The parameters {empty} have no elements, and FSDP cannot reduce their gradients."
+            " Leave them out, or freeze them with `requires_grad_(False)`."
+        )
+
+
+def check_automatic(module: pl.LightningModule) -> None:
+    """Checks that no step of a module calls backward by itself.
+
+    Args:
+        module: The user's module.
+
+    Raises:
+        ValueError: One does.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            "Manual optimization calls backward inside of the step, where ranks that share layers,"
+            " or have other ones, cannot complete the gradients. Use automatic optimization,"
+            " FSDPStrategy or DDPStrategy."
+        )
+
+
+def check_optimization(module: pl.LightningModule, is_manual: bool) -> None:
+    """Checks that a module optimizes as it did when it was sharded.
+
+    Args:
+        module: The user's module.
+        is_manual: Whether it was sharded for steps that call backward.
+
+    Raises:
+        ValueError: It does so by itself now, and did not.
+    """
+    if not is_manual and not module.automatic_optimization:
+        raise ValueError(
+            "The module was sharded for automatic optimization, and `automatic_optimization` is"
+            " False now. Set it in `__init__`, or load a checkpoint into a new module."
+        )
+
+
+def check_half_precision(module: pl.LightningModule, is_manual: bool) -> None:
+    """Checks that shards can be gathered in half precision where others compute so.
+
+    Args:
+        module: The user's module.
+        is_manual: Whether it has sharded itself.
+
+    Raises:
+        ValueError: It has, or a parameter belongs to no module that is called.
+    """
+    if is_manual:
+        raise ValueError(
+            "MixedPrecision says what shards are gathered as, and wrap='manual' leaves that to"
+            " `configure_model`. Use wrap='auto', or a `mp_policy` there and no callback."
+        )
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise ValueError(
+            f"The parameters {own} of the LightningModule itself would be gathered in half"
+            " precision, and its steps use them beside a loss in fp32. Put them into a module"
+            " of their own."
+        )
+
+
+def check_sizes(pp: object, dp_replicate: object, dp_shard: object, tp: object) -> None:
+    """Checks the sizes of the axes, each by itself.
+
+    Args:
+        pp: As given to the strategy.
+        dp_replicate: As given to the strategy.
+        dp_shard: As given to the strategy.
+        tp: As given to the strategy.
+
+    Raises:
+        ValueError: One is no number of ranks.
+    """
+    for name, size in (("pp", pp), ("dp_replicate", dp_replicate), ("tp", tp)):
+        check_count(name, size)
+    if dp_shard != "auto":
+        check_count("dp_shard", dp_shard, instead="'auto'")
+
+
+def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -> None:
+    """Checks that a pipeline goes with the rest of the mesh.
+
+    Args:
+        pp: Stages.
+        tp: Tensor-parallel ranks.
+        pipeline: How it runs.
+        shard: How parameters are sharded.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if pipeline.asynchronous:
+        raise ValueError(
+            f"schedule={pipeline.schedule!r} keeps older versions of a stage's weights, each of"
+            " which would have to be sharded and gathered by itself. Use schedule='1f1b' here, or"
+            " PipelineStrategy(schedule='pipedream'), whose replicas hold whole stages."
+        )
+    if pipeline.partition == "profile":
+        raise ValueError(
+            "partition='profile' moves layers when it has measured, and here each rank has shards"
+            " of its layers, or pieces. Use partition='parameters' or the layers per stage, or"
+            " PipelineStrategy, whose replicas hold whole stages."
+        )
+    if pipeline.is_traced:
+        raise ValueError(
+            f"layers={pipeline.layers!r} runs the operations of a module without calling its parts,"
+            " and parameters are gathered and spread where parts are called. Use"
+            " PipelineStrategy(layers='trace'), whose replicas hold whole stages."
+        )
+    if (pp > 1 or tp > 1) and shard.policy.is_manual:
+        raise ValueError(
+            f"wrap='manual' with pp={pp}, tp={tp}: `configure_model` would shard layers before they"
+            " are shared out among stages or spread. Use wrap='auto', or another policy."
+        )
+
+
+def check_offload(offload: Offload, shape: MeshShape) -> None:
+    """Checks that what is to be kept in host memory exists.
+
+    Args:
+        offload: As given to the strategy.
+        shape: Of the mesh.
+
+    Raises:
+        ValueError: No parameter is sharded.
+    """
+    if offload != "none" and shape.data_size == 1 and shape.world_size > 1:
+        raise ValueError(
+            f"offload={offload!r} keeps shards in host memory, and with dp_replicate=1 x dp_shard=1"
+            " nothing is sharded: stages and tensor-parallel ranks compute with what they hold."
+            " Use dp_shard=2 or more, or leave offload out."
+        )
+
+
+def check_dry_run(is_manual: bool, optimizer_states_per_parameter: int) -> None:
+    """Checks what a dry run is asked for.
+
+    Args:
+        is_manual: Whether the module shards itself.
+        optimizer_states_per_parameter: As given to it.
+
+    Raises:
+        ValueError: There is none of it.
+    """
+    if is_manual:
+        raise ValueError(
+            "wrap='manual': `configure_model` shards on a mesh of real processes, which a dry run"
+            " has none of. Use wrap='auto', or another policy."
+        )
+    if optimizer_states_per_parameter < 0:
+        raise ValueError(
+            f"optimizer_states_per_parameter={optimizer_states_per_parameter} cannot be below zero;"
+            " it is 2 for AdamW, 1 for momentum, 0 for plain SGD."
+        )
+
+
+def check_precision(precision: str, tp_size: int) -> None:
+    """Checks that tensor-parallel ranks skip the same steps.
+
+    Args:
+        precision: The Trainer's.
+        tp_size: Tensor-parallel ranks.
+
+    Raises:
+        ValueError: Each would decide for itself.
+    """
+    if precision == "16-mixed" and tp_size > 1:
+        raise ValueError(
+            f"precision='16-mixed' with tp_size={tp_size}: each rank's loss scaler looks at its own"
+            " part of the gradients, and ranks would skip different steps. Use 'bf16-mixed'."
+        )
