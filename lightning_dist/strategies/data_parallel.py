@@ -25,7 +25,7 @@ from lightning_dist.engine.splitting.batch_statistics import find_batch_statisti
 from lightning_dist.engine.tensors.rng import RandomStream, seed_all
 from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies.base import lightning_internals
-from lightning_dist.strategies.base.callback_order import bracket_callbacks
+from lightning_dist.strategies.base.callback_order import order_callbacks
 from lightning_dist.strategies.base.checkpointing import LayoutFreeCheckpoints
 from lightning_dist.strategies.base.ending.stopping import (
     drain_before_validation,
@@ -102,7 +102,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
             return
         self._undo += (
             drain_before_validation(self.module, self.before_validation),
-            bracket_callbacks(
+            order_callbacks(
                 trainer,
                 show_whole_model=self.summarised_module,
                 on_train_epoch_end=self._check_early_end(trainer),

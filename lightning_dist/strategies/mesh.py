@@ -117,8 +117,8 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         self._measurements = self.sharded.measure(self.group(*self.mesh.sizes))
 
     @override
-    def tell(self) -> None:
-        super().tell()
+    def print_summary(self) -> None:
+        super().print_summary()
         everyone = self.group(*self.mesh.sizes)
         table = gather_rank_table(self.module, self.mesh, self.sharded.layers, everyone)
         if table.num_hosts > 1:

@@ -1,6 +1,6 @@
 """Pipeline parallelism under an unchanged LightningModule.
 
-The strategy is the seam between Lightning's loop and one rank's
+The strategy stands between Lightning's loop and one rank's
 :class:`.Pipeline`. Three things make it work with public hooks:
 
 *The step is never rewritten.* Each rank calls the user's own ``training_step`` per micro-batch; see
@@ -39,9 +39,9 @@ from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
-from lightning_dist.engine.parallelize.grad_norm import NormsAhead
+from lightning_dist.engine.parallelize.grad_norm import AsyncGradNorm
 from lightning_dist.engine.pipeline.measurements import MeasuredStages, gather_measurements
-from lightning_dist.engine.precision.overflow import Ahead, Apart, Overflow
+from lightning_dist.engine.precision.overflow import AsyncOverflow, Overflow, PerStageOverflow
 from lightning_dist.engine.schedules.schedule import UpdateRule
 from lightning_dist.engine.splitting.batch_statistics import (
     find_batch_statistics,
@@ -59,7 +59,7 @@ from lightning_dist.engine.splitting.tracing.example import CallExample
 from lightning_dist.engine.splitting.tracing.split import UncutError, find_traced_split, is_traced
 from lightning_dist.engine.stashing.policy import WeightVersions
 from lightning_dist.strategies.base import lightning_internals, model_checks
-from lightning_dist.strategies.base.callback_order import add_first_callback, bracket_callbacks
+from lightning_dist.strategies.base.callback_order import add_first_callback, order_callbacks
 from lightning_dist.strategies.base.clipping import clip_whole_gradient
 from lightning_dist.strategies.base.distributed import Read
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
@@ -194,7 +194,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self._num_stages = num_stages
         self._num_microbatches = num_microbatches
         self._undo: tuple[Callable[[], None], ...] = ()
-        self._ahead: Ahead | None = None
+        self._ahead: AsyncOverflow | None = None
         self._accumulating = False
         self._begun = BegunLoaders()
         self._statistics: tuple[str, ...] = ()
@@ -304,8 +304,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             return super().overflow()
         group = self.group(*self.mesh.sizes, purpose="overflow")
         if rule is UpdateRule.EACH:
-            return Apart(group, lambda: self.session.pipeline)
-        self._ahead = Ahead(group, lambda: self.session.pipeline.due_update)
+            return PerStageOverflow(group, lambda: self.session.pipeline)
+        self._ahead = AsyncOverflow(group, lambda: self.session.pipeline.due_update)
         return self._ahead
 
     def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
@@ -320,7 +320,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     def _open_session(self, trainer: pl.Trainer) -> Session:
         self._undo = (
             drain_before_validation(self.module, self._before_validation),
-            bracket_callbacks(
+            order_callbacks(
                 trainer,
                 show_whole_model=self._whole_model,
                 on_train_epoch_end=self._catch_up,
@@ -351,7 +351,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         return StageGradients(
             lambda: self.session,
             self.data_group if self.mesh.data_size > 1 else None,
-            NormsAhead(self.group("pp", purpose="norms")) if finds_ahead else None,
+            AsyncGradNorm(self.group("pp", purpose="norms")) if finds_ahead else None,
             self._ahead,
         )
 

@@ -25,7 +25,7 @@ from lightning_dist.engine.common.device_mesh import axis
 from lightning_dist.engine.comms.group_pool import pool_of_world
 from lightning_dist.engine.data_parallel.checks import check_gradients
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
-from lightning_dist.engine.parallelize.grad_norm import leaving_out, norm_over
+from lightning_dist.engine.parallelize.grad_norm import exclude_tied, norm_over
 from lightning_dist.engine.parallelize.mixed_tensors import update_mixed_groups_singly
 from lightning_dist.engine.parallelize.parallelize import Parallelism, compose
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
@@ -134,7 +134,7 @@ class ShardedStrategy(DataParallelStrategy):
             )
         return self.sharded.tensor_summary or self.sharded.summary
 
-    def tell(self) -> None:
+    def print_summary(self) -> None:
         """Prints how the model is spread, on the first rank; each rank must call it."""
         if self.mesh.pp == 1 or self.mesh.dp_shard * self.mesh.tp > 1:
             rank_zero_info(self.sharded.layout_line(self.mesh, is_manual=self._policy.is_manual))
@@ -191,9 +191,9 @@ class ShardedStrategy(DataParallelStrategy):
             reduces_each = self._shard_config.sync_every_microstep
             self._hook_check = checks.HookCheck(self.module, reduces_each=reduces_each)
         if is_fitting:
-            self.tell()
+            self.print_summary()
             stages = self.group("pp") if self.mesh.pp > 1 else None
-            norm = leaving_out(self.sharded.counted_elsewhere, norm_over(stages))
+            norm = exclude_tied(self.sharded.counted_elsewhere, norm_over(stages))
             self._undo += (clip_whole_gradient(self.precision_plugin, norm),)
             self._setup_optimizers_of_whole_model(trainer)
         self.setup_precision_plugin()
@@ -329,7 +329,7 @@ class ShardedStrategy(DataParallelStrategy):
         """
         self.check_peers()
         if self._sharded is not None and self.is_running:
-            self._sharded.settle()
+            self._sharded.run_deferred_checks()
             self._sharded.reshard()
             self.share_buffers()
 

@@ -83,7 +83,7 @@ class BufferPool:
 
 
 @dataclass(frozen=True, slots=True)
-class MessageForm:
+class MessageSchema:
     """What the next messages are like.
 
     Attributes:
@@ -115,7 +115,7 @@ def read_content(content: bytes) -> tuple[Any, list[TensorInfo]]:
     return found
 
 
-NO_FORM = MessageForm(content_of(None, []))
+NO_FORM = MessageSchema(content_of(None, []))
 """What each end of a new channel takes for granted."""
 
 

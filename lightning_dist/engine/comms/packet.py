@@ -57,7 +57,7 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Notice(IntEnum):
+class PacketKind(IntEnum):
     """What a lead tells of."""
 
     TREE = 0
@@ -69,7 +69,7 @@ class Notice(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
+class PacketHeader:
     """What a packet begins with.
 
     Attributes:
@@ -79,7 +79,7 @@ class Lead:
         port: Who waits for the tree.
     """
 
-    notice: Notice
+    notice: PacketKind
     number: int = 0
     num_bytes: int = 0
     port: int = 0
@@ -122,7 +122,7 @@ class PacketLayout:
                 yield flat.view(info.shape)
 
 
-def write_lead(memory: Memory, lead: Lead) -> None:
+def write_lead(memory: Memory, lead: PacketHeader) -> None:
     """Puts a lead into a packet.
 
     Args:
@@ -144,14 +144,14 @@ def fill(layout: PacketLayout, memory: Memory, tensors: Sequence[Tensor]) -> Non
         place.copy_(tensor.detach())
 
 
-def read_lead(memory: Memory) -> Lead:
+def read_lead(memory: Memory) -> PacketHeader:
     """Gives the lead of a packet.
 
     Args:
         memory: Of the packet.
     """
     notice, number, num_bytes, port = _LEAD.unpack_from(memory.data)
-    return Lead(Notice(notice), number, num_bytes, port)
+    return PacketHeader(PacketKind(notice), number, num_bytes, port)
 
 
 def as_bytes(memory: Memory) -> Tensor:

@@ -33,8 +33,8 @@ from lightning_dist.engine.comms.channel import (
     Message,
     PeerLostError,
 )
-from lightning_dist.engine.comms.codec import NO_FORM, MessageForm, TreeReader
-from lightning_dist.engine.comms.packet import Lead, Memory, Notice, as_bytes, read_lead
+from lightning_dist.engine.comms.codec import NO_FORM, MessageSchema, TreeReader
+from lightning_dist.engine.comms.packet import Memory, PacketHeader, PacketKind, as_bytes, read_lead
 from lightning_dist.engine.comms.shared_ring import AcceptedRing
 from lightning_dist.engine.comms.shared_slots import read_shared
 
@@ -233,25 +233,25 @@ class DistributedReceiver:
     def _run(self) -> None:
         try:
             # Posted before the packet comes: its data need not wait for this thread.
-            while (lead := self._receive_packet()).notice is not Notice.CLOSE:
-                if lead.notice is Notice.FORM:
+            while (lead := self._receive_packet()).notice is not PacketKind.CLOSE:
+                if lead.notice is PacketKind.FORM:
                     self._receive_form(lead.num_bytes)
             self._arrivals.put(_Numbered(lead.number, None))
         except Exception as error:  # whoever waits must learn of it
             self._arrivals.put(Failed(error))
 
-    def _receive_packet(self) -> Lead:
+    def _receive_packet(self) -> PacketHeader:
         memory = self._by_socket.take_memory()
         self._receive_into(as_bytes(memory))
         lead = read_lead(memory)
-        if lead.notice is Notice.TREE:
+        if lead.notice is PacketKind.TREE:
             self._arrivals.put(_numbered(lead, self._by_socket.read(memory)))
         return lead
 
     def _receive_form(self, num_bytes: int) -> None:
         pickled = torch.zeros(num_bytes, dtype=torch.uint8)
         self._receive_into(pickled)
-        form: MessageForm = pickle.loads(pickled.numpy().tobytes())
+        form: MessageSchema = pickle.loads(pickled.numpy().tobytes())
         self._by_socket.expect(form.content)
         is_new = form.offer != self._form.offer
         self._form = form
@@ -280,5 +280,5 @@ class DistributedReceiver:
             raise PeerLostError(lost) from error
 
 
-def _numbered(lead: Lead, tree: Any) -> _Numbered:
+def _numbered(lead: PacketHeader, tree: Any) -> _Numbered:
     return _Numbered(lead.number, Message(tree, lead.port))

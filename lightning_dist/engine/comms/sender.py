@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.engine.comms.channel import PeerLostError
-from lightning_dist.engine.comms.codec import NO_FORM, MessageForm, content_of
+from lightning_dist.engine.comms.codec import NO_FORM, MessageSchema, content_of
 from lightning_dist.engine.comms.packet import (
-    Lead,
     Memory,
-    Notice,
+    PacketHeader,
+    PacketKind,
     PacketLayout,
     TensorInfo,
     fill,
@@ -101,7 +101,7 @@ class DistributedSender:
         content = content_of(skeleton, infos)
         if content != self._content:
             self._content, self._layout = content, PacketLayout(infos)
-        lead = Lead(Notice.TREE, self._number, len(content), port)
+        lead = PacketHeader(PacketKind.TREE, self._number, len(content), port)
         ring = self._room.ring_for(shared_bytes(content, self._layout), tensors)
         if ring is not None and (slot := ring.take()) is not None:
             write_shared(slot, lead, content, self._layout, tensors)
@@ -111,21 +111,23 @@ class DistributedSender:
             self._send_by_socket(lead, tensors)
         self._number += 1
 
-    def _send_by_socket(self, lead: Lead, tensors: Sequence[Tensor]) -> None:
+    def _send_by_socket(self, lead: PacketHeader, tensors: Sequence[Tensor]) -> None:
         packet = _packed(self._layout, tensors, lead)
-        form = MessageForm(self._content, self._room.offer)
+        form = MessageSchema(self._content, self._room.offer)
         if form == self._form:
             self._transmit([packet])
             return
         pickled = bytearray(pickle.dumps(form))
-        notice = _packed(self._awaited, [], Lead(Notice.FORM, num_bytes=len(pickled)))
+        notice = _packed(self._awaited, [], PacketHeader(PacketKind.FORM, num_bytes=len(pickled)))
         self._form, self._awaited = form, self._layout
         self._transmit([notice, torch.frombuffer(pickled, dtype=torch.uint8), packet])
 
     def close(self) -> None:
         """Waits until everything has been handed over, and ends the channel."""
         with contextlib.suppress(PeerLostError):
-            self._transmit([_packed(self._awaited, [], Lead(Notice.CLOSE, self._number))])
+            self._transmit(
+                [_packed(self._awaited, [], PacketHeader(PacketKind.CLOSE, self._number))]
+            )
         self._pending.put(_Closed())
         self._thread.join(_CLOSE_SECONDS)
         self._room.close()
@@ -152,7 +154,7 @@ class DistributedSender:
             self._failure = error
 
 
-def _packed(layout: PacketLayout, tensors: Sequence[Tensor], lead: Lead) -> Tensor:
+def _packed(layout: PacketLayout, tensors: Sequence[Tensor], lead: PacketHeader) -> Tensor:
     """Copies tensors and a lead into a new packet.
 
     Args:

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_dist.engine.comms.batches.memory_file import can_make_files
 from lightning_dist.engine.comms.codec import TreeReader
 from lightning_dist.engine.comms.packet import (
-    Lead,
     Memory,
+    PacketHeader,
     PacketLayout,
     as_bytes,
     fill,
@@ -37,7 +37,11 @@ def shared_bytes(content: bytes, layout: PacketLayout) -> int:
 
 
 def write_shared(
-    slot: Memory, lead: Lead, content: bytes, layout: PacketLayout, tensors: Sequence[Tensor]
+    slot: Memory,
+    lead: PacketHeader,
+    content: bytes,
+    layout: PacketLayout,
+    tensors: Sequence[Tensor],
 ) -> None:
     """Fills a slot.
 
@@ -54,7 +58,7 @@ def write_shared(
     fill(layout, slot[_packet_begins(len(content)) :], tensors)
 
 
-def read_shared(slot: Memory, reader: TreeReader) -> tuple[Lead, object]:
+def read_shared(slot: Memory, reader: TreeReader) -> tuple[PacketHeader, object]:
     """Gives what a slot holds.
 
     Args:

@@ -28,7 +28,7 @@ def norm_over(group: dist.ProcessGroup | None = None) -> FindNorm:
     return lambda kinds: _norm(kinds, group)
 
 
-def leaving_out(copies: Callable[[], Iterable[Tensor]], find_norm: FindNorm) -> FindNorm:
+def exclude_tied(copies: Callable[[], Iterable[Tensor]], find_norm: FindNorm) -> FindNorm:
     """Leaves out of a norm what another rank counts.
 
     Args:
@@ -44,7 +44,7 @@ def leaving_out(copies: Callable[[], Iterable[Tensor]], find_norm: FindNorm) -> 
     return find
 
 
-class NormsAhead:
+class AsyncGradNorm:
     """Norms that the stages agree on while they work, for updates that are not yet due.
 
     A stage has an update's gradients some micro-batches before the update, and the later stages

@@ -68,7 +68,7 @@ _TORCH_SAYS = "got mixed torch.Tensor and DTensor"
 
 
 @contextmanager
-def explained_mixture() -> Iterator[None]:
+def reraise_mixed_dtensor_error() -> Iterator[None]:
     """Explains why a step cannot compute with parameters as it does on a single device.
 
     Yields:

@@ -36,7 +36,11 @@ from lightning_dist.engine.splitting.cut import layers_of
 from lightning_dist.engine.splitting.find_layers import LayersNotFoundError, refuse_ties
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from lightning_dist.engine.splitting.ties import Tie
-from lightning_dist.engine.tensor_parallel.apply import SpreadModule, SpreadOptions, refuse_spread
+from lightning_dist.engine.tensor_parallel.apply import (
+    TensorParallelModule,
+    TensorParallelOptions,
+    refuse_spread,
+)
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
@@ -99,7 +103,7 @@ class Composed:
     module: nn.Module
     roots: tuple[nn.Module, ...]
     split: PipelineSplit | None
-    spread: SpreadModule | None
+    spread: TensorParallelModule | None
     units: list[str]
     shards: tuple[FSDPModule, ...]
     summary: WrapSummary
@@ -253,7 +257,7 @@ def _choose_recomputed(module: nn.Module, units: list[Unit], shard: ShardConfig)
 
 def _spread(
     module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig, split: PipelineSplit | None
-) -> tuple[SpreadModule | None, PlanSummary | None]:
+) -> tuple[TensorParallelModule | None, PlanSummary | None]:
     """Spreads layers, if they shall be, and describes a plan that was found."""
     if mesh is not None:
         refuse_spread(module)
@@ -270,10 +274,10 @@ def _spread(
         check_parts(module, styles, mesh.size())
     if config.loss_parallel:
         check_head(module, styles, mesh.size())
-    options = SpreadOptions(config.sequence_parallel, config.loss_parallel)
+    options = TensorParallelOptions(config.sequence_parallel, config.loss_parallel)
     if split is None:
-        return SpreadModule(module, styles, mesh, options), words
-    return SpreadModule(module, styles, mesh, options, split.keeps, split.stage_of), words
+        return TensorParallelModule(module, styles, mesh, options), words
+    return TensorParallelModule(module, styles, mesh, options, split.keeps, split.stage_of), words
 
 
 def _describe(module: nn.Module, units: list[Unit], sharding: ShardingOptions) -> WrapSummary:

@@ -83,12 +83,12 @@ class UsedParts:
             return parameters_without_gradient(self._module)
         return self._unused.end_update()
 
-    def settle(self) -> None:
+    def run_deferred_checks(self) -> None:
         """Checks what the ranks have run so far; all of them call it between two steps.
 
         Raises:
             ValueError: They have run different units, or none has used some parameters.
         """
-        self._units.settle()
+        self._units.run_deferred_checks()
         if self._unused is not None:
-            check_gradients(self._unused.settle())
+            check_gradients(self._unused.run_deferred_checks())

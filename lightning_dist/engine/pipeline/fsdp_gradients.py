@@ -55,7 +55,7 @@ def _look_away(_: Sequence[Tensor]) -> None:
     """Does nothing."""
 
 
-class Accumulated:
+class ParamGradAccumulator:
     """Gradients in ``p.grad``; see :class:`.Gradients`.
 
     Args:

@@ -4,17 +4,15 @@ The backwards run inside of the user's step, before the training loop clears ``p
 gradients wait in ``held`` until the loop asks for them.
 
 Autograd adds to the ``grad`` of leaves, while a gradient is in the cache and nothing else has been
-made of memory for it; to ask for values and add these later is slower. :class:`Lent` lends what is
-held to the leaves for each backward, which an asynchronous stage differentiates by versions of its
-weights that are no parameters. Where others listen to parameters,
-:class:`.Accumulated` leaves it in ``p.grad`` for a round.
+made of memory for it; to ask for values and add these later is slower. :class:`HeldGradients` lends
+what is held to the leaves for each backward, which an asynchronous stage differentiates by versions
+of its weights that are no parameters. Where others listen to parameters,
+:class:`.ParamGradAccumulator` leaves it in ``p.grad`` for a round.
 
-Whose memory a gradient is in.
-
-Autograd gives a leaf what arrives there, without a copy, where nobody else holds that tensor; it
-does not ask who else has its memory. The gradient of ``p`` in ``x + p[None]`` is a view of what the
-stage behind has sent, and so is that of ``x``, which goes to the stage before. Whatever is added to
-the one later would change the other on its way.
+Autograd gives a leaf what arrives there, without a copy, where nothing else holds that tensor; it
+does not ask what else has its memory. The gradient of ``p`` in ``x + p[None]`` is a view of what
+the stage behind has sent, and so is that of ``x``, which goes to the stage before. Whatever is
+added to the one later would change the other on its way.
 """
 
 from __future__ import annotations
@@ -133,7 +131,7 @@ class Gradients(Protocol):
         """Drops everything, after a failure."""
 
 
-class Lent:
+class HeldGradients:
     """Gradients that are in the leaves of a graph while a backward adds to them.
 
     Args:

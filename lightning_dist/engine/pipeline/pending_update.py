@@ -24,7 +24,7 @@ from lightning_dist.engine.tensors.parameter_hooks import add_with_hooks, with_h
 from lightning_dist.engine.tensors.patch import has_gradient_hooks
 
 
-class HeldUpdate:
+class PendingUpdate:
     """Holds at most one update of a rank's stages.
 
     Args:

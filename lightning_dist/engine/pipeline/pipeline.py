@@ -33,10 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.gradients import Gradients, Lent
+from lightning_dist.engine.pipeline.gradients import Gradients, HeldGradients
 from lightning_dist.engine.pipeline.loss import AverageWeight, LossWeights
 from lightning_dist.engine.pipeline.microbatch import Microbatch, batch_size_of, split
-from lightning_dist.engine.pipeline.pending_update import HeldUpdate
+from lightning_dist.engine.pipeline.pending_update import PendingUpdate
 from lightning_dist.engine.pipeline.runtime import Links, Runtime, Work, explain_with
 from lightning_dist.engine.pipeline.stage import Step
 from lightning_dist.engine.pipeline.stages import OwnStages, StageMaker
@@ -65,7 +65,7 @@ def _same(weight: float | None) -> float | None:
 
 
 def _lent(_: int) -> Gradients:
-    return Lent()
+    return HeldGradients()
 
 
 class Pipeline:
@@ -138,7 +138,7 @@ class Pipeline:
         self._on_complete = on_complete
         loss_weights = LossWeights(average_weight)
         comes_late = self.update_rule is UpdateRule.LATE
-        self._held = HeldUpdate(
+        self._held = PendingUpdate(
             self.stages, self.recorder, loss_weights, comes_late=comes_late, shared=shared
         )
         self._runtime = Runtime(
@@ -361,13 +361,13 @@ class Pipeline:
         """Gives the pipelined module its forward back."""
         self.stages.detach()
 
-    def letting_go(self) -> AbstractContextManager[None]:
+    def detached(self) -> AbstractContextManager[None]:
         """Leaves the pipelined module alone while entered; nothing may be in flight.
 
-        See :meth:`OwnStages.letting_go`. The numbers of batches, and what was recorded, go on.
+        See :meth:`OwnStages.detached`. The numbers of batches, and what was recorded, go on.
         """
         assert self._batches_since_drain == 0 or not self.asynchronous
-        return self.stages.letting_go()
+        return self.stages.detached()
 
     def _complete_early(self, update: int) -> None:
         self._on_complete(update, self._held.complete_early(update))
@@ -382,11 +382,11 @@ class Pipeline:
         backwards = Counter(a.stage_index for a in actions if a.kind in _COMPLETES_GRADIENTS)
         for number, count in backwards.items():
             self.stages[number].begin_round(count)
-        found = self._runtime.run(parted.awaited, work)
+        found = self._runtime.run(parted.until_last_send, work)
         results = [found[index] for index in sorted(found)]
         on_results(results)
-        self._runtime.run(parted.alone, work)
+        self._runtime.run(parted.local_tail, work)
         for number in backwards:
             self.stages[number].end_round()
-        self._held.hold(parted.owned[-1] if parted.owned else None)
+        self._held.hold(parted.optimizer_actions[-1] if parted.optimizer_actions else None)
         return results

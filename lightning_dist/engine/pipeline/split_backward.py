@@ -149,7 +149,7 @@ def _parents_of_all(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 Arrived = tuple[Tensor | None, ...]
 
 
-class PartedBackward:
+class SplitBackward:
     """The backward of one micro-batch on one stage.
 
     Args:

@@ -1,7 +1,7 @@
 """One stage: forward and backward of one micro-batch, under a step that nobody rewrote.
 
 The user's step function runs on each stage. It reaches the pipelined module's forward, which is a
-:class:`.Seam`: the first stage runs its layers on the step's input,
+:class:`.ForwardInterceptor`: the first stage runs its layers on the step's input,
 each later stage takes what the stage before has sent in its place. All but the last then leave the
 step; on the last the module returns, and the user's code goes on to its loss.
 
@@ -22,12 +22,16 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.gradients import Gradients
 from lightning_dist.engine.pipeline.microbatch import Microbatch
-from lightning_dist.engine.pipeline.split_backward import PartedBackward
-from lightning_dist.engine.pipeline.step_hook import Seam, behind_leaf, refuse_left_behind
-from lightning_dist.engine.splitting.whole_step import StepSeam
+from lightning_dist.engine.pipeline.split_backward import SplitBackward
+from lightning_dist.engine.pipeline.step_hook import (
+    ForwardInterceptor,
+    behind_leaf,
+    check_no_side_losses,
+)
+from lightning_dist.engine.splitting.whole_step import StepInterceptor
 from lightning_dist.engine.stashing.policy import WeightPolicy
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
-from lightning_dist.engine.stashing.swapped_weights import Reweighted
+from lightning_dist.engine.stashing.swapped_weights import SwappedWeights
 from lightning_dist.engine.stashing.versions import WeightVersion
 from lightning_dist.engine.tensors.rng import seed_python, seeded
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
@@ -61,7 +65,7 @@ class Stage:
     """The layers of one stage, and the micro-batches in flight on it.
 
     Args:
-        seam: Where the user's step meets the layers.
+        interceptor: Where the user's step meets the layers.
         stage_index: Which stage this is.
         num_stages: Stages of the pipeline.
         layers: Those of this stage; see :func:`.layers_of`.
@@ -77,7 +81,7 @@ class Stage:
 
     def __init__(
         self,
-        seam: Seam | StepSeam,
+        interceptor: ForwardInterceptor | StepInterceptor,
         stage_index: int,
         num_stages: int,
         layers: nn.Module,
@@ -91,7 +95,7 @@ class Stage:
         root: nn.Module | None = None,
     ) -> None:
         self.layers = layers
-        self._reweighted = Reweighted(layers, root)
+        self._reweighted = SwappedWeights(layers, root)
         self.is_first = stage_index == 0
         self.is_last = stage_index == num_stages - 1
         self.policy = policy
@@ -99,12 +103,12 @@ class Stage:
         self.meter = meter
         self.report: UpdateReport | None = None
         self._stage_index = stage_index
-        self._seam = seam
+        self._interceptor = interceptor
         self._layer_input = layer_input
         self._seed = seed
         self._device = device
         self._in_flight: dict[int, InFlight] = {}
-        self._parted: dict[int, PartedBackward] = {}
+        self._parted: dict[int, SplitBackward] = {}
         self._has_looked = False
         self._trained: dict[str, nn.Parameter] | None = None
 
@@ -162,7 +166,7 @@ class Stage:
             return self._run_call(call, arguments, keywords)
 
         def in_seam() -> Any:
-            return self._seam.run(in_step, layers, leaves=not self.is_last)
+            return self._interceptor.run(in_step, layers, leaves=not self.is_last)
 
         seed_python(*call.seed)
         with seeded(*call.seed, device=self._device):
@@ -224,7 +228,7 @@ class Stage:
         assert flight.weights.index == self.policy.num_steps, "only synchronous schedules do that"
         outputs, gradients = self._roots(flight, flight.weights, gradients)
         with self.gradients.parting(self._trainable(flight.weights)) as trainable:
-            parted = PartedBackward(outputs, gradients, flight.inputs, trainable)
+            parted = SplitBackward(outputs, gradients, flight.inputs, trainable)
             self._parted[index] = parted
             return self._reweighted.run(flight.weights, parted.run_inputs)
 
@@ -273,7 +277,7 @@ class Stage:
             given = map_tensors(_copy_of, given)
         output = self._run_layers(given, call.seed)
         if call.has_backward and not (self.is_last or self._has_looked):
-            refuse_left_behind(self.layers, self._stage_index, output)
+            check_no_side_losses(self.layers, self._stage_index, output)
             self._has_looked = True
         call.output = map_tensors(_cut_from_graph, output) if self._recomputes else output
         return call.output

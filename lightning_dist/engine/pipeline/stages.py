@@ -19,14 +19,14 @@ from typing_extensions import override
 from lightning_dist.engine.pipeline.gradients import Gradients
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.stage import Stage
-from lightning_dist.engine.pipeline.step_hook import Seam
+from lightning_dist.engine.pipeline.step_hook import ForwardInterceptor
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
 from lightning_dist.engine.schedules.stash_depth import num_copies
 from lightning_dist.engine.splitting.cut import layers_of, stage_of_layers
 from lightning_dist.engine.splitting.layers import Layers
-from lightning_dist.engine.splitting.remote_layers import WholeInSight
-from lightning_dist.engine.splitting.whole_step import StepSeam, WholeStep
+from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
+from lightning_dist.engine.splitting.whole_step import StepInterceptor, WholeStep
 from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.engine.stashing.policy import Predict, WeightVersions, choose_policy
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
@@ -67,14 +67,18 @@ class StageMaker:
         return num_copies(shape, self.weight_versions, predicts=self.predict is not None)
 
     def make(
-        self, shape: PipelineShape, number: int, seam: Seam | StepSeam, history: Sequence[int] = ()
+        self,
+        shape: PipelineShape,
+        number: int,
+        interceptor: ForwardInterceptor | StepInterceptor,
+        history: Sequence[int] = (),
     ) -> Stage:
         """Makes a stage on the layers that are here.
 
         Args:
             shape: Of the pipeline.
             number: Of the stage, one of the rank's.
-            seam: Where the user's step calls it.
+            interceptor: Where the user's step calls it.
             history: The staleness of the updates that it has made so far.
         """
         own = layers_of(self.found, shape.layers_per_stage, number)
@@ -91,7 +95,7 @@ class StageMaker:
             hides_hooks=not gradients.runs_hooks,
         )
         return Stage(
-            seam,
+            interceptor,
             number,
             shape.num_stages,
             own if self.layers is None else self.layers(number),
@@ -118,7 +122,7 @@ class OwnStages(Mapping[int, Stage]):
         self.maker = maker
         self._stages: dict[int, Stage] = {}
         self._earlier_peaks: dict[int, int] = {}
-        self._seam: Seam | StepSeam | None = None
+        self._interceptor: ForwardInterceptor | StepInterceptor | None = None
         self._attach()
 
     @override
@@ -182,31 +186,31 @@ class OwnStages(Mapping[int, Stage]):
         return LayerProfiler(own, recorder, self.maker.half)
 
     @contextmanager
-    def letting_go(self) -> Iterator[None]:
+    def detached(self) -> Iterator[None]:
         """Leaves the pipelined module alone for a while; nothing may be in flight.
 
         Yields:
-            Nothing. Meanwhile layers may move, if :meth:`take_over` follows, or another pipeline
+            Nothing. Meanwhile layers may move, if :meth:`repartition` follows, or another pipeline
             may run this rank's. What is known of weights goes on afterwards.
         """
         self.detach()
         yield
         self._attach()
 
-    def take_over(self, layers_per_stage: tuple[int, ...]) -> None:
+    def repartition(self, layers_per_stage: tuple[int, ...]) -> None:
         """Notes another partition, while the module is let go.
 
         Args:
             layers_per_stage: By which the module is cut now.
         """
-        assert self._seam is None
+        assert self._interceptor is None
         self.shape = replace(self.shape, layers_per_stage=layers_per_stage)
 
     def detach(self) -> None:
         """Gives the pipelined module its forward back."""
-        seam, self._seam = self._seam, None
-        if seam is not None:
-            seam.detach()
+        interceptor, self._interceptor = self._interceptor, None
+        if interceptor is not None:
+            interceptor.detach()
             self.maker.found.detach()
         for stage in self.values():
             stage.clear()
@@ -216,14 +220,14 @@ class OwnStages(Mapping[int, Stage]):
         known = self.staleness
         found = self.maker.found
         found.attach()
-        seam = self._seam = self._make_seam(found)
+        interceptor = self._interceptor = self._make_seam(found)
         self._stages = {
-            number: self.maker.make(self.shape, number, seam, known.get(number, ()))
+            number: self.maker.make(self.shape, number, interceptor, known.get(number, ()))
             for number in self.shape.stages
         }
 
-    def _make_seam(self, found: Layers) -> Seam | StepSeam:
+    def _make_seam(self, found: Layers) -> ForwardInterceptor | StepInterceptor:
         if isinstance(found, WholeStep):
-            return StepSeam()
-        sight = WholeInSight(found, self.maker.device)
-        return Seam(found.module, sight, is_whole=self.shape.num_stages == 1)
+            return StepInterceptor()
+        sight = RemoteLayersView(found, self.maker.device)
+        return ForwardInterceptor(found.module, sight, is_whole=self.shape.num_stages == 1)

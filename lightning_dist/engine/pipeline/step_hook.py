@@ -2,7 +2,7 @@
 
 The module's forward is replaced, so that the step, which nobody rewrote, runs whatever the stage
 at hand wants to run there. On all stages but the last there is nothing for the step to go on with,
-so it is left at this point by an exception that :meth:`Seam.run` catches.
+so it is left at this point by an exception that :meth:`ForwardInterceptor.run` catches.
 
 Give layers what they may write into.
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.split_backward import nodes_beneath
-from lightning_dist.engine.splitting.remote_layers import WholeInSight
+from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.tree import flatten
 
@@ -56,7 +56,7 @@ def behind_leaf(tensor: Tensor) -> Tensor:
     return alias
 
 
-def refuse_left_behind(layers: nn.Module, stage_index: int, output: Any) -> None:
+def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> None:
     """Refuses what only a loss elsewhere could be for.
 
     Args:
@@ -99,14 +99,14 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(held)
 
 
-class _StepLeft(BaseException):  # noqa: N818  (it is not an error)
+class StopForward(BaseException):  # noqa: N818  (it is not an error)
     """Leaves the user's step behind the pipelined module.
 
     Not an ``Exception``, so that a user's ``except Exception`` does not stop it.
     """
 
 
-class Seam:
+class ForwardInterceptor:
     """Stands in for the forward of the pipelined module.
 
     Args:
@@ -115,7 +115,7 @@ class Seam:
         is_whole: Whether all of its layers are here, so that it may be called at any time.
     """
 
-    def __init__(self, sequence: nn.Module, sight: WholeInSight, *, is_whole: bool) -> None:
+    def __init__(self, sequence: nn.Module, sight: RemoteLayersView, *, is_whole: bool) -> None:
         self._sight = sight
         self._is_whole = is_whole
         self._own_forward: Callable[..., Any] = sequence.forward
@@ -148,7 +148,7 @@ class Seam:
         try:
             with self._sight.in_step():
                 result = step()
-        except _StepLeft:
+        except StopForward:
             (result,) = self._outputs
         finally:
             outputs, self._outputs, self._layers = self._outputs, [], None
@@ -175,5 +175,5 @@ class Seam:
             )
         self._outputs.append(self._layers(*arguments, **keywords))
         if self._leaves:
-            raise _StepLeft
+            raise StopForward
         return self._outputs[0]

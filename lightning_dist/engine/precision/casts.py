@@ -124,7 +124,7 @@ def half_copies(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> Copie
 
 
 @contextmanager
-def lent(module: nn.Module, copies: Copies) -> Iterator[None]:
+def swapped_parameters(module: nn.Module, copies: Copies) -> Iterator[None]:
     """Puts copies in the place of a module's parameters while entered.
 
     ``torch.func.functional_call`` does that for one call of the module; a Lightning step is none,

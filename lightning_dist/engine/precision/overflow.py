@@ -4,16 +4,16 @@ Each rank looks at the gradients that it has; if one of them left the step out a
 their weights and their loss scales would part. What they can know of each other depends on when
 they update:
 
-==========================  =====================================================================
-updates come                a step is left out where
-==========================  =====================================================================
-in one process              its gradients are not finite
-together (:class:`Agreed`)  those of any rank are not; one number is reduced
-late (:class:`Ahead`)       likewise; reduced while the next batch computes, so nobody waits
-apart (:class:`Apart`)      those of the *stage* are not: when an early stage finds out, the later
-                            ones have updated for that batch long ago. The loss scale still follows
-                            what any stage has found, some batches later and alike everywhere
-==========================  =====================================================================
+===========================  ======================================================================
+class                      a step is left out where
+===========================  ======================================================================
+:class:`LocalOverflow`       its gradients are not finite; for one process
+:class:`AllReducedOverflow`  those of any rank are not; for updates together; one number is reduced
+:class:`AsyncOverflow`       likewise, for late updates; reduced while the next batch computes
+:class:`PerStageOverflow`    those of the *stage* are not: when an early stage finds out, the later
+                             ones have updated for that batch long ago. The loss scale still follows
+                             what any stage has found, some batches later and alike everywhere
+===========================  ======================================================================
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Overflow(Protocol):
         """
 
 
-class Alone:
+class LocalOverflow:
     """One process, or several that have the same gradients."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Alone:
         return not are_finite(gradients)
 
 
-class Agreed(Alone):
+class AllReducedOverflow(LocalOverflow):
     """All ranks update together.
 
     Args:
@@ -85,7 +85,7 @@ class Agreed(Alone):
         return bool(found.item())
 
 
-class Ahead(Alone):
+class AsyncOverflow(LocalOverflow):
     """Gradients are complete some micro-batches before their update is due.
 
     Args:
@@ -144,7 +144,7 @@ class Progress(Protocol):
     def lag(self) -> int: ...  # noqa: D102
 
 
-class Apart:
+class PerStageOverflow:
     """Each stage updates for a batch at another time than the others.
 
     Args:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_dist.engine.precision.casts import HalfCasts, half_copies, lent
+from lightning_dist.engine.precision.casts import HalfCasts, half_copies, swapped_parameters
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.tensors.patch import hooks_of
 
 
 @dataclass(frozen=True, slots=True)
-class HalfDress:
+class TracedCasts:
     """Makes a structure compute as a part of the user's module does in a step.
 
     Attributes:
@@ -57,7 +57,9 @@ def as_in_step(module: nn.Module, half: HalfPrecision) -> Iterator[None]:
     """
     casts = HalfCasts(module, half)
     try:
-        with lent(module, half_copies(half.half_parameters(module).values(), half.dtype)):
+        with swapped_parameters(
+            module, half_copies(half.half_parameters(module).values(), half.dtype)
+        ):
             yield
     finally:
         casts.remove()

@@ -50,15 +50,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
-from lightning_dist.engine.schedules.placement import Seat
+from lightning_dist.engine.schedules.placement import RankStages
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
-Order = Callable[[Seat, int], Iterator[Action]]
+Order = Callable[[RankStages, int], Iterator[Action]]
 """Takes a rank's place and the micro-batches."""
 
 
-def forward_only(seat: Seat, count: int) -> Iterator[Action]:
+def forward_only(seat: RankStages, count: int) -> Iterator[Action]:
     """Runs each stage's forwards.
 
     Args:
@@ -68,7 +68,7 @@ def forward_only(seat: Seat, count: int) -> Iterator[Action]:
     yield from (Action(stage, F, index) for stage in seat.stages for index in range(count))
 
 
-def gpipe(seat: Seat, count: int) -> Iterator[Action]:
+def gpipe(seat: RankStages, count: int) -> Iterator[Action]:
     """Runs all forwards, then all backwards.
 
     Args:
@@ -80,7 +80,7 @@ def gpipe(seat: Seat, count: int) -> Iterator[Action]:
     yield from (Action(stage, B, index) for index in range(count))
 
 
-def looped_bfs(seat: Seat, count: int) -> Iterator[Action]:
+def looped_bfs(seat: RankStages, count: int) -> Iterator[Action]:
     """Runs all micro-batches through a stage before the next one, and back.
 
     Args:
@@ -92,7 +92,7 @@ def looped_bfs(seat: Seat, count: int) -> Iterator[Action]:
         yield from (Action(stage, B, index) for index in reversed(range(count)))
 
 
-def one_forward_one_backward(seat: Seat, count: int) -> Iterator[Action]:
+def one_forward_one_backward(seat: RankStages, count: int) -> Iterator[Action]:
     """Runs ahead by as many forwards as there are stages behind, then keeps in step.
 
     Args:
@@ -108,7 +108,7 @@ def one_forward_one_backward(seat: Seat, count: int) -> Iterator[Action]:
     yield from (Action(stage, B, index) for index in range(count - warmup, count))
 
 
-def interleaved(seat: Seat, count: int) -> Iterator[Action]:
+def interleaved(seat: RankStages, count: int) -> Iterator[Action]:
     """Runs a round of micro-batches through a stage, then through the rank's next one.
 
     Args:
@@ -139,7 +139,7 @@ def _in_rounds(
 F, I, W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
 
 
-def zb_h1(seat: Seat, count: int) -> Iterator[Action]:
+def zb_h1(seat: RankStages, count: int) -> Iterator[Action]:
     """Runs 1F1B, and holds each weight part back by as many micro-batches as ranks come before.
 
     So each rank has as many micro-batches in flight as the first, and the last ones' weight parts
@@ -161,7 +161,7 @@ def zb_h1(seat: Seat, count: int) -> Iterator[Action]:
     yield from (Action(stage, W, index) for index in range(max(0, count - seat.rank), count))
 
 
-def zbv(seat: Seat, count: int) -> Iterator[Action]:
+def zbv(seat: RankStages, count: int) -> Iterator[Action]:
     """Runs down one arm of the V and up the other.
 
     Args:
@@ -173,7 +173,7 @@ def zbv(seat: Seat, count: int) -> Iterator[Action]:
     return (action for action in _full_vee(seat, full) if action.microbatch_index < count)
 
 
-def _full_vee(seat: Seat, count: int) -> Iterator[Action]:
+def _full_vee(seat: RankStages, count: int) -> Iterator[Action]:
     down, up = (_Arm(stage) for stage in seat.stages)
     before, behind = seat.rank, seat.num_ranks - seat.rank  # `behind` counts this rank too
     for _ in range(2 * behind - 1):

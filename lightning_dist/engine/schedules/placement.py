@@ -19,7 +19,7 @@ def looped(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     return tuple(range(num_ranks)) * stages_per_rank
 
 
-def vee(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+def v_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """Turns at each end, so that a rank has its next stage from the neighbour it sent to.
 
     The first rank has both the first stage and the last one of two.
@@ -33,7 +33,7 @@ def vee(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankStages:
     """One rank's place in a pipeline.
 
     Attributes:
@@ -47,7 +47,7 @@ class Seat:
     stages: tuple[int, ...]
 
 
-def seats(rank_of_stage: tuple[int, ...]) -> tuple[Seat, ...]:
+def seats(rank_of_stage: tuple[int, ...]) -> tuple[RankStages, ...]:
     """Gives each rank's place.
 
     Args:
@@ -55,6 +55,8 @@ def seats(rank_of_stage: tuple[int, ...]) -> tuple[Seat, ...]:
     """
     num_ranks = max(rank_of_stage) + 1
     return tuple(
-        Seat(rank, num_ranks, tuple(s for s, home in enumerate(rank_of_stage) if home == rank))
+        RankStages(
+            rank, num_ranks, tuple(s for s, home in enumerate(rank_of_stage) if home == rank)
+        )
         for rank in range(num_ranks)
     )

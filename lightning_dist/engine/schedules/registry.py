@@ -29,7 +29,7 @@ from types import MappingProxyType
 from lightning_dist.engine.schedules import orders
 from lightning_dist.engine.schedules.csv_file import ScheduleFile, read_schedule
 from lightning_dist.engine.schedules.family import MicrobatchRule, ScheduleFamily
-from lightning_dist.engine.schedules.placement import seats, vee
+from lightning_dist.engine.schedules.placement import seats, v_placement
 from lightning_dist.engine.schedules.schedule import Schedule, UpdateRule
 
 _FILE = "file:"
@@ -64,7 +64,7 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
             ScheduleFamily(
                 "zbv",
                 orders.zbv,
-                place=vee,
+                place=v_placement,
                 fewest_stages=2,
                 most_stages=2,
                 splits_backward=True,

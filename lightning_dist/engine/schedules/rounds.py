@@ -136,14 +136,14 @@ class PartedRound:
     """A round by who waits for what is done.
 
     Attributes:
-        awaited: Up to what a rank behind or before waits for, and the last forward.
-        alone: What then is left to this rank: weights' parts of backwards, most often nothing.
-        owned: What the owner of the optimizer does.
+        until_last_send: Up to what a rank behind or before waits for, and the last forward.
+        local_tail: What then is left to this rank: weights' parts of backwards, most often nothing.
+        optimizer_actions: What the owner of the optimizer does.
     """
 
-    awaited: Round
-    alone: Round
-    owned: Round
+    until_last_send: Round
+    local_tail: Round
+    optimizer_actions: Round
 
 
 class Rounds:

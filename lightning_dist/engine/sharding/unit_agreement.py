@@ -99,7 +99,7 @@ class UnitAgreement:
             self._post()
         self._num_steps[training] += 1
 
-    def settle(self) -> None:
+    def run_deferred_checks(self) -> None:
         """Reads what is still on its way; all ranks call it between two steps.
 
         Raises:

@@ -102,10 +102,10 @@ class UnusedParameters:
         if self._unsettled:
             self._notes.leave(self._num_updates, self._unsettled)
         if self._always or self._num_updates <= _UPDATES_LOOKED_AT:
-            return self.settle()
+            return self.run_deferred_checks()
         return before
 
-    def settle(self) -> list[str]:
+    def run_deferred_checks(self) -> list[str]:
         """Waits until all ranks have left their notes; all of them call it between two steps.
 
         Returns:

@@ -34,7 +34,7 @@ _RETURN_IT = (
 )
 
 
-class WholeInSight:
+class RemoteLayersView:
     """Lets the layers of other ranks answer for themselves.
 
     Args:

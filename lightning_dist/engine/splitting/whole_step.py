@@ -49,8 +49,8 @@ class WholeStep(Layers):
         """Does nothing."""
 
 
-class StepSeam:
-    """Stands where :class:`.Seam` does, around the whole step."""
+class StepInterceptor:
+    """Stands where :class:`.ForwardInterceptor` does, around the whole step."""
 
     def detach(self) -> None:
         """Does nothing: no forward has been replaced."""

@@ -23,7 +23,7 @@ from lightning_dist.engine.stashing.versions import WeightVersion
 T = TypeVar("T")
 
 
-class Reweighted(nn.Module):
+class SwappedWeights(nn.Module):
     """Lends versions of weights to layers.
 
     Args:

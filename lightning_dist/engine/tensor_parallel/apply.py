@@ -7,7 +7,7 @@ that sums up over them. :mod:`.layers.parallel_layer` spreads the layers;
 
 Parameters that are whole on each rank, but meet other features or another part of the sequence on
 each, get a summand of their gradient there (:mod:`.tensor_parallel.partial_gradients`);
-:meth:`SpreadModule.add_gradients` adds them up.
+:meth:`TensorParallelModule.add_gradients` adds them up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from lightning_dist.engine.tensor_parallel.layers import activations, parallel_layer
-from lightning_dist.engine.tensor_parallel.layers.graph_check import Crossings, Whole
+from lightning_dist.engine.tensor_parallel.layers.graph_check import ShardedActivationCheck, Whole
 from lightning_dist.engine.tensor_parallel.layers.parallel_layer import Entry, Region
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     input_size,
@@ -37,12 +37,12 @@ from lightning_dist.engine.tensor_parallel.layers.sequence import (
     cut_sequence,
     find_stacks,
 )
-from lightning_dist.engine.tensor_parallel.layers.sharded_logits import LogitsApart
+from lightning_dist.engine.tensor_parallel.layers.sharded_logits import ShardedLogits
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.partial_gradients import (
     check_shared,
     check_tied,
-    find_summands,
+    find_partial_gradients,
 )
 from lightning_dist.engine.tensor_parallel.plan.heads import (
     check_heads,
@@ -62,7 +62,7 @@ from lightning_dist.engine.tensors.patch import note_on, put_on
 
 
 @dataclass(frozen=True)
-class SpreadOptions:
+class TensorParallelOptions:
     """How a plan is carried out.
 
     Attributes:
@@ -74,7 +74,7 @@ class SpreadOptions:
     loss_parallel: bool = False
 
 
-class SpreadModule:
+class TensorParallelModule:
     """A module whose layers are spread over tensor-parallel ranks.
 
     Args:
@@ -100,7 +100,7 @@ class SpreadModule:
         module: nn.Module,
         styles: Styles,
         mesh: DeviceMesh,
-        options: SpreadOptions,
+        options: TensorParallelOptions,
         is_kept: Callable[[str], bool] = lambda _: True,
         stage_of: Callable[[str], int | None] = lambda _: None,
     ) -> None:
@@ -110,8 +110,8 @@ class SpreadModule:
         kept = {name: style for name, style in styles.items() if is_kept(name)}
         self._mesh = mesh
         self._options = options
-        self.crossings = Crossings()
-        self.logits = LogitsApart() if options.loss_parallel else None
+        self.crossings = ShardedActivationCheck()
+        self.logits = ShardedLogits() if options.loss_parallel else None
         self._randomness = RegionRandomness(mesh.get_local_rank(), torch.device(mesh.device_type))
         stacks = find_stacks(module) if options.sequence_parallel else []
         self._blocks = [name for stack in stacks for name in stack]
@@ -126,7 +126,7 @@ class SpreadModule:
                 module.get_submodule(name), style, stacks_in[name]
             ).items()
         }
-        summands = find_summands(module, styles, self._is_in_block)
+        summands = find_partial_gradients(module, styles, self._is_in_block)
         check_shared(module, summands, self.cuts)
         check_tied(module, styles, self.cuts)
         self._summands = frozenset(summands)
@@ -161,7 +161,7 @@ class SpreadModule:
         activations.add_up_gradients([p for p in partial if p.requires_grad], self._mesh)
 
     def check_graph(self, outputs: Iterable[Tensor]) -> None:
-        """Checks how a step has come to its loss, until :meth:`Crossings.end` is called.
+        """Checks a step's graph until :meth:`ShardedActivationCheck.end` is called.
 
         Args:
             outputs: The loss, or what a stage returns.
@@ -279,7 +279,7 @@ def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_paral
         module: The model.
         styles: By module name.
         tp_size: Tensor-parallel ranks.
-        sequence_parallel: As in :class:`SpreadOptions`.
+        sequence_parallel: As in :class:`TensorParallelOptions`.
 
     Raises:
         ValueError: One cannot, or a style makes no sense.

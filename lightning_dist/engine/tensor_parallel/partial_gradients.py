@@ -15,7 +15,7 @@ from lightning_dist.engine.tensor_parallel.layers.projection import is_projectio
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 
 
-def find_summands(
+def find_partial_gradients(
     module: nn.Module, styles: Mapping[str, Style], is_in_block: Callable[[str], bool]
 ) -> list[str]:
     """Lists the parameters, cut ones too, whose gradients would be summands if whole.
@@ -46,7 +46,7 @@ def check_shared(module: nn.Module, summands: list[str], cuts: Collection[str]) 
 
     Args:
         module: The model, of which nothing has been cut yet.
-        summands: What :func:`find_summands` gives.
+        summands: What :func:`find_partial_gradients` gives.
         cuts: Names of parameters that will be cut, under all of their names.
 
     Raises:

@@ -39,7 +39,7 @@ _ONLY_LOOK = {Tensor.detach, *_getters("data")}
 _MAKE_ANOTHER_LIKE_IT = {Tensor.to, Tensor.type_as}
 
 
-class AbsentTensor(Tensor):
+class RemoteTensor(Tensor):
     """Has sizes, a data type and a device, and no values."""
 
     _sample: Tensor
@@ -58,7 +58,7 @@ class AbsentTensor(Tensor):
         if func in _OF_THE_SIZES:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         asks = func in _OF_THE_KIND or func in _MAKE_ONE_LIKE_IT
-        if asks or (func in _MAKE_ANOTHER_LIKE_IT and not isinstance(args[0], AbsentTensor)):
+        if asks or (func in _MAKE_ANOTHER_LIKE_IT and not isinstance(args[0], RemoteTensor)):
             return func(*map(_sample_of, args), **kwargs)
         if func in _ONLY_LOOK and args[0].dtype.is_floating_point:
             (seen,) = args
@@ -70,15 +70,15 @@ class AbsentTensor(Tensor):
         raise _refusal(self)
 
     @override
-    def __deepcopy__(self, memo: Any) -> AbsentTensor:
+    def __deepcopy__(self, memo: Any) -> RemoteTensor:
         return self
 
     @override
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"AbsentTensor({tuple(self.shape)}, {self.dtype}, device={str(self.device)!r})"
+        return f"RemoteTensor({tuple(self.shape)}, {self.dtype}, device={str(self.device)!r})"
 
 
-class AbsentValue(AbsentTensor):
+class AbsentValue(RemoteTensor):
     """Has not even sizes: what it is to be is known where it is made."""
 
     @classmethod
@@ -109,7 +109,7 @@ def absent(like: Tensor, dtype: torch.dtype, device: torch.device, reason: str) 
     sample = torch.empty(0, dtype=dtype, device=device, requires_grad=like.requires_grad)
     if _has_no_values(sample):
         return torch.empty(like.shape, dtype=dtype, device=device)
-    made = torch.empty(like.shape, dtype=dtype, device="meta").as_subclass(AbsentTensor)
+    made = torch.empty(like.shape, dtype=dtype, device="meta").as_subclass(RemoteTensor)
     made._sample, made._reason = sample, reason
     return made
 
@@ -134,9 +134,9 @@ def _has_no_values(made: Tensor) -> bool:
 
 
 def _sample_of(value: Any) -> Any:
-    return value._sample if isinstance(value, AbsentTensor) else value
+    return value._sample if isinstance(value, RemoteTensor) else value
 
 
 def _refusal(given: Any) -> ValueError:
-    absent_ones = (t for t in flatten(given)[0] if isinstance(t, AbsentTensor))
+    absent_ones = (t for t in flatten(given)[0] if isinstance(t, RemoteTensor))
     return ValueError(next(absent_ones)._reason)

@@ -103,7 +103,7 @@ class HidingCallback(pl.Callback):
         self._first.hide()
 
 
-def bracket_callbacks(
+def order_callbacks(
     trainer: pl.Trainer,
     *,
     show_whole_model: Callable[[], AbstractContextManager[None]],

@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_dist.engine.comms.batches.replica_channel import open_channel
 from lightning_dist.engine.comms.failures.parent_watch import ending_with_launcher
 from lightning_dist.engine.comms.store_notes import RankNotes
-from lightning_dist.engine.precision.overflow import Agreed, Overflow
+from lightning_dist.engine.precision.overflow import AllReducedOverflow, Overflow
 from lightning_dist.engine.tensors.rng import seed_all, share_random_state
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import (
@@ -194,7 +194,7 @@ class DistributedStrategy(ProcessMesh):
 
     def overflow(self) -> Overflow:
         """Makes what all ranks decide by which steps are left out; each rank must ask alike."""
-        return Agreed(self.group(*self.mesh.sizes))
+        return AllReducedOverflow(self.group(*self.mesh.sizes))
 
     @property
     def seed(self) -> int:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_dist.engine.precision.casts import Copies, HalfCasts, half_copies, lent
+from lightning_dist.engine.precision.casts import Copies, HalfCasts, half_copies, swapped_parameters
 from lightning_dist.engine.precision.gradient_range import Ranges, measure
 from lightning_dist.engine.precision.loss_scale import LossScale
-from lightning_dist.engine.precision.overflow import Alone, Overflow
+from lightning_dist.engine.precision.overflow import LocalOverflow, Overflow
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.splitting.cut import foreign_layers, whole
 from lightning_dist.engine.splitting.layers import Layers
@@ -42,7 +42,7 @@ class HalfPrecisionPlugin(Precision):
     def __init__(self, half: HalfPrecision, loss_scale: LossScale | None = None) -> None:
         self.half = half
         self.loss_scale = loss_scale
-        self._overflow: Overflow = Alone()
+        self._overflow: Overflow = LocalOverflow()
         self._shards_cast = False
         self._stages: Layers | None = None
         self._divides = True
@@ -162,7 +162,7 @@ class HalfPrecisionPlugin(Precision):
             self._casts.remove()
         self._casts, self._stages, self._shards_cast = None, None, False
         self._parameters, self._own, self._lent, self._copies = {}, frozenset(), (), {}
-        self._divides, self._overflow = True, Alone()
+        self._divides, self._overflow = True, LocalOverflow()
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class HalfPrecisionPlugin(Precision):
     def forward_context(self) -> Iterator[None]:
         assert self._module is not None
         self._copies = half_copies(self._lent, self.half.dtype)
-        with lent(self._module, self._copies):
+        with swapped_parameters(self._module, self._copies):
             yield
 
     @override
@@ -189,7 +189,7 @@ class HalfPrecisionPlugin(Precision):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        with lent(model, self._copies):  # activations may be computed anew
+        with swapped_parameters(model, self._copies):  # activations may be computed anew
             super().backward(tensor, model, optimizer, *args, **kwargs)
         self._copies = {}
 

@@ -97,7 +97,7 @@ class DryStep:
             layers=staged.root,
             gradients=staged.gradients,
         )
-        step = staged.prepared(self._training_step)
+        step = staged.wrap_step(self._training_step)
 
         def run(microbatch: Microbatch) -> Any:
             with self.context():

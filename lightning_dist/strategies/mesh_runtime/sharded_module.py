@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.mixed_tensors import explained_mixture
+from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtensor_error
 from lightning_dist.engine.parallelize.parallelize import Composed
 from lightning_dist.engine.parallelize.used_parts import UsedParts
 from lightning_dist.engine.pipeline.measurements import Measurements
@@ -188,17 +188,17 @@ class ShardedModule:
             self._used.begin_step()
 
         def entered(*args: Any, **kwargs: Any) -> Any:
-            with self.agreeing(training=training):
-                return self.prepared(step)(*args, **kwargs)
+            with self.check_units(training=training):
+                return self.wrap_step(step)(*args, **kwargs)
 
         (root,) = self._roots
-        with context(), explained_mixture():
+        with context(), reraise_mixed_dtensor_error():
             if self._manual is None or not training:
                 return root(entered, *args, **kwargs)
             with self._manual.step():
                 return entered(*args, **kwargs)
 
-    def agreeing(self, *, training: bool) -> AbstractContextManager[None]:
+    def check_units(self, *, training: bool) -> AbstractContextManager[None]:
         """Gives what compares what ranks use in a step.
 
         Args:
@@ -206,7 +206,7 @@ class ShardedModule:
         """
         return nullcontext() if self._used is None else self._used.step(training=training)
 
-    def prepared(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Makes a step one that knows of no other, nor that its logits are apart.
 
         Args:
@@ -251,7 +251,7 @@ class ShardedModule:
         self.end_check()
         if self._manual is not None and self._used is not None:
             self._used.keep_gradients()
-        with self.backward_context(), explained_mixture():
+        with self.backward_context(), reraise_mixed_dtensor_error():
             return default()
 
     def check_graph(self, outputs: Iterable[Tensor]) -> None:
@@ -336,14 +336,14 @@ class ShardedModule:
             for root in self._roots:
                 root.to(device)
 
-    def settle(self) -> None:
+    def run_deferred_checks(self) -> None:
         """Checks what the ranks have run so far; all of them call it between two steps.
 
         Raises:
             ValueError: They have run different units, or none has used some parameters.
         """
         if self._used is not None:
-            self._used.settle()
+            self._used.run_deferred_checks()
 
     def reshard(self) -> None:
         """Makes the module's parameters the sharded ones, whatever has run last."""

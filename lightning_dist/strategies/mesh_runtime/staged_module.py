@@ -21,10 +21,10 @@ from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.mixed_tensors import explained_mixture
+from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtensor_error
 from lightning_dist.engine.parallelize.parallelize import Composed
 from lightning_dist.engine.parallelize.used_parts import UsedParts
-from lightning_dist.engine.pipeline.fsdp_gradients import Accumulated, StageBackwards
+from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, StageBackwards
 from lightning_dist.engine.pipeline.measurements import Measurements, gather_measurements
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import whole
@@ -93,7 +93,7 @@ class StagedModule(ShardedModule):
             run,
             layers=self.root,
             gradients=self.gradients,
-            change_step=self.prepared,
+            change_step=self.wrap_step,
         )
 
     @override
@@ -118,14 +118,14 @@ class StagedModule(ShardedModule):
     def train(
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
-        with self.agreeing(training=True), explained_mixture():
+        with self.check_units(training=True), reraise_mixed_dtensor_error():
             return self.session.runner.train(arguments_of_step(args, kwargs), context)
 
     @override
     def evaluate(
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
-        with torch.inference_mode(False), torch.no_grad(), self.agreeing(training=False):
+        with torch.inference_mode(False), torch.no_grad(), self.check_units(training=False):
             try:
                 arguments = arguments_of_step(args, kwargs)
                 return self.session.runner.evaluate(step, arguments, context)
@@ -142,7 +142,7 @@ class StagedModule(ShardedModule):
         """
         return self._root_of[number]
 
-    def gradients(self, number: int) -> Accumulated:
+    def gradients(self, number: int) -> ParamGradAccumulator:
         """Makes what runs the backwards of a stage.
 
         Args:
@@ -150,7 +150,7 @@ class StagedModule(ShardedModule):
         """
         root = self.root(number)
         listener = StageBackwards(root, self.backward_context, lambda: self._sends)
-        return Accumulated(root, listener, partial(self._check_first, number))
+        return ParamGradAccumulator(root, listener, partial(self._check_first, number))
 
     def _check_first(self, number: int, outputs: Sequence[Tensor]) -> None:
         """Checks the first backward of each stage."""

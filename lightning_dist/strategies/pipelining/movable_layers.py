@@ -32,7 +32,7 @@ from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.strategies.base.checkpointing import LayoutFreeCheckpoints
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.pipelining.session import Session, run_context
-from lightning_dist.strategies.pipelining.warmup_profile import Rehearsal
+from lightning_dist.strategies.pipelining.warmup_profile import WarmupProfile
 
 
 class MovableLayers(LayoutFreeCheckpoints):
@@ -106,7 +106,7 @@ class MovableLayers(LayoutFreeCheckpoints):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._config.partition == "profile":
             everyone = self.group(*self.mesh.sizes)
-            rehearsal = Rehearsal(self.module, self.session, run_context(self, lambda: None))
+            rehearsal = WarmupProfile(self.module, self.session, run_context(self, lambda: None))
             profiles = gather_profiles(rehearsal.profile(batch, batch_idx), everyone)
             costs = StepCosts.of_ranks(profiles)
             balance = find_balance(costs, self.session.pipeline.shape)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.connect import Channels, connect
-from lightning_dist.engine.pipeline.gradients import Gradients, Lent
+from lightning_dist.engine.pipeline.gradients import Gradients, HeldGradients
 from lightning_dist.engine.pipeline.loss import ReplicaWeights
 from lightning_dist.engine.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums, keep
@@ -194,7 +194,7 @@ def open_session(
             device=run.device,
             rank=run.rank,
             layers=layers,
-            gradients=gradients or (lambda _: Lent(masters_dtype)),
+            gradients=gradients or (lambda _: HeldGradients(masters_dtype)),
             on_complete=run.complete_early,
             average_weight=ReplicaWeights(run.replicas).average,
             predict=predict,

@@ -13,8 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.engine.data_parallel.replicas import average, average_gradients
-from lightning_dist.engine.parallelize.grad_norm import FindNorm, NormsAhead, leaving_out, norm_over
-from lightning_dist.engine.precision.overflow import Ahead
+from lightning_dist.engine.parallelize.grad_norm import (
+    AsyncGradNorm,
+    FindNorm,
+    exclude_tied,
+    norm_over,
+)
+from lightning_dist.engine.precision.overflow import AsyncOverflow
 from lightning_dist.strategies.pipelining.session import Session
 
 
@@ -33,8 +38,8 @@ class StageGradients:
         self,
         session: Callable[[], Session],
         replicas: dist.ProcessGroup | None,
-        norms: NormsAhead | None,
-        overflow: Ahead | None = None,
+        norms: AsyncGradNorm | None,
+        overflow: AsyncOverflow | None = None,
     ) -> None:
         self._session = session
         self._replicas = replicas
@@ -70,5 +75,5 @@ class StageGradients:
         """
         norms = self._norms
         if norms is None:
-            return leaving_out(lambda: self._session().counted_elsewhere, norm_over(stages))
+            return exclude_tied(lambda: self._session().counted_elsewhere, norm_over(stages))
         return lambda _: norms.of(self._session().pipeline.due_update)

@@ -29,7 +29,7 @@ _WARMUP_RUNS = 2  # for caches and allocators to fill
 _TIMED_RUNS = 5
 
 
-class Rehearsal:
+class WarmupProfile:
     """Times a rank's layers before they train.
 
     Args:
@@ -53,7 +53,7 @@ class Rehearsal:
         context = self._run.precision_plugin.train_step_context
         arguments = _arguments_of(self._module, batch, batch_idx)
         trains = self._session.pipeline
-        with trains.letting_go(), self._all_kept():
+        with trains.detached(), self._all_kept():
             pipeline = self._pipeline_like(trains)
             profiler = pipeline.stages.layer_profiler(pipeline.recorder)
             try:

@@ -59,9 +59,9 @@ LATE = {"schedule": "pipedream_2bw", "num_microbatches": 2}
 def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Checkpoints after one epoch by different layouts, and the state after two."""
     root = tmp_path_factory.mktemp("trained")
-    names = ("sharded", "full", "plain", "vee")
-    sharded, full, plain, vee = (str(root / f"{n}.ckpt") for n in names)
-    workers.run(2, train, 2, {**SYNC, "schedule": "zbv"}, 1, None, vee)
+    names = ("sharded", "full", "plain", "v_placement")
+    sharded, full, plain, v_placement = (str(root / f"{n}.ckpt") for n in names)
+    workers.run(2, train, 2, {**SYNC, "schedule": "zbv"}, 1, None, v_placement)
     workers.run(2, train, 2, SYNC, 1, None, sharded)
     workers.run(2, train, 2, {**SYNC, "save_full": True}, 1, None, full)
     train(1, None, 1, None, plain)
@@ -69,12 +69,12 @@ def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> di
         "sharded": sharded,
         "full": full,
         "plain": plain,
-        "vee": vee,
+        "v_placement": v_placement,
         "after_two": train(1, None, 2, None, None),
     }
 
 
-@pytest.mark.parametrize("form", ["sharded", "full", "plain", "vee"])
+@pytest.mark.parametrize("form", ["sharded", "full", "plain", "v_placement"])
 @pytest.mark.parametrize(
     ("devices", "strategy"),
     [

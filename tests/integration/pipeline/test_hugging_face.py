@@ -118,9 +118,9 @@ def test_trains_validates_predicts_and_resumes_anywhere(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
     once, twice = fit("auto", 1, 1), fit("auto", 1, 2)
-    path = str(tmp_path / "vee.ckpt")
-    vee = {"schedule": "zbv", "num_microbatches": 2, "save_full": True}
-    assert_equal(workers.run(2, fit_stages, vee, 1, None, path), once)
+    path = str(tmp_path / "v_placement.ckpt")
+    v_placement = {"schedule": "zbv", "num_microbatches": 2, "save_full": True}
+    assert_equal(workers.run(2, fit_stages, v_placement, 1, None, path), once)
     assert_equal([fit("auto", 1, 2, path)], twice)
     assert_equal(workers.run(2, fit_stages, {"partition": [1, 3]}, 2, path), twice)
 

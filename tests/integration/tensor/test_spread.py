@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lightning_dist.engine.tensor_parallel.apply import SpreadModule, SpreadOptions, refuse_spread
+from lightning_dist.engine.tensor_parallel.apply import (
+    TensorParallelModule,
+    TensorParallelOptions,
+    refuse_spread,
+)
 from lightning_dist.engine.tensor_parallel.layers.activations import add_up_gradients
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensors.dtensor import local_part, whole
@@ -56,8 +60,8 @@ def loss_of(network: nn.Module) -> Tensor:
 
 def differences(sequence_parallel: bool) -> list[float]:
     alone, together = gpt(), gpt()
-    spread = SpreadModule(
-        together, resolve_plan(together, PLAN), ranks(), SpreadOptions(sequence_parallel)
+    spread = TensorParallelModule(
+        together, resolve_plan(together, PLAN), ranks(), TensorParallelOptions(sequence_parallel)
     )
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (alone, together)]
     found = []
@@ -85,7 +89,7 @@ def test_equals_the_whole_model(workers: WorkerPool, size: int, sequence_paralle
 
 def refusal_to_copy() -> str:
     network = gpt()
-    SpreadModule(network, resolve_plan(network, PLAN), ranks(), SpreadOptions())
+    TensorParallelModule(network, resolve_plan(network, PLAN), ranks(), TensorParallelOptions())
     try:
         copy.deepcopy(network)
     except ValueError as error:
@@ -108,7 +112,9 @@ def kept_on_a_parameter() -> tuple[int, float, str]:
     weight = network.get_parameter("1.attention.qkv.weight")
     weight.rate = 3  # type: ignore[attr-defined]
     handle = weight.register_hook(zeroed)
-    spread = SpreadModule(network, resolve_plan(network, PLAN), ranks(), SpreadOptions())
+    spread = TensorParallelModule(
+        network, resolve_plan(network, PLAN), ranks(), TensorParallelOptions()
+    )
     with kept_on_parameters(network):
         network.to("cpu")  # torch swaps the parameters for others
     part: Any = network.get_parameter("1.attention.qkv.weight")
@@ -154,7 +160,7 @@ def width_refusals() -> list[str]:
         {"*.up": "colwise", "*.down": "colwise"},
     ):
         network = gpt()
-        SpreadModule(network, resolve_plan(network, plan), mesh, SpreadOptions())
+        TensorParallelModule(network, resolve_plan(network, plan), mesh, TensorParallelOptions())
         with pytest.raises(ValueError, match="by the plan") as caught:
             loss_of(network)
         texts.append(str(caught.value))
@@ -169,7 +175,7 @@ def test_layers_that_are_given_other_widths_than_by_the_plan(workers: WorkerPool
 
 def held_elements() -> tuple[int, int]:
     network = gpt()
-    SpreadModule(network, resolve_plan(network, PLAN), ranks(), SpreadOptions())
+    TensorParallelModule(network, resolve_plan(network, PLAN), ranks(), TensorParallelOptions())
     own = sum(local_part(p).numel() for p in network.parameters())
     return own, sum(p.numel() for p in network.parameters())
 
@@ -199,7 +205,9 @@ def collectives(sequence_parallel: bool) -> tuple[dict[str, int], dict[str, int]
     """Counts those of all blocks together, forward and backward."""
     network = nn.Sequential(*(PlainBlock() for _ in range(DEPTH)))
     plan = {pattern: style for pattern, style in PLAN.items() if pattern.startswith("*")}
-    SpreadModule(network, resolve_plan(network, plan), ranks(), SpreadOptions(sequence_parallel))
+    TensorParallelModule(
+        network, resolve_plan(network, plan), ranks(), TensorParallelOptions(sequence_parallel)
+    )
     counts = []
     activation = torch.randn(3, 8, 16, requires_grad=True)
     with CommDebugMode() as forward:
@@ -249,11 +257,11 @@ class Noisy(nn.Module):
 def masks(sequence_parallel: bool, seed: int) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     network = nn.Sequential(Noisy(), Noisy())
-    SpreadModule(
+    TensorParallelModule(
         network,
         resolve_plan(network, {"*.up": "colwise", "*.down": "rowwise"}),
         ranks(),
-        SpreadOptions(sequence_parallel),
+        TensorParallelOptions(sequence_parallel),
     )
     torch.manual_seed(seed)
     network(torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(5)))
@@ -299,7 +307,7 @@ def tied_difference() -> tuple[float, bool]:
     alone = Tied().double()
     together = deepcopy(alone)
     styles = resolve_plan(together, {"embedding": "vocab", "head": "colwise_gather"})
-    SpreadModule(together, styles, ranks(), SpreadOptions())
+    TensorParallelModule(together, styles, ranks(), TensorParallelOptions())
     x = torch.arange(16).view(2, 8)
     for network in (alone, together):
         network(x).square().sum().backward()
@@ -320,7 +328,9 @@ def refusal(plan: dict[str, str], heads: int, length: int, sequence_parallel: bo
     mesh = ranks()
 
     def spread_and_call() -> None:
-        SpreadModule(network, resolve_plan(network, plan), mesh, SpreadOptions(sequence_parallel))
+        TensorParallelModule(
+            network, resolve_plan(network, plan), mesh, TensorParallelOptions(sequence_parallel)
+        )
         network(torch.zeros(1, length, dtype=torch.int64))
 
     with pytest.raises(ValueError, match=r".") as caught:

@@ -156,9 +156,9 @@ class LayerExchange:
         )
         if self._interruption is not None:  # while they were made, or before
             self._links.interrupt(self._interruption)
-        with pipeline.letting_go():
+        with pipeline.detached():
             relocation.run(self._links, optimizers, with_gradients=with_gradients)
-            pipeline.stages.take_over(after)
+            pipeline.stages.repartition(after)
             on_moved()
         self._links.close()
         self._links = MoveLinks()

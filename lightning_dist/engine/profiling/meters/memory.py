@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.observers import SavedTensorsWatch
-from lightning_dist.engine.tensors.remote_tensor import AbsentTensor
+from lightning_dist.engine.tensors.remote_tensor import RemoteTensor
 from lightning_dist.engine.tensors.tree import flatten
 
 
@@ -179,7 +179,7 @@ class WeightsInUse:
         self._calls.clear()
 
     def _begin(self, module: nn.Module, _: Any) -> None:
-        here = (p for p in module.parameters() if not isinstance(p, AbsentTensor))
+        here = (p for p in module.parameters() if not isinstance(p, RemoteTensor))
         own = (local_part(p.detach()) for p in here)
         self._calls.append(frozenset(p.untyped_storage().data_ptr() for p in own))
 

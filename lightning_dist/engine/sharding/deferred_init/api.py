@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.sharding.deferred_init.fake_cpu_mode import Disguise
+from lightning_dist.engine.sharding.deferred_init.fake_cpu_mode import FakeCPUMode
 from lightning_dist.engine.sharding.deferred_init.recorder import Recorder
 from lightning_dist.engine.sharding.deferred_init.tape import Tape
 
@@ -53,7 +53,7 @@ def deferred_init(*, only_shapes: bool = False) -> Iterator[Tape]:
     recorder = Recorder(tape, only_shapes=only_shapes)
     try:
         # Lightning builds models under the device that they will train on.
-        with torch.device("cpu"), recorder, Disguise(recorder):
+        with torch.device("cpu"), recorder, FakeCPUMode(recorder):
             yield tape
     finally:
         tape.close()

@@ -60,7 +60,7 @@ _ANSWERS = {
 }
 
 
-class Disguise(TorchFunctionMode):
+class FakeCPUMode(TorchFunctionMode):
     """Lets tensors on the meta device pass for CPU tensors.
 
     Args:

@@ -50,7 +50,7 @@ class TraceProgram:
         module: Whole, with its tensors on any device.
         args: Positional arguments of an example call.
         kwargs: Named ones.
-        dress: Changes a structure before it is traced: what its parts do is built in.
+        casts: Changes a structure before it is traced: what its parts do is built in.
 
     Raises:
         ValueError: It cannot be traced.
@@ -61,10 +61,10 @@ class TraceProgram:
         module: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        dress: Callable[[nn.Module], None] | None = None,
+        casts: Callable[[nn.Module], None] | None = None,
     ) -> None:
         _refuse_hooks(module)
-        self.dress = dress
+        self.casts = casts
         self._module = module
         self._skeleton = skeleton_of(module)
         for hooks in hooks_of(self._skeleton):  # they run around the sequence, as around any other
@@ -101,8 +101,8 @@ class TraceProgram:
     def _trace(self, mode: Mode) -> ExportedProgram:
         structure = skeleton_of(self._skeleton).to_empty(device=_TRACED_ON)
         set_mode(structure, mode)
-        if self.dress is not None:
-            self.dress(structure)
+        if self.casts is not None:
+            self.casts(structure)
         changed: set[str] = set()
         # In the trace, for torch puts back what it finds changed behind it.
         structure.register_forward_hook(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_dist.engine.tensors.remote_tensor import absent
 
 
-class TensorsAway:
+class RemovedTensors:
     """Parameters and buffers of a module that other ranks hold.
 
     Args:
@@ -52,7 +52,7 @@ class TensorsAway:
         for name in {name.rpartition(".")[0] for name in names} - {""}:
             _refuse_calls(module.get_submodule(name), name)
 
-    def give(self, values: Mapping[str, Tensor]) -> None:
+    def restore(self, values: Mapping[str, Tensor]) -> None:
         """Puts tensors in, which are this rank's from now on.
 
         Args:
@@ -73,7 +73,7 @@ class TensorsAway:
         return set(self._places)
 
     @contextmanager
-    def back(self, device: torch.device | None) -> Iterator[None]:
+    def as_empty(self, device: torch.device | None) -> Iterator[None]:
         """Puts tensors of the same shapes in their places for a while.
 
         Args:
@@ -88,7 +88,7 @@ class TensorsAway:
             yield
 
     @contextmanager
-    def described(self, device: torch.device) -> Iterator[None]:
+    def as_remote(self, device: torch.device) -> Iterator[None]:
         """Lets tensors say what they are for a while; whatever needs a value is a ValueError.
 
         Args:

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_dist.engine.splitting.blocks import without_cache
 from lightning_dist.engine.splitting.layers import LayerSequence
 from lightning_dist.engine.splitting.tracing.program import TraceProgram
-from lightning_dist.engine.splitting.tracing.removed_tensors import TensorsAway
+from lightning_dist.engine.splitting.tracing.removed_tensors import RemovedTensors
 
 
 class TracedLayer(nn.Module):
@@ -66,7 +66,7 @@ class TracedSequence(nn.Sequential):
         module: The user's; its forward becomes this sequence's.
         args: Positional arguments of an example call.
         kwargs: Named ones.
-        dress: As for :class:`TraceProgram`.
+        casts: As for :class:`TraceProgram`.
 
     Raises:
         ValueError: It cannot be traced.
@@ -77,9 +77,9 @@ class TracedSequence(nn.Sequential):
         module: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        dress: Callable[[nn.Module], None] | None = None,
+        casts: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        program = TraceProgram(module, args, without_cache(module, kwargs), dress)
+        program = TraceProgram(module, args, without_cache(module, kwargs), casts)
         parameters = dict(module.named_parameters())
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for index in range(len(program.titles)):
@@ -88,7 +88,7 @@ class TracedSequence(nn.Sequential):
             layers[str(index)] = TracedLayer(program, index, used)
         super().__init__(layers)
         self.program = program
-        self.away: TensorsAway | None = None
+        self.away: RemovedTensors | None = None
         self._module = (module,)  # in a tuple, where nn.Module does not look for submodules
         module.forward = _TracedForward(self)
 
@@ -114,7 +114,7 @@ class TracedSequence(nn.Sequential):
         """
         if self.away is None:
             names = self.names_in(range(len(self))) - self.names_in(layers)
-            self.away = TensorsAway(self._module[0], names)
+            self.away = RemovedTensors(self._module[0], names)
 
     def rehome(self, layers: Sequence[int], buffers: Mapping[str, Tensor]) -> None:
         """Follows layers that have moved: the traced module holds what they hold.
@@ -129,7 +129,9 @@ class TracedSequence(nn.Sequential):
         for layer in layer_of.values():
             known |= layer.named_tensors()  # type: ignore[operator]
         canonical = self.program.canonical
-        self.away.give({name: known[canonical[name]] for name in layer_of.keys() & self.away.names})
+        self.away.restore(
+            {name: known[canonical[name]] for name in layer_of.keys() & self.away.names}
+        )
         self.away.take(self.names_in(range(len(self))) - layer_of.keys() - self.away.names)
 
     def buffers_of(self, layer: int) -> dict[str, Tensor]:
@@ -172,7 +174,7 @@ class TracedLayers(LayerSequence):
     @override
     def in_step(self, device: torch.device) -> AbstractContextManager[None]:
         away = self._sequence.away
-        return nullcontext() if away is None else away.described(device)
+        return nullcontext() if away is None else away.as_remote(device)
 
     @override
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:

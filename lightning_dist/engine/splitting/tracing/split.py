@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.precision.casts import cast
 from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.engine.precision.traced_casts import HalfDress, as_in_step
+from lightning_dist.engine.precision.traced_casts import TracedCasts, as_in_step
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import stage_of_layers
 from lightning_dist.engine.splitting.find_layers import choose_partition, refuse_outside
@@ -75,7 +75,7 @@ class TracedSplit(PipelineSplit):
     @override
     def whole(self, device: torch.device | None = None) -> AbstractContextManager[None]:
         away = self.sequence.away
-        return nullcontext() if away is None else away.back(device)
+        return nullcontext() if away is None else away.as_empty(device)
 
     @override
     def tensors_outside(self, module: nn.Module) -> list[Tensor]:
@@ -126,12 +126,12 @@ def find_traced_split(
     if config.layers in ("auto", "trace"):
         path = _find_trainable(module, example.has_forward)
     traced = _get(module, path)
-    dress = None if half is None else HalfDress(half, path)
+    casts = None if half is None else TracedCasts(half, path)
     sequence = sequence_of(traced)
     if sequence is None:
         refuse_outside(module, path, traced, kind="traced")
-        sequence = _trace(module, traced, path, dress, example)
-    if sequence.program.dress != dress:
+        sequence = _trace(module, traced, path, casts, example)
+    if sequence.program.casts != casts:
         raise ValueError(
             f"{path!r} was traced for an earlier run in another precision, which is built into its"
             " graphs. Make the module anew, or use the same MixedPrecision in each run."
@@ -199,15 +199,15 @@ def _trace(
     module: nn.Module,
     traced: nn.Module,
     path: str,
-    dress: HalfDress | None,
+    casts: TracedCasts | None,
     example: CallExample,
 ) -> TracedSequence:
     if example.inputs is None and example.observe is not None:
         args, kwargs = example.observe(traced, path)
     else:
-        args, kwargs = _example_of(module, traced, path, dress, example)
+        args, kwargs = _example_of(module, traced, path, casts, example)
     try:
-        return TracedSequence(traced, args, kwargs, dress)
+        return TracedSequence(traced, args, kwargs, casts)
     except ValueError as error:
         title = f"layers='trace', {path!r} ({type(traced).__name__}): "
         raise ValueError(f"{title}{error}") from error.__cause__
@@ -217,7 +217,7 @@ def _example_of(
     module: nn.Module,
     traced: nn.Module,
     path: str,
-    dress: HalfDress | None,
+    casts: TracedCasts | None,
     example: CallExample,
 ) -> Arguments:
     inputs = example.inputs
@@ -227,7 +227,7 @@ def _example_of(
             f"{SET_AN_EXAMPLE}"
         )
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    if dress is None and len(dtypes) == 1:
+    if casts is None and len(dtypes) == 1:
         # As Lightning's precision plugins make batches, which have converted the parameters.
         (dtype,) = dtypes
         inputs = cast(inputs, dtype)
@@ -235,8 +235,8 @@ def _example_of(
     if traced is module:
         return arguments
     if not example.has_forward():
-        return arguments if dress is None else cast(arguments, dress.half.dtype_into(module, path))
-    with nullcontext() if dress is None else as_in_step(module, dress.half):
+        return arguments if casts is None else cast(arguments, casts.half.dtype_into(module, path))
+    with nullcontext() if casts is None else as_in_step(module, casts.half):
         return _watch_call(module, traced, path, arguments)
 
 

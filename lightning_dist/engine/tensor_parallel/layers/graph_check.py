@@ -40,7 +40,7 @@ class Whole:
 
 
 @dataclass
-class Crossings:
+class ShardedActivationCheck:
     """What a first step has made of the borders of regions.
 
     Attributes:

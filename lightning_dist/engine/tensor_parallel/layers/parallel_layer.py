@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_dist.engine.tensor_parallel.layers import activations
-from lightning_dist.engine.tensor_parallel.layers.graph_check import Crossings
+from lightning_dist.engine.tensor_parallel.layers.graph_check import ShardedActivationCheck
 from lightning_dist.engine.tensor_parallel.layers.own_width import behind
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     input_dim,
@@ -50,7 +50,7 @@ class Region:
     mesh: DeviceMesh
     randomness: RegionRandomness | None
     dim: int | None = None
-    crossings: Crossings | None = None
+    crossings: ShardedActivationCheck | None = None
 
     def dim_of(self, x: Tensor) -> int | None:
         """Gives the dim along which a rank has a part of an activation outside.

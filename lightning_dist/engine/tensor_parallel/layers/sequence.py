@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.engine.tensor_parallel.layers import activations
-from lightning_dist.engine.tensor_parallel.layers.graph_check import Crossings
+from lightning_dist.engine.tensor_parallel.layers.graph_check import ShardedActivationCheck
 from lightning_dist.engine.tensor_parallel.layers.rng import RegionRandomness
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensors.repeated_blocks import repeated_blocks
@@ -51,7 +51,7 @@ def cut_sequence(
     last: nn.Module,
     mesh: DeviceMesh,
     randomness: RegionRandomness,
-    crossings: Crossings,
+    crossings: ShardedActivationCheck,
 ) -> None:
     """Gives each rank a part of the sequence from one block's input to another one's output.
 

@@ -91,7 +91,7 @@ def takes_parts(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     return func in _KNOWN or func in _PROPERTIES
 
 
-def stay_apart(before: Tensor, result: Any) -> bool:
+def keep_sharded(before: Tensor, result: Any) -> bool:
     """Marks what a function has made of logits, if the vocabulary is in one piece still.
 
     Args:
@@ -159,7 +159,7 @@ def _size_apart(tensor: Tensor) -> int | None:
 _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
-class LogitsApart(TorchFunctionMode):
+class ShardedLogits(TorchFunctionMode):
     """What a step runs in; looks at each of torch's functions that the step calls.
 
     Attributes:
@@ -172,7 +172,7 @@ class LogitsApart(TorchFunctionMode):
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
 
     @override
-    def __enter__(self) -> LogitsApart:
+    def __enter__(self) -> ShardedLogits:
         self.is_active = True
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -216,7 +216,7 @@ class LogitsApart(TorchFunctionMode):
         if all(map(is_apart, tensors)) and takes_parts(func, args):
             with suppress(RuntimeError):  # a `DTensor` has no such view; the whole may have
                 result = func(*args, **named)
-                if stay_apart(tensors[0], result):
+                if keep_sharded(tensors[0], result):
                     return result
         if writes(func, named) and is_apart(args[0]):
             return self._write(func, args, named)
@@ -268,7 +268,7 @@ def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], named: dict[
     if func is torch.autograd.grad:  # the slope of logits is apart, as they are
         for source, slope in zip(tensors_in(args[1:2]), found, strict=True):
             if is_apart(source) and slope is not None:
-                stay_apart(source, slope)
+                keep_sharded(source, slope)
     return found
 
 

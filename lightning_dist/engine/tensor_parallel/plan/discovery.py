@@ -22,7 +22,7 @@ from lightning_dist.engine.tensor_parallel.plan.hugging_face import built_in_pla
 from lightning_dist.engine.tensor_parallel.plan.mlp import find_mlp, refused_mlp
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.regions import holders
-from lightning_dist.engine.tensor_parallel.plan.verify import check_parts, find_flaws, local_in
+from lightning_dist.engine.tensor_parallel.plan.verify import check_parts, find_mismatches, local_in
 from lightning_dist.engine.tensor_parallel.plan.vocabulary import (
     find_vocabulary,
     refused_vocabulary,
@@ -91,7 +91,7 @@ def _without_flaws(
 ) -> tuple[dict[str, Style], dict[str, str]]:
     """Leaves whole what cannot be cut, though it looks as if it could; the flaw by layer."""
     styles = {name: pairs[name] for name, _ in module.named_modules() if name in pairs}
-    flaws = find_flaws(module, styles, tp_size)
+    flaws = find_mismatches(module, styles, tp_size)
     all_holders = holders(module, styles)
     wrong = {n: flaws[h] for h, layers in all_holders.items() if h in flaws for n in layers}
     wrong |= {n: flaws[h] for h in flaws for n in local_in(h, styles, all_holders)}

@@ -69,7 +69,7 @@ _LARGEST_MODEL = 2**25
 """Parameters of a whole model that is still copied; parts of a model are, whatever their size."""
 
 
-def find_flaws(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str]:
+def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str]:
     """Finds the modules that do not compute what they should if their layers are cut.
 
     Args:
@@ -116,7 +116,7 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
     """
     _check_ends(styles)
     _check_local(module, styles)
-    for name, flaw in find_flaws(module, styles, tp_size).items():
+    for name, flaw in find_mismatches(module, styles, tp_size).items():
         layers = holders(module, styles)[name]
         named = shorten([repr(layer) for layer in layers], 4)
         each = "hidden feature is computed by itself"

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from lightning_dist.engine.comms.packet import (
-    Lead,
     Memory,
-    Notice,
+    PacketHeader,
+    PacketKind,
     PacketLayout,
     TensorInfo,
     as_bytes,
@@ -27,7 +27,7 @@ SENT = [
 LAYOUT = PacketLayout([TensorInfo.of(t) for t in SENT])
 
 
-LEAD = Lead(Notice.TREE, 7, 300, -(2**62))
+LEAD = PacketHeader(PacketKind.TREE, 7, 300, -(2**62))
 
 
 def packet() -> Memory:

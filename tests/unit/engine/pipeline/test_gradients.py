@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.fsdp_gradients import Accumulated
-from lightning_dist.engine.pipeline.gradients import Gradients, Lent
-from lightning_dist.engine.pipeline.split_backward import PartedBackward
-from lightning_dist.engine.stashing.swapped_weights import Reweighted
+from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator
+from lightning_dist.engine.pipeline.gradients import Gradients, HeldGradients
+from lightning_dist.engine.pipeline.split_backward import SplitBackward
+from lightning_dist.engine.stashing.swapped_weights import SwappedWeights
 from lightning_dist.engine.stashing.versions import WeightVersion
 
 
@@ -26,7 +26,7 @@ def test_a_sparse_gradient_and_a_dense_one() -> None:
         weight.sin().sum(),
         F.embedding(tokens, weight, sparse=True).sum(),
     ]
-    gradients = Lent()
+    gradients = HeldGradients()
     for loss in losses:
         assert gradients.run([loss], [torch.ones(())], [], {"weight": weight}, 0) == []
     assert weight.grad is None
@@ -49,12 +49,12 @@ def test_a_hook_sees_the_sum_so_far_in_the_memory_that_is_held(is_parted: bool) 
         seen.append((parameter.grad.tolist(), parameter.grad.data_ptr()))
 
     weight.register_post_accumulate_grad_hook(look)
-    gradients, own = Lent(), {"weight": weight}
+    gradients, own = HeldGradients(), {"weight": weight}
     for value in (1.0, 10.0):
         x = torch.full((2,), value, requires_grad=True)
         loss = (x * weight).sum()
         if is_parted:
-            parted = PartedBackward([loss], [torch.ones(())], [x], own)
+            parted = SplitBackward([loss], [torch.ones(())], [x], own)
             assert parted.run_inputs()[0] is not None
             with gradients.adding(own, parted.given, 0):
                 parted.run_weights()
@@ -91,7 +91,9 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize("is_parted", [False, True])
-@pytest.mark.parametrize("make", [lambda _: Lent(), lambda m: Accumulated(m, Listening())])
+@pytest.mark.parametrize(
+    "make", [lambda _: HeldGradients(), lambda m: ParamGradAccumulator(m, Listening())]
+)
 def test_what_was_sent_does_not_change_when_more_is_added(
     make: Callable[[nn.Module], Gradients], is_parted: bool
 ) -> None:
@@ -104,7 +106,7 @@ def test_what_was_sent_does_not_change_when_more_is_added(
         root, gradient = [module(x)], [torch.full((1, 2, 3), value)]
         if is_parted:
             with gradients.parting(own) as leaves:
-                parted = PartedBackward(root, gradient, [x], leaves)
+                parted = SplitBackward(root, gradient, [x], leaves)
                 handed += [*gradient, *parted.run_inputs()]
             with gradients.adding(own, parted.given, 0):
                 parted.run_weights()
@@ -117,9 +119,9 @@ def test_what_was_sent_does_not_change_when_more_is_added(
 
 def test_layers_that_are_lent_weights_meanwhile_keep_their_gradients() -> None:
     module = Positions()
-    own, gradients = dict(module.named_parameters()), Accumulated(module, Listening())
+    own, gradients = dict(module.named_parameters()), ParamGradAccumulator(module, Listening())
     version = WeightVersion(0, {"weight": module.weight.half()})
-    backward = partial(Reweighted(module).backward, version)
+    backward = partial(SwappedWeights(module).backward, version)
     gradients.begin_round(1)
     output = module.weight.half() * 2.0
     gradients.run([output], [torch.ones_like(output)], [], own, 0, backward)

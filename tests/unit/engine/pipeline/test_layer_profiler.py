@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
-from lightning_dist.engine.pipeline.split_backward import PartedBackward
+from lightning_dist.engine.pipeline.split_backward import SplitBackward
 from lightning_dist.engine.profiling.meters.memory import ActivationMeter
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
@@ -163,7 +163,7 @@ def test_a_parted_backward_is_whole() -> None:
     with rank.doing(ActionKind.FORWARD, 0, 0.0):
         output = rank.layers(x)
     parameters = dict(rank.layers.named_parameters())
-    parted = PartedBackward([output], [torch.ones(3, 4)], [x], parameters)
+    parted = SplitBackward([output], [torch.ones(3, 4)], [x], parameters)
     with rank.doing(ActionKind.BACKWARD_INPUT, 0, 0.0):
         parted.run_inputs()
     with rank.doing(ActionKind.BACKWARD_WEIGHT, 0, 2.0):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.split_backward import PartedBackward
+from lightning_dist.engine.pipeline.split_backward import SplitBackward
 from tests.helpers.models import ConvLayer
 
 
@@ -163,7 +163,7 @@ def test_both_parts_are_the_whole(name: str, first: bool) -> None:
     for parameter in stage.parameters():
         parameter.grad = torch.full_like(parameter, 7.0)  # of an earlier batch
     inputs = [] if first else [x]
-    parted = PartedBackward(
+    parted = SplitBackward(
         outputs, [torch.ones_like(t) for t in outputs], inputs, dict(stage.named_parameters())
     )
     found_inputs = parted.run_inputs()
@@ -192,7 +192,7 @@ def test_what_the_second_part_does_not_need_goes_with_the_first() -> None:
     linear = nn.Linear(6, 6)
     loss = keep(linear(x).exp()).sum()  # the node of `exp` has its output
     parameters = dict(linear.named_parameters())
-    parted = PartedBackward([loss], [torch.ones(())], [x], parameters)
+    parted = SplitBackward([loss], [torch.ones(())], [x], parameters)
     parted.run_inputs()
     assert kept[0]() is None
     assert loss.grad_fn is None
@@ -216,7 +216,7 @@ def test_the_first_part_computes_no_gradients_of_weights() -> None:
     weight = torch.randn(4, 4, requires_grad=True)
     x = torch.randn(2, 4, requires_grad=True)
     y = torch.tanh(x @ Watched.apply(weight))
-    parted = PartedBackward([y], [torch.ones_like(y)], [x], {"weight": weight})  # type: ignore[dict-item]
+    parted = SplitBackward([y], [torch.ones_like(y)], [x], {"weight": weight})  # type: ignore[dict-item]
     parted.run_inputs()
     assert seen == []
     parted.run_weights()

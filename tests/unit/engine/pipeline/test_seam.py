@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dist.engine.pipeline.step_hook import Seam
+from lightning_dist.engine.pipeline.step_hook import ForwardInterceptor
 from lightning_dist.engine.splitting.layers import LayerSequence
-from lightning_dist.engine.splitting.remote_layers import WholeInSight
+from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 
 
 def double(x: Any) -> Any:
@@ -17,17 +17,21 @@ def double(x: Any) -> Any:
 
 def test_a_step_runs_what_it_is_given_and_goes_on_or_leaves() -> None:
     net = nn.Sequential(nn.Identity())
-    seam = Seam(net, WholeInSight(LayerSequence(net), torch.device("cpu")), is_whole=False)
-    assert seam.run(lambda: net(3) + 1, double, leaves=False) == 7
-    assert seam.run(lambda: net(3) + 1, double, leaves=True) == 6
-    assert seam.run(lambda: net(3), lambda _: None, leaves=True) is None
-    seam.detach()
+    interceptor = ForwardInterceptor(
+        net, RemoteLayersView(LayerSequence(net), torch.device("cpu")), is_whole=False
+    )
+    assert interceptor.run(lambda: net(3) + 1, double, leaves=False) == 7
+    assert interceptor.run(lambda: net(3) + 1, double, leaves=True) == 6
+    assert interceptor.run(lambda: net(3), lambda _: None, leaves=True) is None
+    interceptor.detach()
     assert net(3) == 3
 
 
 def test_a_step_cannot_catch_its_own_end() -> None:
     net = nn.Sequential(nn.Identity())
-    seam = Seam(net, WholeInSight(LayerSequence(net), torch.device("cpu")), is_whole=False)
+    interceptor = ForwardInterceptor(
+        net, RemoteLayersView(LayerSequence(net), torch.device("cpu")), is_whole=False
+    )
 
     def step() -> int:
         try:
@@ -36,24 +40,28 @@ def test_a_step_cannot_catch_its_own_end() -> None:
             return -1
         return 0
 
-    assert seam.run(step, double, leaves=True) == 6
+    assert interceptor.run(step, double, leaves=True) == 6
 
 
 def test_a_module_that_is_not_called_once_is_refused() -> None:
     net = nn.Sequential(nn.Identity())
-    seam = Seam(net, WholeInSight(LayerSequence(net), torch.device("cpu")), is_whole=False)
+    interceptor = ForwardInterceptor(
+        net, RemoteLayersView(LayerSequence(net), torch.device("cpu")), is_whole=False
+    )
     with pytest.raises(ValueError, match="without a call"):
-        seam.run(lambda: 1, double, leaves=False)
+        interceptor.run(lambda: 1, double, leaves=False)
     with pytest.raises(ValueError, match="twice"):
-        seam.run(lambda: net(net(1)), double, leaves=False)
+        interceptor.run(lambda: net(net(1)), double, leaves=False)
     with pytest.raises(ValueError, match="outside of a step"):
         net(1)
 
 
 def test_an_error_leaves_nothing_behind() -> None:
     net = nn.Sequential(nn.Identity())
-    seam = Seam(net, WholeInSight(LayerSequence(net), torch.device("cpu")), is_whole=True)
+    interceptor = ForwardInterceptor(
+        net, RemoteLayersView(LayerSequence(net), torch.device("cpu")), is_whole=True
+    )
     with pytest.raises(KeyError):
-        seam.run(lambda: {}[net(1)], double, leaves=False)
+        interceptor.run(lambda: {}[net(1)], double, leaves=False)
     assert torch.equal(net(torch.ones(2)), torch.ones(2))
-    assert seam.run(lambda: net(1), double, leaves=False) == 2
+    assert interceptor.run(lambda: net(1), double, leaves=False) == 2

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.engine.pipeline.fsdp_gradients import Accumulated, StageBackwards
-from lightning_dist.engine.pipeline.split_backward import PartedBackward
+from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, StageBackwards
+from lightning_dist.engine.pipeline.split_backward import SplitBackward
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions, shard
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
@@ -66,15 +66,15 @@ def sharded(mesh: DeviceMesh, **options: Any) -> Fork:
     return stage
 
 
-def run_round(stage: Fork, gradients: Accumulated) -> None:
+def run_round(stage: Fork, gradients: ParamGradAccumulator) -> None:
     """Runs all micro-batches forward, then their inputs' parts, then their weights'."""
     gradients.begin_round(len(INPUTS))
     inputs = [torch.full((1, SIZE), value, requires_grad=True) for value in INPUTS]
     outputs = [stage(x) for x in inputs]
-    parts: list[PartedBackward] = []
+    parts: list[SplitBackward] = []
     for x, y in zip(inputs, outputs, strict=True):
         with gradients.parting({}) as parameters:
-            parts.append(PartedBackward([y], [torch.ones_like(y)], [x], parameters))
+            parts.append(SplitBackward([y], [torch.ones_like(y)], [x], parameters))
             assert parts[-1].run_inputs()[0] is not None
     for parted in parts:
         with gradients.adding({}, parted.given, 0):
@@ -96,7 +96,7 @@ def test_once_a_round_and_summed_in_the_dtype_that_travels(
     mesh: DeviceMesh, sent: list[Tensor], options: dict[str, Any], reshard: bool
 ) -> None:
     stage = sharded(mesh, reshard_after_forward=reshard, **options)
-    gradients = Accumulated(stage, StageBackwards(stage, nullcontext, lambda: True))
+    gradients = ParamGradAccumulator(stage, StageBackwards(stage, nullcontext, lambda: True))
     run_round(stage, gradients)
     assert_sums(sent, 1)
     held = gradients.take(0)
@@ -109,7 +109,7 @@ def test_a_round_that_sends_nothing_is_summed_with_the_next(
     mesh: DeviceMesh, sent: list[Tensor]
 ) -> None:
     stage, sends = sharded(mesh, reshard_after_forward=False), [False]
-    gradients = Accumulated(stage, StageBackwards(stage, nullcontext, lambda: sends[-1]))
+    gradients = ParamGradAccumulator(stage, StageBackwards(stage, nullcontext, lambda: sends[-1]))
     run_round(stage, gradients)
     assert sent == []
     assert gradients.take(0) == {}

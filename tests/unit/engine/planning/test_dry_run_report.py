@@ -31,9 +31,9 @@ def test_each_rank_has_a_kind() -> None:
 
 
 def test_a_rank_with_several_stages_has_one_kind() -> None:
-    vee = replace(END, stages=(0, 3)), replace(MIDDLE, stages=(1, 2))
-    summary = DryRunSummary(MeshShape(pp=2), collapse(vee), (0, 1, 1, 0))
-    assert [summary.kind_of(rank) for rank in range(2)] == list(vee)
+    v_placement = replace(END, stages=(0, 3)), replace(MIDDLE, stages=(1, 2))
+    summary = DryRunSummary(MeshShape(pp=2), collapse(v_placement), (0, 1, 1, 0))
+    assert [summary.kind_of(rank) for rank in range(2)] == list(v_placement)
 
 
 def test_text() -> None:

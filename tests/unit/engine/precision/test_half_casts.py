@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.precision.casts import HalfCasts, cast, half_copies, lent
+from lightning_dist.engine.precision.casts import HalfCasts, cast, half_copies, swapped_parameters
 from lightning_dist.engine.precision.policy import HalfPrecision
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -54,7 +54,7 @@ def test_each_module_meets_what_it_computes_in(keep: tuple[str, ...]) -> None:
     masters = half.half_parameters(root).values()
     casts = HalfCasts(root, half)
     copies = half_copies(masters, BF16)
-    with lent(root, copies):
+    with swapped_parameters(root, copies):
         output = run(root)
     model = root.model
     assert model.first.seen == model.last.seen == model.seen == (BF16, BF16)
@@ -84,7 +84,7 @@ def test_copies_are_lent_and_given_back() -> None:
     module[1].weight = module[0].weight
     before = dict(module.named_parameters(remove_duplicate=False))
     copies = half_copies([module[0].weight], BF16)
-    with lent(module, copies):
+    with swapped_parameters(module, copies):
         assert module[0].weight is module[1].weight is copies[before["0.weight"]]
         assert module[0].bias is before["0.bias"]
     after = dict(module.named_parameters(remove_duplicate=False))
@@ -95,7 +95,7 @@ def test_copies_are_lent_and_given_back() -> None:
 def test_a_shared_copy_gets_one_gradient_in_half_precision() -> None:
     module = nn.Linear(2, 2, bias=False)
     copies = half_copies([module.weight], BF16)
-    with lent(module, copies):
+    with swapped_parameters(module, copies):
         x = torch.tensor([[1.0, 2.0**-8]], dtype=BF16)
         (module(x) + module(x.flip(1))).sum().backward()
     assert torch.equal(module.weight.grad, torch.ones(2, 2))  # 1 + 2**-8 is 1 in bf16
@@ -132,7 +132,7 @@ def test_what_has_no_weights_is_kept_too() -> None:
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     given: list[torch.dtype] = []
     hook = root.model.norm.register_forward_pre_hook(lambda _, args: given.append(args[0].dtype))
-    with lent(root, half_copies(half.half_parameters(root).values(), BF16)):
+    with swapped_parameters(root, half_copies(half.half_parameters(root).values(), BF16)):
         root.model(x)
     assert given == [FP32]
     assert root.model.seen == BF16

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_dist.engine.precision.overflow import Alone, are_finite
+from lightning_dist.engine.precision.overflow import LocalOverflow, are_finite
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -16,7 +16,7 @@ def test_one_element_is_enough(bad: float) -> None:
 
 
 def test_each_step_is_told_once() -> None:
-    overflow = Alone()
+    overflow = LocalOverflow()
     assert not overflow.decide([torch.ones(2)])
     assert overflow.decide([torch.tensor(float("nan"))])
     assert list(overflow.outcomes()) == [False, True]

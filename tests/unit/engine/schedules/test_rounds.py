@@ -22,15 +22,17 @@ def test_parts_of_a_round_are_the_round(schedule: str) -> None:
         rounds = Rounds(shape)
         actions = rounds.training(0, 4)
         parted = rounds.parted(actions)
-        assert (*parted.awaited, *parted.alone, *parted.owned) == tuple(actions)
-        assert not any(action.kind.is_send for action in parted.alone)
+        assert (*parted.until_last_send, *parted.local_tail, *parted.optimizer_actions) == tuple(
+            actions
+        )
+        assert not any(action.kind.is_send for action in parted.local_tail)
 
 
 def test_the_last_rank_of_a_zero_bubble_ends_with_what_nobody_waits_for() -> None:
     rounds = Rounds(PipelineShape("zb_h1", 4, (1, 1), 1))
     parted = rounds.parted(rounds.training(0, 4))
-    assert parted.awaited[-1].kind is SEND
-    assert {action.kind for action in parted.alone} == {WEIGHT}
+    assert parted.until_last_send[-1].kind is SEND
+    assert {action.kind for action in parted.local_tail} == {WEIGHT}
 
 
 def make() -> nn.Sequential:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.connect import connect_in_memory
-from lightning_dist.engine.pipeline.gradients import Lent
+from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stage import Stage
 from lightning_dist.engine.schedules.registry import PipelineShape
@@ -101,7 +101,7 @@ def train(model: nn.Sequential, pipeline: Pipeline) -> Any:
 
 HALF = {
     "half": HalfWeights(lambda _: torch.bfloat16),
-    "gradients": lambda _: Lent(torch.float32),
+    "gradients": lambda _: HeldGradients(torch.float32),
 }
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "1f1b": ("1f1b", 3, {}),

@@ -48,8 +48,8 @@ def test_the_ranks_of_a_tie_are_each_named_once() -> None:
     looped = (0, 1, 2, 0, 1, 2, 0, 1)
     assert tie.ranks(looped) == (1, 2, 0)
     assert tie.name_on(2, looped) == "2.weight"
-    vee = (0, 1, 2, 3, 3, 2, 1, 0)
-    assert Tie({0: ("0.weight",), 7: ("7.weight",)}).ranks(vee) == (0,)
+    v_placement = (0, 1, 2, 3, 3, 2, 1, 0)
+    assert Tie({0: ("0.weight",), 7: ("7.weight",)}).ranks(v_placement) == (0,)
 
 
 def test_what_was_tied_is_tied_in_the_whole_structure() -> None:

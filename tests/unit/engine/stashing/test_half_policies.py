@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.gradients import Lent
+from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.engine.stashing.prediction import extrapolated
@@ -136,7 +136,7 @@ def actual(
         shapes_of(schedule, 1, layers_per_stage, len(layers_per_stage)),
         trained,
         half=HALF,
-        gradients=lambda _: Lent(torch.float32),
+        gradients=lambda _: HeldGradients(torch.float32),
         **options,
     )
     return {name: value for part in parts for name, value in part.items()}, stashed

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dist.engine.pipeline.gradients import Lent
+from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.stashing.half_versions import HalfWeights, HalfWeightStore
 from lightning_dist.engine.stashing.policy import Stashed
@@ -162,7 +162,7 @@ def test_a_stage_holds_as_many_copies_as_it_has_versions(schedule: str) -> None:
         shapes_of(schedule, 4 if schedule == "1f1b" else 1, (1, 1, 1), num_stages),
         train,
         half=half(),
-        gradients=lambda _: Lent(FP32),
+        gradients=lambda _: HeldGradients(FP32),
     )
     behind = [num_stages - 1 - s if schedule == "pipedream" else 0 for s in range(num_stages)]
     assert found == [(n, {s: n * 2 * 64}) for s, n in enumerate(behind)]
@@ -213,7 +213,7 @@ def test_all_synchronous_schedules_follow_the_loop(schedule: str, accumulate: in
         shapes_of(schedule, 4, stages),
         train,
         half=HalfWeights(lambda _: BF16),
-        gradients=lambda _: Lent(FP32),
+        gradients=lambda _: HeldGradients(FP32),
     )
     model = make(Layer)
     loop = Reference(

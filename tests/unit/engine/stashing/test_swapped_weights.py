@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.stashing.swapped_weights import Reweighted
+from lightning_dist.engine.stashing.swapped_weights import SwappedWeights
 from lightning_dist.engine.stashing.versions import WeightVersion
 
 
@@ -30,7 +30,7 @@ def test_what_has_two_names_is_lent_once_and_given_back() -> None:
     buffers = dict(layers.named_buffers(remove_duplicate=False))
     tensors = {**dict(layers.named_parameters()), **dict(layers.named_buffers())}
     aliases = {n: torch.full_like(t, 2.0) for n, t in tensors.items() if t.is_floating_point()}
-    found = Reweighted(layers).run(WeightVersion(0, aliases), lambda: layers(x))
+    found = SwappedWeights(layers).run(WeightVersion(0, aliases), lambda: layers(x))
     normed = (x - 2.0) / (2.0 + 1e-5) ** 0.5 * 2.0 + 2.0
     hidden = normed.sum(1, keepdim=True).expand(3, 2) * 2.0 + 2.0
     torch.testing.assert_close(found, hidden.sum(1, keepdim=True).expand(3, 2) * 2.0 + 2.0)

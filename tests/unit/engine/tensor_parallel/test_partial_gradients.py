@@ -2,7 +2,10 @@ import pytest
 from torch import nn
 
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
-from lightning_dist.engine.tensor_parallel.partial_gradients import check_shared, find_summands
+from lightning_dist.engine.tensor_parallel.partial_gradients import (
+    check_shared,
+    find_partial_gradients,
+)
 
 SIZE = 4
 
@@ -31,13 +34,13 @@ def is_in_block(name: str) -> bool:
 
 
 def test_without_a_cut_sequence_only_regions_have_summands() -> None:
-    found = find_summands(Network(), STYLES, lambda _: False)
+    found = find_partial_gradients(Network(), STYLES, lambda _: False)
     assert found == ["blocks.0.qkv.bias", "gate.weight", "gate.bias"]
 
 
 def test_with_it_all_of_the_blocks() -> None:
     network = Network()
-    found = find_summands(network, STYLES, is_in_block)
+    found = find_partial_gradients(network, STYLES, is_in_block)
     in_blocks = [name for name, _ in network.named_parameters() if is_in_block(name)]
     assert found == [*in_blocks, "gate.weight", "gate.bias"]
 
@@ -45,7 +48,7 @@ def test_with_it_all_of_the_blocks() -> None:
 def test_a_norm_used_inside_and_outside_of_the_cut_is_refused() -> None:
     network = Network()
     network.norm = network.blocks[1].norm
-    summands = find_summands(network, STYLES, is_in_block)
+    summands = find_partial_gradients(network, STYLES, is_in_block)
     with pytest.raises(ValueError, match=r"'blocks.1.norm.weight' and 'norm.weight' are one"):
         check_shared(network, summands, [])
 
@@ -53,13 +56,13 @@ def test_a_norm_used_inside_and_outside_of_the_cut_is_refused() -> None:
 def test_what_is_shared_on_one_side_is_not() -> None:
     network = Network()
     network.blocks[1].norm = network.blocks[0].norm
-    check_shared(network, find_summands(network, STYLES, is_in_block), [])
+    check_shared(network, find_partial_gradients(network, STYLES, is_in_block), [])
     network.norm = network.blocks[0].norm
-    check_shared(network, find_summands(network, STYLES, lambda _: False), [])
+    check_shared(network, find_partial_gradients(network, STYLES, lambda _: False), [])
 
 
 def test_what_is_cut_is_not() -> None:
     network = Network()
     network.gate.weight = network.blocks[0].out.weight
-    summands = find_summands(network, {"blocks.0.out": Style.ROWWISE}, is_in_block)
+    summands = find_partial_gradients(network, {"blocks.0.out": Style.ROWWISE}, is_in_block)
     check_shared(network, summands, ["blocks.0.out.weight"])

@@ -92,6 +92,6 @@ def test_of_a_value_nothing_is_known(use: Callable[[Tensor], Any]) -> None:
 
 
 def test_shows_and_copies_itself() -> None:
-    assert repr(GONE) == "AbsentTensor((3, 2), torch.bfloat16, device='cpu')"
+    assert repr(GONE) == "RemoteTensor((3, 2), torch.bfloat16, device='cpu')"
     assert copy.deepcopy(GONE) is GONE
     assert len({GONE, GONE}) == 1

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_dist.engine.parallelize.grad_norm import leaving_out, norm_over
+from lightning_dist.engine.parallelize.grad_norm import exclude_tied, norm_over
 from lightning_dist.strategies.base.clipping import clip_whole_gradient
 
 
@@ -28,9 +28,9 @@ def test_a_copy_that_another_rank_counts_is_left_out() -> None:
     own.grad, copy.grad = torch.tensor([3.0, 4.0]), torch.tensor([5.0, 12.0])
     norm = norm_over()
     assert float(norm([[own, copy]])) == pytest.approx((25 + 169) ** 0.5)
-    assert float(leaving_out(lambda: [copy], norm)([[own, copy]])) == 5
-    assert float(leaving_out(lambda: [copy], norm)([[own], [copy]])) == 5
-    assert float(leaving_out(lambda: [own, copy], norm)([[own, copy]])) == 0
+    assert float(exclude_tied(lambda: [copy], norm)([[own, copy]])) == 5
+    assert float(exclude_tied(lambda: [copy], norm)([[own], [copy]])) == 5
+    assert float(exclude_tied(lambda: [own, copy], norm)([[own, copy]])) == 0
 
 
 def test_values_are_clipped_whether_they_are_spread_or_not(mesh: DeviceMesh) -> None:

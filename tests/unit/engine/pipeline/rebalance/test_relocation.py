@@ -57,9 +57,9 @@ def train_moving(cuts: list[tuple[int, ...]], optimizer_name: str, turn: Lock) -
                 {peer: channels[rank, peer] for peer in relocation.targets},
                 {peer: channels[peer, rank] for peer in relocation.sources},
             )
-            with pipeline.letting_go():
+            with pipeline.detached():
                 relocation.run(links, [optimizer])
-                pipeline.stages.take_over(after)
+                pipeline.stages.repartition(after)
             regroup(optimizer, model, [NAMES])
             links.close()
             here = {id(p) for p in model.parameters()}

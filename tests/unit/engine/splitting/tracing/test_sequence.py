@@ -182,12 +182,12 @@ def test_each_rank_keeps_its_layers_tensors() -> None:
     assert {name for name, _ in module.named_parameters()} == held
     assert sequence.away is not None
     assert sequence.away.names | module.state_dict().keys() == original.state_dict().keys()
-    with sequence.away.back(None):
+    with sequence.away.as_empty(None):
         expected = [(n, p.shape, p.requires_grad) for n, p in original.named_parameters()]
         assert [(n, p.shape, p.requires_grad) for n, p in module.named_parameters()] == expected
         assert list(module.state_dict()) == list(original.state_dict())
         assert module.stem.weight.is_meta
-    with sequence.away.described(torch.device("cpu")):
+    with sequence.away.as_remote(torch.device("cpu")):
         assert [(n, p.shape, p.requires_grad) for n, p in module.named_parameters()] == expected
         assert module.stem.weight.is_cpu
         with pytest.raises(ValueError, match=r"'stem\.weight' was asked for"):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_dist.engine.tensor_parallel.layers.sharded_logits import LogitsApart, joined, mark
+from lightning_dist.engine.tensor_parallel.layers.sharded_logits import ShardedLogits, joined, mark
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def apart() -> Iterator[DTensor]:
 
 def test_beside_plain_tensors_they_are_joined(apart: DTensor) -> None:
     other = torch.ones(5, 3)
-    with LogitsApart():
+    with ShardedLogits():
         assert type(apart + other) is torch.Tensor
         assert type(torch.cat([apart, other])) is torch.Tensor
         assert isinstance(apart * 2, DTensor)
@@ -35,7 +35,7 @@ def test_beside_plain_tensors_they_are_joined(apart: DTensor) -> None:
 
 def test_the_loss_is_a_plain_tensor(apart: DTensor) -> None:
     targets = torch.tensor([0, 1, 2, 0, 1])
-    with LogitsApart():
+    with ShardedLogits():
         loss = F.cross_entropy(apart, targets)
         same = torch.nn.CrossEntropyLoss()(apart, targets)
     assert type(loss) is type(same) is torch.Tensor
@@ -44,7 +44,7 @@ def test_the_loss_is_a_plain_tensor(apart: DTensor) -> None:
 
 
 def test_on_the_way_to_the_loss_they_stay_apart(apart: DTensor) -> None:
-    with LogitsApart():
+    with ShardedLogits():
         ways = [
             apart.view(5, 1, 3).flatten(0, 1),
             apart[1:].float(),
@@ -56,13 +56,13 @@ def test_on_the_way_to_the_loss_they_stay_apart(apart: DTensor) -> None:
 
 
 def test_nothing_else_sees_a_part(apart: DTensor) -> None:
-    with LogitsApart():
+    with ShardedLogits():
         joins = [apart.mean(), apart.log_softmax(-1), apart.view(-1), apart[:, [0, 1]], apart[0, 0]]
         assert [type(made) for made in joins] == [torch.Tensor] * len(joins)
 
 
 def test_what_was_written_to_takes_the_place_of_the_logits(apart: DTensor) -> None:
-    with LogitsApart():
+    with ShardedLogits():
         view = apart.view(5, 1, 3)
         apart.masked_fill_(torch.tensor([True, False, False]), 7.0)
         assert type(apart * 1.0) is torch.Tensor
@@ -72,7 +72,7 @@ def test_what_was_written_to_takes_the_place_of_the_logits(apart: DTensor) -> No
 
 
 def test_they_are_left_apart_in_a_step_only() -> None:
-    mode = LogitsApart()
+    mode = ShardedLogits()
     with mode:
         assert mode.is_active
     assert not mode.is_active
@@ -86,7 +86,7 @@ def test_a_step_returns_plain_tensors(apart: DTensor) -> None:
 
 def test_a_loss_with_gradients_in_it_is_refused(apart: DTensor) -> None:
     apart.requires_grad_()
-    with LogitsApart():
+    with ShardedLogits():
         loss = F.cross_entropy(apart, torch.tensor([0, 1, 2, 0, 1]))
         for ask in (
             lambda: torch.autograd.grad(loss, apart, create_graph=True),

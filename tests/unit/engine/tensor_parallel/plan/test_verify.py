@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
-from lightning_dist.engine.tensor_parallel.plan.verify import check_parts, find_flaws
+from lightning_dist.engine.tensor_parallel.plan.verify import check_parts, find_mismatches
 
 WIDTH, HEADS, TP = 8, 2, 2
 Split = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -288,4 +288,4 @@ def test_another_activation_or_a_number_is_guessed(kind: type[Attention]) -> Non
 def test_what_cannot_be_run_is_taken_at_its_word() -> None:
     model = model_of(Odd(by_head))
     assert plan_of(model) == {"1.qkv", "1.out"}
-    assert find_flaws(model, find_plan(model, TP).styles, TP) == {}
+    assert find_mismatches(model, find_plan(model, TP).styles, TP) == {}
