@@ -67,7 +67,7 @@ def write_page(report: ProfileReport, path: str | os.PathLike[str]) -> None:
     figures = [
         _timeline(report),
         _stacked(f"Where the time of a step goes, {report.batches()}", Bars.of_uses(report)),
-        _stacked("Memory at its peak", Bars.of_memory(report)),
+        _stacked(report.memory_title, Bars.of_memory(report)),
     ]
     if report.layers:
         figures.append(_layers(report))

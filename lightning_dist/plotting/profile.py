@@ -110,7 +110,7 @@ def plot_profile(report: ProfileReport, path: str | os.PathLike[str] | None = No
         handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
     )
     _stack(panels[-2], f"A step's time by use, {report.batches()}", Bars.of_uses(report))
-    _stack(panels[-1], "Memory at its peak", Bars.of_memory(report))
+    _stack(panels[-1], report.memory_title, Bars.of_memory(report))
     if path is not None:
         figure.savefig(path, dpi=110)
     return figure
@@ -132,7 +132,7 @@ def drawn_timelines(report: ProfileReport) -> dict[str, Timeline]:
         return {title: shown}
     # The report's bubbles: what lies between steps is in the picture, and in neither number.
     clipped = predicted.between(0.0, max(shown.makespan_seconds, 1e-9))
-    prediction = "Predicted from the measured costs"
+    prediction = f"Predicted from the costs of {whole}"
     return {
         f"{title} (bubble of {whole}: {report.bubble_fraction:.1%})": shown,
         f"{prediction} (bubble {report.predicted_bubble_fraction:.1%})": clipped,

@@ -136,6 +136,11 @@ class ProfileReport:
         first, last = self.first_batch, self.first_batch + number - 1
         return f"batch {first}" if number == 1 else f"batches {first} to {last}"
 
+    @property
+    def memory_title(self) -> str:
+        """Title of tables and pictures of memory, which is a peak of the run so far."""
+        return f"Memory at its peak, up to batch {self.first_batch + self.num_steps - 1}"
+
     # --- time --------------------------------------------------------------------------------
 
     @cached_property

@@ -90,7 +90,7 @@ def memory_table(report: ProfileReport) -> Table:
             rows.append((str(record.place.rank), "allocator", *blank, total))
     headings = ("rank", "", *(kind.replace("_", " ") for kind in kinds), "together")
     right = frozenset({0, *range(2, len(headings))})
-    return Table("Memory at its peak", headings, tuple(rows), right)
+    return Table(report.memory_title, headings, tuple(rows), right)
 
 
 def _throughput(report: ProfileReport) -> str:

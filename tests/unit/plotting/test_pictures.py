@@ -30,7 +30,7 @@ def test_a_profile_has_a_panel_for_each_question(tmp_path: Path) -> None:
     measured = bubble.replace("(bubble", f"(bubble of batches 4 to {last}:")
     assert titles[0] == f"Measured, batches 4 to 5 {measured}"
     assert titles[2] == f"A step's time by use, batches 4 to {last}"
-    assert titles[1] == f"Predicted from the measured costs {bubble}"
+    assert titles[1] == f"Predicted from the costs of batches 4 to {last} {bubble}"
     assert [axes.get_xlabel() for axes in figure.axes] == ["time (ms)"] * 2 + ["ms per step", "MB"]
     widths = sum(bar.get_width() for bar in figure.axes[2].patches)
     assert widths == pytest.approx(2 * STEP_SECONDS * 1e3)
@@ -40,8 +40,10 @@ def test_without_a_pipeline_there_is_no_bubble() -> None:
     records = tuple(replace(r, place=replace(r.place, shape=None)) for r in report_of().records)
     figure = plot_profile(ProfileReport(records, ()))
     titles = [axes.get_title(loc="left") for axes in figure.axes]
-    use = f"A step's time by use, batches 0 to {len(records[0].steps) - 1}"
-    assert titles == ["Measured, batches 0 to 1", use, "Memory at its peak"]
+    last = len(records[0].steps) - 1
+    use = f"A step's time by use, batches 0 to {last}"
+    memory = f"Memory at its peak, up to batch {last}"
+    assert titles == ["Measured, batches 0 to 1", use, memory]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend[-1] == "in between (numbers: batches)"
 
