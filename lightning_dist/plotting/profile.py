@@ -109,7 +109,7 @@ def plot_profile(report: ProfileReport, path: str | os.PathLike[str] | None = No
     figure.legend(
         handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
     )
-    _stack(panels[-2], f"A step's time by use, {report.batches()}", Bars.of_uses(report))
+    _stack(panels[-2], f"Time by use, {report.batches()}", Bars.of_uses(report))
     _stack(panels[-1], report.memory_title, Bars.of_memory(report))
     if path is not None:
         figure.savefig(path, dpi=110)
@@ -152,10 +152,11 @@ def _stack(axes: Axes, title: str, bars: Bars) -> None:
     axes.set_xlabel(bars.unit)
     axes.legend(
         frameon=False,
-        fontsize=9,
+        fontsize=8.5,
         ncols=8,
-        handlelength=1.2,
-        columnspacing=1.2,
+        handlelength=1.0,
+        handletextpad=0.5,
+        columnspacing=1.0,
         loc="lower right",
         bbox_to_anchor=(1.01, 0.98),
     )

@@ -29,7 +29,7 @@ def test_a_profile_has_a_panel_for_each_question(tmp_path: Path) -> None:
     bubble = f"(bubble {report.bubble_fraction:.1%})"  # what lies between steps is none
     measured = bubble.replace("(bubble", f"(bubble of batches 4 to {last}:")
     assert titles[0] == f"Measured, batches 4 to 5 {measured}"
-    assert titles[2] == f"A step's time by use, batches 4 to {last}"
+    assert titles[2] == f"Time by use, batches 4 to {last}"
     assert titles[1] == f"Predicted from the costs of batches 4 to {last} {bubble}"
     assert [axes.get_xlabel() for axes in figure.axes] == ["time (ms)"] * 2 + ["ms per step", "MB"]
     widths = sum(bar.get_width() for bar in figure.axes[2].patches)
@@ -41,7 +41,7 @@ def test_without_a_pipeline_there_is_no_bubble() -> None:
     figure = plot_profile(ProfileReport(records, ()))
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     last = len(records[0].steps) - 1
-    use = f"A step's time by use, batches 0 to {last}"
+    use = f"Time by use, batches 0 to {last}"
     memory = f"Memory at its peak, up to batch {last}"
     assert titles == ["Measured, batches 0 to 1", use, memory]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
