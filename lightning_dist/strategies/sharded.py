@@ -25,9 +25,9 @@ from lightning_dist.engine.common.device_mesh import axis
 from lightning_dist.engine.comms.group_pool import pool_of_world
 from lightning_dist.engine.data_parallel.checks import check_gradients
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
+from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.parallelize.grad_norm import exclude_tied, norm_over
 from lightning_dist.engine.parallelize.mixed_tensors import update_mixed_groups_singly
-from lightning_dist.engine.parallelize.parallelize import Parallelism, compose
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.parallelize.used_parts import UsedParts
 from lightning_dist.engine.sharding.deferred_model import DeferredModel
@@ -303,7 +303,7 @@ class ShardedStrategy(DataParallelStrategy):
             config = with_whole_batches(config, self.mesh.pp)
         is_manual = not self.module.automatic_optimization
         asked = replace(self.parallelism, pipeline=config, is_manual=is_manual)
-        composed = compose(self.module, self._mesh_of_ranks, asked)
+        composed = parallelize(self.module, self._mesh_of_ranks, asked)
         used = UsedParts(
             composed,
             (self.stage_group, self.group("dp_shard", "tp")),

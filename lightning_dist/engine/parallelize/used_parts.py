@@ -16,7 +16,7 @@ from lightning_dist.engine.data_parallel.checks import (
     check_gradients,
     parameters_without_gradient,
 )
-from lightning_dist.engine.parallelize.parallelize import Composed
+from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 
@@ -35,7 +35,7 @@ class UsedParts:
 
     def __init__(
         self,
-        composed: Composed,
+        composed: ParallelModule,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         *,
         always: bool,

@@ -1,1 +1,5 @@
-"""Pipelines: schedules as data, and the runtime that interprets them."""
+"""One rank of a pipeline: stages at work on a schedule's actions."""
+
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+
+__all__ = ["Pipeline"]

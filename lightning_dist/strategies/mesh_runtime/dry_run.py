@@ -1,7 +1,7 @@
 """Run a training step on each rank of a mesh that does not exist, and look.
 
 Nothing is estimated, and no rule of thumb stands beside the code that trains: the user's module is
-made parallel by :func:`.compose`, the step is run by the same
+made parallel by :func:`.parallelize`, the step is run by the same
 classes as in a training, and collectives are counted where torch dispatches them. Only what is
 underneath differs: a process group in which nobody else exists, tensors without values
 (:mod:`.mesh_runtime.fake_ranks`), and channels to stages that are tried before and after
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_dist.engine.common.device_mesh import build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.parallelize import Parallelism, compose
+from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.planning.dry_run_report import DryRunSummary, RankKind, collapse
 from lightning_dist.engine.planning.traffic import Traffic, TrafficLedger
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
@@ -129,7 +129,7 @@ class DryRun:
         asked = replace(self.asked, shard=replace(self.asked.shard, compile=False))
         ledger = TrafficLedger()
         with fake_rank(rank, self.mesh.world_size):
-            composed = compose(module, build_mesh(self.mesh, _CPU.type), asked)
+            composed = parallelize(module, build_mesh(self.mesh, _CPU.type), asked)
             context = self.precision.train_step_context
             step = DryStep(composed, asked, self.mesh, rank, context, ledger)
             with without_values(TrafficCounter(ledger, self.mesh)):

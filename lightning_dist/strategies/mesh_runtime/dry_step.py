@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.parallelize import Composed, Parallelism
+from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums, TieLinks
@@ -38,7 +38,7 @@ class DryStep:
         ledger: Gets what this rank sends to other stages.
     """
 
-    composed: Composed
+    composed: ParallelModule
     asked: Parallelism
     mesh: MeshShape
     rank: int

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtensor_error
-from lightning_dist.engine.parallelize.parallelize import Composed
 from lightning_dist.engine.parallelize.used_parts import UsedParts
 from lightning_dist.engine.pipeline.measurements import Measurements
 from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
@@ -54,7 +54,7 @@ class ShardedModule:
 
     early: EarlyParameters | None = None
 
-    def __init__(self, composed: Composed, used: UsedParts | None) -> None:
+    def __init__(self, composed: ParallelModule, used: UsedParts | None) -> None:
         assert isinstance(composed.module, pl.LightningModule)
         self.module = composed.module
         self.summary: WrapSummary = composed.summary

@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtensor_error
-from lightning_dist.engine.parallelize.parallelize import Composed
 from lightning_dist.engine.parallelize.used_parts import UsedParts
 from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, StageBackwards
 from lightning_dist.engine.pipeline.measurements import Measurements, gather_measurements
@@ -47,7 +47,7 @@ class StagedModule(ShardedModule):
 
     def __init__(
         self,
-        composed: Composed,
+        composed: ParallelModule,
         used: UsedParts | None,
         config: PipelineConfig,
         statistics: Sequence[str] = (),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_mesh import build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.parallelize import Parallelism, compose
+from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
@@ -36,7 +36,7 @@ class Dropping(L.LightningModule):
 def sharded() -> ShardedModule:
     config, shard = TensorConfig(PLAN), ShardConfig()
     asked = Parallelism(PipelineConfig(), config, shard, shard.options(None))
-    composed = compose(Dropping(), build_mesh(MeshShape(tp=2), "cpu"), asked)
+    composed = parallelize(Dropping(), build_mesh(MeshShape(tp=2), "cpu"), asked)
     return ShardedModule(composed, None)
 
 

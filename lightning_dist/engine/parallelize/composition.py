@@ -84,7 +84,7 @@ class Parallelism:
 
 
 @dataclass(frozen=True)
-class Composed:
+class ParallelModule:
     """A user's module, made parallel.
 
     Attributes:
@@ -112,7 +112,7 @@ class Composed:
     is_manual: bool = False
 
 
-def compose(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Composed:
+def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> ParallelModule:
     """Makes a module parallel in place.
 
     Args:
@@ -154,7 +154,7 @@ def compose(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Composed
         new = [] if asked.shard.policy.is_manual else own
         shards = fully_shard(roots, module, new, data_mesh, sharding)
     names = [unit.name for unit in own]
-    return Composed(
+    return ParallelModule(
         module, roots, split, spread, names, shards, summary, sharding, plan, asked.is_manual
     )
 

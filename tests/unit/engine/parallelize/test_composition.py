@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dist.engine.common.device_mesh import build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.parallelize import Composed, Parallelism, compose
+from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule, parallelize
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap import AnyOf, ByClass, ByName
@@ -58,11 +58,11 @@ class Module(L.LightningModule):
 @contextmanager
 def made(
     shape: MeshShape, rank: int, shard: ShardConfig, schedule: Any = "1f1b"
-) -> Iterator[Composed]:
+) -> Iterator[ParallelModule]:
     with fake_rank(rank, shape.world_size):
         config = PipelineConfig(schedule, partition="uniform")
         asked = Parallelism(config, TensorConfig(), shard, shard.options(None))
-        yield compose(Module(), build_mesh(shape, "cpu"), asked)
+        yield parallelize(Module(), build_mesh(shape, "cpu"), asked)
 
 
 class Spread(L.LightningModule):
@@ -79,10 +79,10 @@ def test_a_plan_that_was_found_says_why_a_part_is_left_whole(shape: MeshShape) -
     with fake_rank(0, shape.world_size):
         shard = ShardConfig()
         asked = Parallelism(PipelineConfig(), TensorConfig(), shard, shard.options(None))
-        words = compose(Spread(), build_mesh(shape, "cpu"), asked).plan
+        words = parallelize(Spread(), build_mesh(shape, "cpu"), asked).plan
         own = TensorConfig({"mlp.0": "colwise", "mlp.2": "rowwise"})
         asked = Parallelism(PipelineConfig(), own, shard, shard.options(None))
-        assert compose(Spread(), build_mesh(shape, "cpu"), asked).plan is None
+        assert parallelize(Spread(), build_mesh(shape, "cpu"), asked).plan is None
     assert words is not None
     (spread,), (whole,) = words.spread, words.whole
     assert spread == "mlp: mlp.* (colwise), mlp.* (rowwise)"
@@ -101,7 +101,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def forward(composed: Composed) -> Tensor:
+def forward(composed: ParallelModule) -> Tensor:
     x = torch.ones(1, SIZE, requires_grad=True)
     (root,) = composed.roots
     if composed.split is not None:  # it is what runs a stage's layers
@@ -109,7 +109,7 @@ def forward(composed: Composed) -> Tensor:
     return root(composed.module.model, x)
 
 
-def operations(composed: Composed) -> Counter[str]:
+def operations(composed: ParallelModule) -> Counter[str]:
     """Counts what a forward and a backward of this rank compute."""
     with Counting() as counting:
         forward(composed).sum().backward()
@@ -157,7 +157,7 @@ def test_an_error_of_the_wrap_policy_shows_what_the_user_has_written() -> None:
         fake_rank(0, 2),
         pytest.raises(ValueError, match=r"^ByName\(patterns=\['model.1', 'model.3'\]\) puts the"),
     ):
-        compose(Tied(), build_mesh(MeshShape(dp_shard=2), "cpu"), asked)
+        parallelize(Tied(), build_mesh(MeshShape(dp_shard=2), "cpu"), asked)
 
 
 @pytest.mark.parametrize(("rank", "own"), [(0, range(0, 4)), (2, range(4, 8))])
@@ -188,7 +188,7 @@ def test_what_crosses_from_stage_to_stage_is_not_cut() -> None:
         tensor, shard = TensorConfig(sequence_parallel=True), ShardConfig()
         asked = Parallelism(pipeline, tensor, shard, shard.options(None))
         module = GPT(width=width, depth=6, num_heads=2)
-        first, third = compose(module, build_mesh(MeshShape(pp=2, tp=2), "cpu"), asked).roots
+        first, third = parallelize(module, build_mesh(MeshShape(pp=2, tp=2), "cpu"), asked).roots
         for root in (first, third):
             tokens = root(tokens)
             assert tokens.shape == (1, 4, width)
