@@ -13,7 +13,7 @@ stays of the user's class.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -75,10 +75,10 @@ class Parallelism:
         is_manual: Whether a step calls backward and updates by itself.
     """
 
-    pipeline: PipelineConfig
-    tensor: TensorConfig
-    shard: ShardConfig
-    sharding: ShardingOptions
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    sharding: ShardingOptions = field(default_factory=ShardingOptions)
     half: HalfPrecision | None = None
     is_manual: bool = False
 
