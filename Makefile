@@ -38,6 +38,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.helpers.words
 
 unit: install
 	$(BIN)/python -m pytest tests/unit
