@@ -1,47 +1,17 @@
-"""What importing the package tells Lightning.
-
-The names under which ``L.Trainer(strategy=...)`` finds the strategies, and whom to ask about a
-precision.
-
-Refuse precisions that Lightning would make other ones without the user's consent.
-"""
+"""The names under which ``L.Trainer(strategy=...)`` finds the pipeline strategies."""
 
 from __future__ import annotations
 
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES
-from lightning_dist.strategies.base.lightning_internals import watch_precision
-from lightning_dist.strategies.base.process_mesh import ProcessMesh
 from lightning_dist.strategies.pipeline import PipelineStrategy
 
 
-def check_asked_precision(strategy: Strategy, precision: str, accelerator: Accelerator) -> None:
-    """Checks what a Trainer was asked for, if it was asked for a strategy of this package.
-
-    Args:
-        strategy: The Trainer's.
-        precision: As given to the Trainer.
-        accelerator: The Trainer's.
-
-    Raises:
-        ValueError: It would train in another precision.
-    """
-    is_changed = precision == "16-mixed" and isinstance(accelerator, CPUAccelerator)
-    if is_changed and isinstance(strategy, ProcessMesh):
-        raise ValueError(
-            "precision='16-mixed' on a CPU: Lightning would train in 'bf16-mixed' in its place."
-            " Pass precision='bf16-mixed', or, for fp16 with a loss scale,"
-            " callbacks=[MixedPrecision('fp16')] of lightning_dist.callbacks and no precision."
-        )
-
-
 def register_strategies() -> None:
-    """Registers ``pipeline`` and one name per schedule, and a check; does so once."""
+    """Registers ``pipeline`` and one name per schedule; does so once."""
     if "pipeline" in StrategyRegistry.available_strategies():
         return
-    watch_precision(check_asked_precision)
     StrategyRegistry.register(
         "pipeline", PipelineStrategy, description="Pipeline stages under an unchanged module"
     )

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from functools import wraps
 from types import FrameType
 from typing import Any, Literal, TypeAlias
 
@@ -26,7 +25,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
@@ -34,8 +32,7 @@ from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -222,26 +219,6 @@ def default_store() -> dist.Store:
     to this one.
     """
     return dist.distributed_c10d._get_default_store()
-
-
-def watch_precision(check: Callable[[Strategy, str, Accelerator], None]) -> None:
-    """Shows a function the precision that each Trainer is asked for, before anything is made of it.
-
-    On a CPU ``_check_and_init_precision`` warns, makes ``"16-mixed"`` another one, and forgets what
-    it was. A strategy is told of the result only, and of no Trainer before. So the method of the
-    class is wrapped, for all Trainers of this process.
-
-    Args:
-        check: Takes the strategy, the precision and the accelerator; may raise.
-    """
-    own = _AcceleratorConnector._check_and_init_precision
-
-    @wraps(own)
-    def check_and_init_precision(connector: _AcceleratorConnector) -> Precision:
-        check(connector.strategy, connector._precision_flag, connector.accelerator)
-        return own(connector)
-
-    setattr(_AcceleratorConnector, own.__name__, check_and_init_precision)
 
 
 def keep_users_samplers(trainer: pl.Trainer) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import subprocess
+import sys
 
-import lightning as L
 import pytest
 import torch
 
@@ -50,17 +50,17 @@ def test_a_failure_becomes_the_same_error_elsewhere() -> None:
     assert "Traceback ..." in str(error.__cause__)
 
 
-def test_a_trainer_for_the_cpu_is_asked_for_no_fp16() -> None:
-    kinds = (lightning_dist.DDPStrategy, lightning_dist.FSDPStrategy)
-    for strategy in ("pipeline", *(kind() for kind in kinds)):
-        with pytest.raises(ValueError, match=r"'16-mixed' on a CPU: .*'bf16-mixed'.*\('fp16'\)"):
-            L.Trainer(accelerator="cpu", devices=2, strategy=strategy, precision="16-mixed")
-        options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False}
-        if isinstance(strategy, str):
-            assert L.Trainer(**options, strategy=strategy, precision="bf16-mixed")
-    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):  # not ours
-        trainer = L.Trainer(accelerator="cpu", devices=1, precision="16-mixed", logger=False)
-    assert trainer.precision == "bf16-mixed"
+def test_importing_the_package_changes_no_trainer() -> None:
+    code = """
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.connectors import accelerator_connector as theirs
+
+classes = (pl.Trainer, pl.LightningModule, theirs._AcceleratorConnector)
+before = [dict(vars(one)) for one in classes]
+import lightning_dist
+assert [dict(vars(one)) for one in classes] == before
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
 
 
 def test_tensor_parallel_ranks_have_one_scale() -> None:
