@@ -47,7 +47,7 @@ integration: install
 	$(BIN)/python -m pytest tests/integration tests/differential --durations=40
 
 all-pairs: install  ## Let each layout resume each other's checkpoint, where the tests have some pairs
-	$(BIN)/python -m pytest tests/integration/conformance/test_checkpoints.py --all-pairs
+	$(BIN)/python -m pytest tests/integration/conformance/states/test_checkpoints.py --all-pairs
 
 all-modules: install  ## Train each ordinary module under each strategy, where the tests have some
 	$(BIN)/python -m pytest tests/integration/first_hour --all-modules

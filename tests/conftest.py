@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.helpers.forked_runs import WarmPython
-from tests.helpers.workers import NAMED_WARNINGS, WorkerPool
+from tests.helpers.processes.forked_runs import WarmPython
+from tests.helpers.processes.workers import NAMED_WARNINGS, WorkerPool
 
 # How long an example takes is the machine's business.
 settings.register_profile("patient", deadline=None)

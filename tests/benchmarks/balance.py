@@ -32,7 +32,7 @@ from lightning_dist.engine.planning.balance import Balance
 from lightning_dist.engine.planning.layer_costs import StepCosts
 from tests.benchmarks.pipeline import Sleep
 from tests.benchmarks.quiet import quieten
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 WARMUP, EVERY, TIMED = 3, 12, 6
 BATCHES = WARMUP + 4 * EVERY

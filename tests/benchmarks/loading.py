@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import PipelineStrategy
 from tests.benchmarks.quiet import quieten
-from tests.helpers.models import make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 BATCH = 32
 SLEEP_SECONDS = 0.05

@@ -38,7 +38,7 @@ from lightning_dist.engine.sharding.recompute import checkpoint_activations
 from recipes.gpt import Block, build_gpt
 from tests.benchmarks.contestants import PlainGPT, batches, loss_of
 from tests.benchmarks.quiet import quieten
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 WIDTH, DEPTH, HEADS = 384, 8, 4
 ROWS, STEPS = 2, 4

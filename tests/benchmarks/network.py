@@ -24,7 +24,7 @@ from rich.table import Table
 
 from tests.benchmarks.data_parallel import LIGHTNINGS_DDP
 from tests.benchmarks.pipeline import CONTESTANTS, on_rank
-from tests.helpers.workers import free_port
+from tests.helpers.processes.workers import free_port
 
 NAMES = (
     LIGHTNINGS_DDP,

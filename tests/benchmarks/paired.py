@@ -44,7 +44,7 @@ from tests.benchmarks import data_parallel as d
 from tests.benchmarks import tensor_parallel as t
 from tests.benchmarks import two_axes as a
 from tests.benchmarks.quiet import quieten
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 TURN = 4
 """Batches; a multiple of those accumulated."""

@@ -31,7 +31,7 @@ from tests.benchmarks import data_parallel as d
 from tests.benchmarks import tensor_parallel as t
 from tests.benchmarks import two_axes as a
 from tests.benchmarks.quiet import quieten
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 ONE_PROCESS, IDEAL, BASELINE = "one process", "ideal: two that never speak", "torch 1F1B, m=4"
 

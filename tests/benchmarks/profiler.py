@@ -44,7 +44,7 @@ from lightning_dist.strategies.base.lightning_internals import (
     set_profiler,
 )
 from tests.benchmarks.contestants import CUT, DEPTH, HEADS, WIDTH, PlainGPT, batches
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 NEVER, BATCH, ACTIVE, CALLS = 10**6, 4, 10, 40_000
 WITHOUT, IDLE, TIMING = "without it", "nothing to do", "timing"

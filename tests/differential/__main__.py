@@ -8,7 +8,7 @@ import time
 from tests.differential.fuzz import Fuzzer
 from tests.differential.script import script_of
 from tests.differential.strategies import STRATEGIES
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 
 def _arguments() -> argparse.Namespace:

@@ -16,7 +16,7 @@ from hypothesis.errors import HypothesisException
 from tests.differential.case import Case
 from tests.differential.check import RefusedError, find_differences
 from tests.differential.draw import cases
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 CASES_PER_ROUND = 20
 

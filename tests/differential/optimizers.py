@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.differential.case import Case
-from tests.helpers.schedule_free import ScheduleFree
+from tests.helpers.networks.schedule_free import ScheduleFree
 
 Parameters = list[nn.Parameter]
 

@@ -14,7 +14,7 @@ from tests.differential.fixed import FIXED, NOT_YET, Fixed
 from tests.differential.observe import files_in
 from tests.differential.run import run_rank, run_reference
 from tests.differential.script import script_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 
 def _parameters() -> list[object]:

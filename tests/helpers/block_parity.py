@@ -15,7 +15,7 @@ from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split
-from tests.helpers.threads import connect_turns
+from tests.helpers.processes.threads import connect_turns
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dist.engine.tensors.dtensor import whole
 from recipes.gpt import GPT
-from tests.helpers.models import make_trainer
+from tests.helpers.networks.models import make_trainer
 
 DEPTH = 2
 BATCH_SIZE = 4

@@ -4,9 +4,9 @@ from multiprocessing import forkserver
 
 import pytest
 
-import tests.helpers.workers  # noqa: F401  (says what the server of forks imports)
-from tests.helpers.chosen import chosen
+import tests.helpers.processes.workers  # noqa: F401  (says what the server of forks imports)
 from tests.helpers.lesson_runs import LessonRuns
+from tests.helpers.networks.chosen import chosen
 
 LESSONS = pytest.StashKey[LessonRuns]()
 

@@ -26,9 +26,9 @@ from lightning_dist.engine.splitting.config import PipelineConfig
 from recipes.docstring_data import DocstringDataModule
 from recipes.docstrings import Docstring, load_docstrings
 from recipes.finetune_bert import BertClassifier
-from tests.helpers.models import make_trainer
-from tests.helpers.tiny_bert import save_tiny_bert
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_trainer
+from tests.helpers.networks.tiny_bert import save_tiny_bert
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.test_recipes import run_in_pool
 
 BLOCKS = "model.encoder.encoder.layer"

@@ -27,8 +27,8 @@ from recipes.resnet import ResNet
 from recipes.staleness.results import Results
 from recipes.staleness.training import Look, Sizes
 from recipes.staleness.trial import SYNC, TWO_VERSIONS, Trial
-from tests.helpers.models import make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 CONFIGS = sorted(Path("recipes/configs").glob("gpt_*.yaml"))
 DIGITS = Path("recipes/configs/digits_ddp.yaml")

@@ -22,7 +22,7 @@ from tests.helpers.half_reference import (
     make_half,
     one_thread,
 )
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_loader,
     make_module,

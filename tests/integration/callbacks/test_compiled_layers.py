@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dist import DDPStrategy, PipelineStrategy
 from lightning_dist.callbacks import StageBalancer, StepProfiler
-from tests.helpers.models import Classifier, make_data, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_data, make_module, make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
 
 NUM_LAYERS, WIDTH, BATCH, NUM_MICROBATCHES, NUM_BATCHES = 4, 12, 8, 4, 10
 CALLS = {"1f1b": NUM_LAYERS // 2 * NUM_MICROBATCHES, "ddp": NUM_LAYERS}

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
 from lightning_dist.checkpoint import load_full
 from tests.helpers.half_reference import Scale, finite, half_weights, keep_norms, one_thread
-from tests.helpers.models import make_module, make_optimizer
+from tests.helpers.networks.models import make_module, make_optimizer
 from tests.helpers.oracle import train_late, train_sequentially
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.callbacks.half_common import (
     Asked,
     Halved,

@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import StageBalancer, StepProfiler
-from tests.helpers.models import make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_loader, make_module, make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 QUIET = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
 

@@ -26,7 +26,7 @@ from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.checkpoint import load_full
 from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.half_reference import half_weights, keep_norms, make_half, one_thread
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     ConvLayer,
     make_loader,
     make_module,
@@ -34,7 +34,7 @@ from tests.helpers.models import (
     make_trainer,
 )
 from tests.helpers.oracle import train_sequentially
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.callbacks.half_common import (
     Asked,
     Halved,

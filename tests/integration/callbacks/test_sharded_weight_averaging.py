@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_dist import DDPStrategy
 from lightning_dist.callbacks import ShardedWeightAveraging
 from lightning_dist.checkpoint import load_full
-from tests.helpers.models import make_module, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_module, state_of
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import (
     STEPS_OF_AN_EPOCH,
     TOLERANCE,

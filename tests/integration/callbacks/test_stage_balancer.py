@@ -24,8 +24,8 @@ from lightning_dist.engine.planning.balance import Balance
 from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
-from tests.helpers.models import Classifier, make_data, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_data, make_module, make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 SLEEPS_MS = (12.0, 1.0, 1.0, 1.0)
 

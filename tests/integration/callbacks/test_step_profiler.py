@@ -22,8 +22,8 @@ from lightning_dist.engine.planning.traffic import MessageKind
 from lightning_dist.engine.profiling.account import Use
 from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.strategies.base.lightning_internals import profiler_of, set_profiler
-from tests.helpers.models import Classifier, make_data, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_data, make_module, make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
 
 SLEEP_SECONDS, LOAD_SECONDS, WIDTH, BATCH = 0.004, 0.006, 12, 8
 NUM_LAYERS, ACTIVE = 4, 3

@@ -8,7 +8,7 @@ import lightning as L
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.helpers.models import Classifier, make_data, make_trainer
+from tests.helpers.networks.models import Classifier, make_data, make_trainer
 from tests.integration.conformance.strategies import EIGHT, ENTRIES, Entry
 
 TOLERANCE = 1e-10

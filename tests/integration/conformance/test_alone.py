@@ -10,8 +10,14 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, TensorParallelStrategy
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
+from tests.helpers.processes.workers import WorkerPool
 
 STRATEGIES: list[type[Strategy]] = [
     DDPStrategy,

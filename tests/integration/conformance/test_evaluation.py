@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.models import make_module
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_module
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import (
     EVALUATION_SAMPLES,
     TOLERANCE,

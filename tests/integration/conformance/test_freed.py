@@ -7,8 +7,8 @@ from weakref import ref
 
 import pytest
 
-from tests.helpers.models import make_module
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_module
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import Synced, loaders_of, trainer_of
 from tests.integration.conformance.strategies import ENTRIES, TYPICAL
 

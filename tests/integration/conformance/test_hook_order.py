@@ -11,8 +11,8 @@ import lightning as L
 import pytest
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
-from tests.helpers.models import make_module
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_module
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import Synced, share, trainer_of
 from tests.integration.conformance.strategies import ENTRIES, TYPICAL
 

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 
 from lightning_dist import PipelineStrategy
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     ConvLayer,
     make_module,
@@ -27,7 +27,7 @@ from tests.helpers.models import (
     make_trainer,
     state_of,
 )
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import Synced, assert_close, loaders_of, trainer_of
 from tests.integration.conformance.strategies import ENTRIES, Entry
 

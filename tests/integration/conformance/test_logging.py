@@ -13,8 +13,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.helpers.models import Classifier, make_module
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_module
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import DEPTH, TOLERANCE, loaders_of, trainer_of
 from tests.integration.conformance.strategies import ENTRIES, TYPICAL
 

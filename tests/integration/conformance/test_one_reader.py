@@ -22,8 +22,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_dist import MeshStrategy, PipelineStrategy, TensorParallelStrategy
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
-from tests.helpers.models import make_data, make_loader, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import (
+    make_data,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import Synced, assert_close, joined
 from tests.integration.conformance.strategies import HALVES, PLAN
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.models import make_module, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_module, state_of
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import (
     Synced,
     assert_close,

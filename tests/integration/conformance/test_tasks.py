@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from tests.helpers.models import make_module, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_module, state_of
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import (
     TOLERANCE,
     Synced,

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_dist.engine.tensors.dtensor import whole
-from tests.helpers.models import make_module, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_module, state_of
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import (
     TOLERANCE,
     Synced,

@@ -24,8 +24,8 @@ from lightning_dist import (
     PipelineStrategy,
     TensorParallelStrategy,
 )
-from tests.helpers.models import Classifier, make_data, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_data, make_module, make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
 
 NUM_SAMPLES = 32
 NUM_TRAINING = 7

@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_dist import DDPStrategy
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_loader,
     make_module,
     make_trainer,
     state_of,
 )
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 
 class Idle(Classifier):

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
 from lightning_dist import DDPStrategy
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_loader,
     make_module,
@@ -19,7 +19,7 @@ from tests.helpers.models import (
     share_of,
     state_of,
 )
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 
 class Finetuned(Classifier):

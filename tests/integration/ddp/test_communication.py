@@ -14,8 +14,8 @@ from lightning_dist import DDPStrategy
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.timeline import SpanKind, Timeline
 from lightning_dist.plotting import plot_timeline
-from tests.helpers.models import make_loader, make_module, make_trainer, share_of, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_loader, make_module, make_trainer, share_of, state_of
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.ddp.test_missing_gradients import FIRST_ONLY, Choosing
 
 NUM_SAMPLES = 48

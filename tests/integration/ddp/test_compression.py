@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist import DDPStrategy
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.data_parallel import compression as compression_module
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     make_loader,
     make_module,
     make_optimizer,
@@ -25,7 +25,7 @@ from tests.helpers.models import (
     share_of,
     state_of,
 )
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 NUM_SAMPLES = 48
 POWERSGD = {"powersgd_rank": 1, "powersgd_start_step": 2}

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist import DDPStrategy, FSDPStrategy
 from lightning_dist.strategies.base.loaders import lengths
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_data,
     make_loader,
@@ -20,7 +20,7 @@ from tests.helpers.models import (
     make_trainer,
     state_of,
 )
-from tests.helpers.workers import CaseFailedError, WorkerPool
+from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 
 
 class Ending(IterableDataset[Any]):

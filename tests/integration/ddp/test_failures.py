@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 
 from lightning_dist import DDPStrategy
-from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, END_SECONDS, WarmPython, errors_in
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.processes.forked_runs import (
+    END_AFTER_KILL_SECONDS,
+    END_SECONDS,
+    WarmPython,
+    errors_in,
+)
+from tests.helpers.processes.workers import WorkerPool
 
 
 def test_a_users_exception_ends_all_ranks_and_is_shown_first(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dist import DDPStrategy
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_data,
     make_loader,
@@ -21,7 +21,7 @@ from tests.helpers.models import (
     make_trainer,
     state_of,
 )
-from tests.helpers.workers import CaseFailedError, WorkerPool
+from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 
 NUM_SAMPLES = 48
 

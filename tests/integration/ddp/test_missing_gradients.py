@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_dist import DDPStrategy, FSDPStrategy
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_layers,
     make_loader,
@@ -22,7 +22,7 @@ from tests.helpers.models import (
     make_trainer,
     state_of,
 )
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 NONE = -1
 Plan = tuple[tuple[int, ...], tuple[int, ...]]

@@ -15,8 +15,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import DDPStrategy
-from tests.helpers.models import Classifier, make_data, make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import (
+    Classifier,
+    make_data,
+    make_loader,
+    make_module,
+    make_trainer,
+)
+from tests.helpers.processes.workers import WorkerPool
 
 NUM_SAMPLES = 24
 

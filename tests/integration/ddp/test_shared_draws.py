@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, random_split
 
 from lightning_dist import DDPStrategy, FSDPStrategy
-from tests.helpers.models import make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_loader, make_module, make_trainer
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.ddp.test_random_numbers import NUM_SAMPLES, Augmented, Drawing
 
 STRATEGIES = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import DDPStrategy
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_loader,
     make_module,
@@ -20,7 +20,7 @@ from tests.helpers.models import (
     make_trainer,
     share_of,
 )
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 # Rows of each rank in each batch: uneven in the last one, where a rank has a single row.
 ROWS = ((3, 3), (2, 4), (5, 1))

@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 
 from lightning_dist import DDPStrategy
 from lightning_dist.strategies.base.loaders.uneven import UnevenInputs
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_data,
     make_loader,
@@ -28,7 +28,7 @@ from tests.helpers.models import (
     make_trainer,
     state_of,
 )
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 EPOCHS = 2
 LENGTHS = (3, 6, 5)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers.attentions import WIDTH
-from tests.helpers.attentions import NanoGPT as Attention
+from tests.helpers.networks.attentions import WIDTH
+from tests.helpers.networks.attentions import NanoGPT as Attention
 
 
 class CNN(nn.Module):

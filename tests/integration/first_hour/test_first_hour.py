@@ -13,7 +13,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.first_hour.common import STRATEGIES, TOLERANCE, Seen, compare, train
 from tests.integration.first_hour.modules import MODULES
 from tests.integration.first_hour.table import outcome, read_table

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_dist import FSDPStrategy
 from lightning_dist.wrap import AnyOf, ByClass, ByName, EachBlock
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_layers,
     make_loader,
@@ -22,7 +22,7 @@ from tests.helpers.models import (
     make_trainer,
     state_of,
 )
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 
 class Idle(Classifier):

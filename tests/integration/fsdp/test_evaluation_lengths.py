@@ -9,8 +9,14 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist import FSDPStrategy
-from tests.helpers.models import Classifier, make_data, make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import (
+    Classifier,
+    make_data,
+    make_loader,
+    make_module,
+    make_trainer,
+)
+from tests.helpers.processes.workers import WorkerPool
 
 
 class ManyLoaders(Classifier):

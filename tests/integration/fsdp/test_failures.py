@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from lightning_dist.checkpoint import load_full
-from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, WarmPython
+from tests.helpers.processes.forked_runs import END_AFTER_KILL_SECONDS, WarmPython
 
 
 def test_a_killed_rank_ends_the_other_and_leaves_the_checkpoint_before(

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist import FSDPStrategy
-from tests.helpers.models import Classifier, ConvLayer, make_layers, make_loader, make_trainer
-from tests.helpers.models import state_of as parameters_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import (
+    Classifier,
+    ConvLayer,
+    make_layers,
+    make_loader,
+    make_trainer,
+)
+from tests.helpers.networks.models import state_of as parameters_of
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import assert_close
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_dist import FSDPStrategy, MeshStrategy
 from lightning_dist.wrap import ByClass
-from tests.helpers.models import ConvLayer, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import ConvLayer, make_module, make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import Synced, assert_close, joined, loaders_of
 from tests.integration.conformance.strategies import ENTRIES
 

@@ -14,8 +14,14 @@ from torch import Tensor, nn
 
 from lightning_dist import FSDPStrategy
 from lightning_dist.engine.tensors.dtensor import is_spread
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, share_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_trainer,
+    share_of,
+)
+from tests.helpers.processes.workers import WorkerPool
 
 
 def fit(module: Any, ckpt_path: str | None = None, **options: Any) -> Any:

@@ -11,8 +11,14 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lightning_dist import FSDPStrategy, MeshStrategy
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, state_of
-from tests.helpers.workers import CaseFailedError, WorkerPool
+from tests.helpers.networks.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
+from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "fsdp": FSDPStrategy,

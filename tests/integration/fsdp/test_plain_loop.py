@@ -15,8 +15,8 @@ from lightning_dist.engine.common.device_mesh import build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize import Parallelism, ShardConfig, parallelize
 from lightning_dist.wrap import ByClass
-from tests.helpers.models import make_data, make_layers, make_optimizer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_data, make_layers, make_optimizer
+from tests.helpers.processes.workers import WorkerPool
 
 
 def batches() -> DataLoader[Any]:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from lightning_dist import FSDPStrategy
 from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.wrap import AnyOf, ByClass, EachBlock, With
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_loader,
     make_module,
@@ -26,7 +26,7 @@ from tests.helpers.models import (
     share_of,
     state_of,
 )
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 NUM_SAMPLES = 40
 KEEP_NORMS = AnyOf([With(ByClass(["LayerNorm"]), keep_fp32=True), EachBlock()])

@@ -15,8 +15,14 @@ from torch import Tensor
 from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, PipelineStrategy
 from lightning_dist.engine.comms.failures.peer_failure import RankFailedError
 from lightning_dist.wrap import ByClass
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import Synced, joined, loaders_of, trainer_of
 from tests.integration.conformance.strategies import ENTRIES
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_dist import FSDPStrategy
 from lightning_dist.engine.tensors.dtensor import is_spread, local_part
 from lightning_dist.wrap import AnyOf, ByClass, ByName, BySize
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     ConvLayer,
     make_loader,
@@ -26,7 +26,7 @@ from tests.helpers.models import (
     share_of,
     state_of,
 )
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import assert_close
 
 NUM_SAMPLES = 44

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_dist import FSDPStrategy
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 
 class OtherOrder(Classifier):

@@ -16,8 +16,8 @@ from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.wrap import ByName
 from recipes.gpt import GPT
 from tests.helpers.gpt_parity import data, make_gpt
-from tests.helpers.models import make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 
 def tied() -> GPT:

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_dist import MeshStrategy
 from lightning_dist.checkpoint import load_full
 from lightning_dist.engine.splitting.config import PipelineConfig
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 
 class Counting(Classifier):

@@ -18,7 +18,7 @@ from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.integration.conformance.strategies import ENTRIES
 from tests.integration.mesh.cases import CASES
-from tests.integration.pipeline import test_one_batch_late, test_oracle, test_parity
+from tests.integration.pipeline.parity import test_one_batch_late, test_oracle, test_parity
 from tests.integration.tensor import test_strategy
 
 README = Path(__file__).parents[3] / "README.md"

@@ -14,8 +14,8 @@ from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensors.dtensor import whole
 from tests.helpers.gpt_parity import data, make_gpt
-from tests.helpers.models import make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 PROBABILITY = 0.3
 

@@ -25,8 +25,8 @@ from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensors.tree import flatten
 from recipes.gpt import GPT, build_gpt
 from tests.helpers.gpt_parity import BATCH_SIZE, data, make_gpt
-from tests.helpers.models import make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 Counts = dict[tuple[str, tuple[str, ...]], tuple[int, int]]
 """Messages and their bytes, by kind and axes."""

@@ -12,9 +12,14 @@ import pytest
 from lightning_dist import MeshStrategy
 from lightning_dist.engine.comms.failures.peer_failure import RankFailedError
 from lightning_dist.engine.splitting.config import PipelineConfig
-from tests.helpers.forked_runs import END_AFTER_KILL_SECONDS, END_SECONDS, WarmPython, errors_in
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.processes.forked_runs import (
+    END_AFTER_KILL_SECONDS,
+    END_SECONDS,
+    WarmPython,
+    errors_in,
+)
+from tests.helpers.processes.workers import WorkerPool
 
 MESH = ("--schedule", "mesh")
 

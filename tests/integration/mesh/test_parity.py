@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from tests.helpers.gpt_parity import BATCH_SIZE, Fitted, check_equal, fit
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.mesh.cases import CASES, TENSOR_DIALS, name_of
 
 

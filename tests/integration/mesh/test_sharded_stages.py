@@ -18,8 +18,8 @@ from lightning_dist import FSDPStrategy, MeshStrategy
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.wrap import ByName
-from tests.helpers.models import Classifier, make_data, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_data, make_module, make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import assert_close, joined
 
 GLOBAL_BATCH, NUM_SAMPLES = 8, 36  # five batches, the last of them half as large

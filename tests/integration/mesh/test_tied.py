@@ -16,9 +16,9 @@ from lightning_dist import MeshStrategy
 from lightning_dist.checkpoint import load_full
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
-from tests.helpers.models import make_trainer, state_of
-from tests.helpers.workers import WorkerPool
-from tests.integration.pipeline.test_tied import (
+from tests.helpers.networks.models import make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
+from tests.integration.pipeline.parity.test_tied import (
     OPTIONS,
     TiedText,
     assert_equal_to,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dist import PipelineStrategy
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_data,
     make_loader,

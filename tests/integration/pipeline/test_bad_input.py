@@ -22,8 +22,14 @@ from torch import Tensor, nn
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.strategies.pipelining import session
-from tests.helpers.models import Classifier, ConvLayer, make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import (
+    Classifier,
+    ConvLayer,
+    make_loader,
+    make_module,
+    make_trainer,
+)
+from tests.helpers.processes.workers import WorkerPool
 
 
 class Outside(Classifier):

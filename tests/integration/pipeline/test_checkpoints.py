@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_dist import PipelineStrategy
 from lightning_dist.__main__ import main
 from lightning_dist.checkpoint import is_sharded, load_full
-from tests.helpers.models import make_loader, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
 
 
 def train(

@@ -22,14 +22,14 @@ from lightning_dist import PipelineStrategy
 from lightning_dist.engine.pipeline.stage import Stage
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, find_schedules
 from lightning_dist.engine.schedules.schedule import UpdateRule
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_loader,
     make_module,
     make_trainer,
     state_of,
 )
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 
 def strategy_or_auto(strategy: dict[str, Any] | None) -> Any:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lightning_dist.checkpoint import load_full
-from tests.helpers.chosen import chosen
-from tests.helpers.forked_runs import (
+from tests.helpers.networks.chosen import chosen
+from tests.helpers.processes.forked_runs import (
     END_AFTER_KILL_SECONDS,
     END_SECONDS,
     STARTUP_SECONDS,

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dist import PipelineStrategy
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 
 @pytest.fixture(autouse=True)

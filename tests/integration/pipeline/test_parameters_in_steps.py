@@ -14,8 +14,14 @@ from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.engine.planning.partition import uniform_partition
 from tests.differential.oracle_strategy import CatchUp, OracleStrategy
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.pipeline.common import EPOCHS, SIZES, Fitted, largest_difference, trainer_of
 
 NUM_BATCHES = EPOCHS * len(SIZES)

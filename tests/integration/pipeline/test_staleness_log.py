@@ -11,8 +11,8 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_dist import PipelineStrategy
-from tests.helpers.models import make_loader, make_module
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_loader, make_module
+from tests.helpers.processes.workers import WorkerPool
 from tests.integration.pipeline.common import EPOCHS, SIZES, trainer_of
 
 NUM_BATCHES = len(SIZES)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dist import PipelineStrategy
-from tests.helpers.models import (
+from tests.helpers.networks.models import (
     Classifier,
     make_loader,
     make_module,
@@ -18,7 +18,7 @@ from tests.helpers.models import (
     make_trainer,
 )
 from tests.helpers.oracle import train_sequentially
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 AT_BATCH = 2
 

@@ -19,7 +19,7 @@ from lightning_dist.engine.comms.receiver import DistributedReceiver
 from lightning_dist.engine.comms.sender import DistributedSender
 from lightning_dist.engine.comms.shared_ring import AcceptedRing, OfferedRing
 from lightning_dist.engine.planning.traffic import MessageCount
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 
 @contextmanager

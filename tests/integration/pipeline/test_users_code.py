@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.checkpoint import load_full
-from tests.helpers.models import Classifier, ConvLayer, make_data, make_loader, make_module
-from tests.helpers.models import make_trainer as plain_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, ConvLayer, make_data, make_loader, make_module
+from tests.helpers.networks.models import make_trainer as plain_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 
 def make_trainer(devices: int, schedule: str = "1f1b", **options: Any) -> L.Trainer:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_dist.engine.profiling.meters.clock_sync import exchange_pings
 from lightning_dist.engine.profiling.record import ClockOffset
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 AHEAD = (100.0, -5.0)
 

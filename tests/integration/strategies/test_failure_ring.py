@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_dist.engine.comms.failures.heartbeat import Rhythm
 from lightning_dist.engine.comms.failures.peer_failure import Failure, FailureRing
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 PATIENCE_SECONDS = 20.0
 QUIET = Rhythm(interval_seconds=60, patience_seconds=1800, limit_seconds=1800)

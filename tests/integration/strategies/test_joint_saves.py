@@ -21,8 +21,14 @@ from torch import Tensor
 
 from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
 from lightning_dist.checkpoint import load_full
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
+from tests.helpers.processes.workers import WorkerPool
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "pipeline": PipelineStrategy,

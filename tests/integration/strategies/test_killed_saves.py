@@ -20,8 +20,8 @@ from lightning_dist import DDPStrategy
 from lightning_dist.checkpoint import load_full, save_full, save_sharded
 from lightning_dist.engine.checkpoint import directory
 from lightning_dist.strategies.base.whole_file_io import WholeFileIO
-from tests.helpers.models import make_loader, make_module, make_trainer
-from tests.helpers.workers import CONTEXT
+from tests.helpers.networks.models import make_loader, make_module, make_trainer
+from tests.helpers.processes.workers import CONTEXT
 
 EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 NAME = "last.ckpt"

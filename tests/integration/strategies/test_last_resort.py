@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.forked_runs import LEAVE, STARTUP_SECONDS, WarmPython
+from tests.helpers.processes.forked_runs import LEAVE, STARTUP_SECONDS, WarmPython
 
 
 @pytest.mark.parametrize(("keeps", "leaves"), [("keeps", True), ("does not", False)])

@@ -10,8 +10,14 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
+from tests.helpers.processes.workers import WorkerPool
 
 STRATEGIES: dict[str, Any] = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "1f1b": PipelineStrategy}
 

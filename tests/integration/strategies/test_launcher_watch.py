@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests.helpers.forked_runs import ORPHAN, STARTUP_SECONDS, ForkedRun, WarmPython
+from tests.helpers.processes.forked_runs import ORPHAN, STARTUP_SECONDS, ForkedRun, WarmPython
 
 PATIENCE_SECONDS = 20.0
 

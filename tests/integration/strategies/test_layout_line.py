@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, TensorParallelStrategy
 from lightning_dist.strategies import data_parallel, ddp, sharded
 from lightning_dist.strategies.base.process_mesh import ProcessMesh
-from tests.helpers.models import make_optimizer, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_optimizer, make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 
 class Block(nn.Module):

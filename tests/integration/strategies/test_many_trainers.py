@@ -18,8 +18,8 @@ from lightning_dist import (
     PipelineStrategy,
     TensorParallelStrategy,
 )
-from tests.helpers.models import make_loader, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
 
 STRATEGIES: dict[str, Any] = {
     "ddp": DDPStrategy,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_dist.engine.comms.batches.mapped_tensors import LARGE_BYTES
 from lightning_dist.engine.comms.batches.replica_channel import Event, Reading, open_channel
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 CPU = torch.device("cpu")
 NUM_BATCHES = 5

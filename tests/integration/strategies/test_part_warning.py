@@ -10,8 +10,8 @@ from pathlib import Path
 from lightning.pytorch.strategies import Strategy
 
 from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy, TensorParallelStrategy
-from tests.helpers.models import Classifier, make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 
 def asked(module: Classifier) -> list[str]:

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from tests.helpers.restarted_fit import train
-from tests.helpers.workers import WorkerPool, free_port
+from tests.helpers.processes.restarted_fit import train
+from tests.helpers.processes.workers import WorkerPool, free_port
 
 PATIENCE_SECONDS = 240.0
 
@@ -84,7 +84,7 @@ def test_restarts_end_with_the_weights_of_an_uninterrupted_run(
 
 def test_torchrun_itself(workers: WorkerPool, tmp_path: Path) -> None:
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    script = ["-m", "tests.helpers.restarted_fit", "ddp", str(tmp_path), "sigkill"]
+    script = ["-m", "tests.helpers.processes.restarted_fit", "ddp", str(tmp_path), "sigkill"]
     environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "LOCAL_RANK")}
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *options, *script],

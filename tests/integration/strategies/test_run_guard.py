@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_dist import DDPStrategy, FSDPStrategy
 from lightning_dist.engine.comms.failures.peer_failure import RankFailedError
-from tests.helpers.models import make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_loader, make_module, make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 
 class OneFails(L.Callback):

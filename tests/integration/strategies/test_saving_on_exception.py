@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, PipelineStrategy
 from lightning_dist.checkpoint import load_full
-from tests.helpers.models import Classifier, make_data, make_module, make_trainer, state_of
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import Classifier, make_data, make_module, make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
 
 STRATEGIES: dict[str, Any] = {
     "ddp": DDPStrategy,

@@ -10,8 +10,8 @@ import pytest
 
 from lightning_dist import FSDPStrategy
 from lightning_dist.wrap import ByClass
-from tests.helpers.models import make_loader, make_module, make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_loader, make_module, make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 
 def shown_by(name: str) -> str:

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
-from tests.helpers.attentions import ATTENTIONS, GPT, LENGTH, VOCABULARY
+from tests.helpers.networks.attentions import ATTENTIONS, GPT, LENGTH, VOCABULARY
+from tests.helpers.processes.workers import WorkerPool
 from tests.helpers.spread_parity import largest_difference
-from tests.helpers.workers import WorkerPool
 
 TOLERANCE = 1e-12
 

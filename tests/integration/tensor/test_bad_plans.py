@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import TensorParallelStrategy
-from tests.helpers.models import make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 WIDTH, HIDDEN, ROWS = 8, 16, 6
 PAIR = {"fc1": "colwise", "fc2": "rowwise"}

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from lightning_dist.engine.tensor_parallel.left_whole import left_whole
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
-from tests.helpers.hugging_face import MODELS, build, loss_of
+from tests.helpers.networks.hugging_face import MODELS, build, loss_of
+from tests.helpers.processes.workers import WorkerPool
 from tests.helpers.spread_parity import largest_difference
-from tests.helpers.workers import WorkerPool
 
 TOLERANCE = 1e-9
 

@@ -19,7 +19,7 @@ from lightning_dist.engine.tensor_parallel.layers import sharded_logits as logit
 from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensors.dtensor import whole
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 ROWS, WIDTH, LENGTH = 12, 6, 5
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, TensorParallelOptions
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
+from tests.helpers.processes.workers import WorkerPool
 from tests.helpers.spread_parity import largest_difference
-from tests.helpers.workers import WorkerPool
 
 WIDTH, ROWS = 8, 10
 TOLERANCE = 1e-12

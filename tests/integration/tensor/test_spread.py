@@ -25,7 +25,7 @@ from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensors.dtensor import local_part, whole
 from lightning_dist.engine.tensors.patch import kept_on_parameters
 from recipes.gpt import Attention, build_gpt
-from tests.helpers.workers import WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 DEPTH = 2
 PLAN = {

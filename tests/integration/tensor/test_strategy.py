@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dist import FSDPStrategy, TensorParallelStrategy
 from tests.helpers.gpt_parity import DEPTH, Fitted, check_equal, data, fit, make_gpt
-from tests.helpers.models import make_trainer
-from tests.helpers.workers import WorkerPool
+from tests.helpers.networks.models import make_trainer
+from tests.helpers.processes.workers import WorkerPool
 
 PLAN = {
     "model.0.token": "vocab",

@@ -12,7 +12,7 @@ import torch
 from recipes import docstring_data
 from recipes.docstring_data import DocstringDataModule, collate
 from recipes.docstrings import AREAS, Docstring, load_docstrings, split_docstrings
-from tests.helpers.tiny_bert import save_tiny_bert
+from tests.helpers.networks.tiny_bert import save_tiny_bert
 
 
 @pytest.fixture(scope="module")

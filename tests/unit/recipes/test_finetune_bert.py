@@ -15,7 +15,7 @@ import recipes.finetune_bert
 from recipes import minilm
 from recipes.finetune_bert import BertClassifier
 from recipes.minilm import load_encoder, load_tokenizer, weights_folder
-from tests.helpers.tiny_bert import save_tiny_bert
+from tests.helpers.networks.tiny_bert import save_tiny_bert
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from lightning_dist import (
 from lightning_dist.__main__ import main
 from lightning_dist.engine.checkpoint.files import is_sharded, load_full
 from lightning_dist.strategies.base import checkpointing
-from tests.helpers.models import Classifier, make_module, make_trainer
+from tests.helpers.networks.models import Classifier, make_module, make_trainer
 
 
 def saved_before_fit(strategy: Strategy, devices: int, path: Path) -> Any:

@@ -16,9 +16,9 @@ from lightning_dist.engine.pipeline.loss import WeighedGradients
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.rounds import Rounds
 from lightning_dist.engine.tensors.tree import flatten
-from tests.helpers.models import make_optimizer
+from tests.helpers.networks.models import make_optimizer
 from tests.helpers.oracle import train_late
-from tests.helpers.threads import run_ranks, shapes_of, train_with
+from tests.helpers.processes.threads import run_ranks, shapes_of, train_with
 
 WIDTH, WORDS = 6, 11
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.models import make_data, make_optimizer
+from tests.helpers.networks.models import make_data, make_optimizer
 from tests.helpers.oracle import train_late
-from tests.helpers.threads import run_ranks, shapes_of, train_with
+from tests.helpers.processes.threads import run_ranks, shapes_of, train_with
 
 PARTITIONS = {
     "gpipe": (2, 3),

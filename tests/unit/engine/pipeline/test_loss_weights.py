@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.loss import Loss, LossWeights, weight_of
-from tests.helpers.models import make_optimizer
+from tests.helpers.networks.models import make_optimizer
 from tests.helpers.oracle import train_late
-from tests.helpers.threads import run_ranks, shapes_of, train_with
+from tests.helpers.processes.threads import run_ranks, shapes_of, train_with
 
 WORDS, IGNORED = 7, -100
 Batch = tuple[Tensor, Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
-from tests.helpers.models import ConvLayer
+from tests.helpers.networks.models import ConvLayer
 
 
 class Shared(nn.Module):

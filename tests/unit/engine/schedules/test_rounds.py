@@ -10,7 +10,7 @@ from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.rounds import Rounds
-from tests.helpers.threads import run_ranks, shapes_of
+from tests.helpers.processes.threads import run_ranks, shapes_of
 
 WEIGHT, SEND = ActionKind.BACKWARD_WEIGHT, ActionKind.SEND_B
 LAYERS = {"1f1b": (1, 1), "zb_h1": (1, 1), "zbv": (1, 1, 1, 1), "pipedream_2bw": (1, 1)}

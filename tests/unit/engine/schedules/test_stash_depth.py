@@ -20,7 +20,7 @@ from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.engine.stashing.policy import Stashed
 from lightning_dist.engine.stashing.prediction import extrapolated
 from lightning_dist.engine.stashing.versions import WeightVersion
-from tests.helpers.threads import run_ranks, shapes_of
+from tests.helpers.processes.threads import run_ranks, shapes_of
 
 WIDTH = 8
 

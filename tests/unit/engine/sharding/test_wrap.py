@@ -30,7 +30,7 @@ from lightning_dist.engine.tensors.module_tree import (
     without_splits,
 )
 from recipes.gpt import GPT
-from tests.helpers.wrap_models import (
+from tests.helpers.networks.wrap_models import (
     Block,
     ConvNet,
     Decoder,
@@ -174,7 +174,7 @@ def test_by_class_takes_subclasses_and_import_paths() -> None:
     model = nn.Sequential(Block(), WideBlock(), nn.Linear(2, 2))
     assert names(ByClass(["Block"]), model) == ["0", "1"]
     assert names(ByClass(["WideBlock"]), model) == ["1"]
-    assert names(ByClass(["tests.helpers.wrap_models.Block"]), model) == ["0", "1"]
+    assert names(ByClass(["tests.helpers.networks.wrap_models.Block"]), model) == ["0", "1"]
     linears = ["0.attention.qkv", "0.attention.out", "0.mlp.0", "0.mlp.2"]
     expected = [*linears, *(name.replace("0.", "1.", 1) for name in linears), "2"]
     assert names(ByClass(["torch.nn.Linear"]), model) == expected

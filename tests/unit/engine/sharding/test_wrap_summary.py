@@ -11,7 +11,7 @@ from lightning_dist.engine.sharding.wrap import AnyOf, ByClass, ByName, EachBloc
 from lightning_dist.engine.sharding.wrap_summary import describe
 from lightning_dist.engine.tensors.module_tree import shardable_modules, without_splits
 from recipes.gpt import GPT
-from tests.helpers.wrap_models import Block, LanguageModel, Pair, shared_modules
+from tests.helpers.networks.wrap_models import Block, LanguageModel, Pair, shared_modules
 
 
 def held(model: nn.Module, units: list[Unit]) -> dict[str, int]:

@@ -15,9 +15,9 @@ from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.engine.stashing.prediction import extrapolated
 from tests.helpers.half_reference import half_weights, one_thread
-from tests.helpers.models import make_optimizer
+from tests.helpers.networks.models import make_optimizer
 from tests.helpers.oracle import train_late, train_sequentially
-from tests.helpers.threads import run_ranks, shapes_of, train_with
+from tests.helpers.processes.threads import run_ranks, shapes_of, train_with
 
 BF16, NUM_STAGES = torch.bfloat16, 3
 BATCHES = [

@@ -23,8 +23,8 @@ from lightning_dist.engine.stashing.policy import Stashed
 from lightning_dist.engine.stashing.versions import WeightVersion, version_bytes
 from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
 from tests.helpers.half_reference import Reference
-from tests.helpers.models import make_optimizer
-from tests.helpers.threads import run_ranks, shapes_of, train_with
+from tests.helpers.networks.models import make_optimizer
+from tests.helpers.processes.threads import run_ranks, shapes_of, train_with
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

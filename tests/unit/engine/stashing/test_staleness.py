@@ -20,7 +20,7 @@ from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.stashing.prediction import extrapolated
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
 from lightning_dist.engine.stashing.versions import WeightVersion
-from tests.helpers.threads import connect_turns
+from tests.helpers.processes.threads import connect_turns
 
 NUM_STAGES = 4
 STRETCHES = (6, 2, 5)

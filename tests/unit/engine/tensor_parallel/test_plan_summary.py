@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from lightning_dist.engine.tensor_parallel.summary import describe_plan
 from recipes.gpt import GPT
-from tests.helpers.attentions import GPT as Written
-from tests.helpers.attentions import WIDTH, Fused, NanoGPT, ViT
+from tests.helpers.networks.attentions import GPT as Written
+from tests.helpers.networks.attentions import WIDTH, Fused, NanoGPT, ViT
 
 TP = 2
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_dist.strategies.base import lightning_internals
-from tests.helpers.models import make_trainer
+from tests.helpers.networks.models import make_trainer
 
 
 class Reversed:

@@ -16,8 +16,8 @@ from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.rebalance.relocation import MoveLinks, Relocation
 from lightning_dist.engine.splitting.cut import ForeignLayer
 from lightning_dist.engine.splitting.layers import LayerSequence
-from tests.helpers.models import make_data, make_layers, make_optimizer
-from tests.helpers.threads import Train, Yielding, run_ranks, shapes_of
+from tests.helpers.networks.models import make_data, make_layers, make_optimizer
+from tests.helpers.processes.threads import Train, Yielding, run_ranks, shapes_of
 
 BATCHES = list(make_data(24).tensors[0].split(8))
 TARGETS = list(make_data(24).tensors[1].split(8))

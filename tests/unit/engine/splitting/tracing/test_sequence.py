@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.cut import cut, layers_of
 from lightning_dist.engine.splitting.tracing.sequence import TracedSequence, sequence_of
-from tests.helpers.traced_models import ResNet, UNet
+from tests.helpers.networks.traced_models import ResNet, UNet
 
 
 class Mixed(nn.Module):

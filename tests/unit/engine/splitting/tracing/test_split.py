@@ -14,7 +14,7 @@ from lightning_dist import MeshStrategy
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.tracing.example import CallExample
 from lightning_dist.engine.splitting.tracing.split import TracedSplit, find_traced_split
-from tests.helpers.traced_models import Pair, Task
+from tests.helpers.networks.traced_models import Pair, Task
 
 
 class Small(L.LightningModule):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from recipes.gpt import build_gpt
-from tests.helpers.attentions import ATTENTIONS
+from tests.helpers.networks.attentions import ATTENTIONS
 
 WIDTH = 12
 MLP = {"mlp.up": "colwise", "mlp.down": "rowwise"}

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.signal_handlers import InterruptHandler, SigtermHandler
-from tests.helpers.models import make_trainer
+from tests.helpers.networks.models import make_trainer
 
 
 def test_the_second_ctrl_c_does_not_wait() -> None:

@@ -1,0 +1,265 @@
+"""A pool of processes that run many distributed cases, for starting one takes seconds.
+
+A case is a module-level function. It runs on the first ``world_size`` workers at once, each in the
+environment that a launcher would give it, and returns something picklable. A case that fails or
+hangs costs the pool its processes; the next case gets new ones. A worker whose case has failed ends
+at once, as a rank's process does: others may wait for its connections to close. The next case also
+gets new ones after many runs that have failed on purpose: the threads of their process groups stay,
+and hundreds of them slow a process.
+
+Workers tidy up when they have answered, for what a case has returned is looked at meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from torch.distributed import TCPStore
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.helpers.processes.preload"])
+
+MOST_THREADS = 100
+PARTING_SECONDS = 0.5
+TIDY_SECONDS = 60.0
+
+
+class CaseFailedError(AssertionError):
+    """A case raised on some rank."""
+
+
+def free_port() -> int:
+    """Asks the operating system for a port."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@dataclass
+class Worker:
+    """A process that runs cases.
+
+    Attributes:
+        process: It.
+        connection: To it.
+        tidies: Whether it will say how many threads a case has left it.
+    """
+
+    process: ForkServerProcess
+    connection: Connection
+    tidies: bool = False
+
+    @classmethod
+    def start(cls) -> Worker:
+        """Starts one."""
+        near, far = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_work, args=(far,))
+        process.start()
+        far.close()
+        return cls(process, near)
+
+    def answer(self, deadline: float) -> tuple[bool, Any]:
+        """Waits for what a case returns, or for what it raises."""
+        try:
+            if not self.connection.poll(max(0.0, deadline - time.monotonic())):
+                return False, "timed out"
+            self.tidies, result = self.connection.recv()
+            return self.tidies, result
+        except (EOFError, ConnectionResetError):
+            return False, "the process died"
+
+    def is_crowded(self) -> bool:
+        """Waits until it has tidied up, and tells whether a case has left it many threads.
+
+        Raises:
+            CaseFailedError: It did not come through that.
+        """
+        if not self.tidies:
+            return False
+        self.tidies = False
+        with suppress(EOFError, ConnectionResetError):
+            if self.connection.poll(TIDY_SECONDS):
+                return bool(self.connection.recv() > MOST_THREADS)
+        raise CaseFailedError("a worker died or hung when it tidied up behind the case before")
+
+    def kill(self) -> None:
+        """Ends it."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class WorkerPool:
+    """Runs cases on processes that live longer than a case."""
+
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
+        atexit.register(self.close)  # daemons would need none, but may not have DataLoader workers
+
+    def run(
+        self, world_size: int, case: Callable[..., Any], *args: Any, timeout: float = 60.0
+    ) -> list[Any]:
+        """Runs a case on each rank and gives what each returned."""
+        try:
+            self._prepare(world_size)
+        except CaseFailedError:
+            self._kill()
+            raise
+        # Here, so that no rank finds it missing and looks again a second later.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(world_size):
+            self._workers[rank].connection.send((case, args, rank, world_size, store.port))
+        deadline = time.monotonic() + timeout
+        answers = []
+        for rank in range(world_size):
+            answers.append(self._workers[rank].answer(deadline))
+            if not answers[-1][0]:  # the others may wait for this one
+                deadline = min(deadline, time.monotonic() + 8.0)
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            self._kill()
+            raise CaseFailedError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        """Ends all workers, which may give back what they have registered."""
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            worker.process.join(PARTING_SECONDS)
+        self._kill()
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()  # all of them at once
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+
+    def _prepare(self, world_size: int) -> None:
+        for index, worker in enumerate(self._workers[:world_size]):
+            if worker.is_crowded():
+                worker.kill()
+                self._workers[index] = Worker.start()
+        while len(self._workers) < world_size:
+            self._workers.append(Worker.start())
+
+
+def _work(connection: Connection) -> None:
+    import torch
+    from tqdm import tqdm
+
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
+    # Its own is a semaphore of processes, which one that is killed leaves behind.
+    tqdm.set_lock(threading.RLock())
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    for category, message in NAMED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+    with suppress(EOFError, ConnectionError):  # when the tests are over
+        while True:
+            _run_next(connection)
+
+
+def _run_next(connection: Connection) -> None:
+    case, args, rank, world_size, port = connection.recv()
+    groups: list[Any] = []
+    try:
+        connection.send((True, _run_case(groups, case, args, rank, world_size, port)))
+    except BaseException:
+        connection.send((False, traceback.format_exc()))
+        os._exit(1)
+    gc.collect()  # trainers hold themselves, and so their groups with threads of their own
+    gc.freeze()  # what is left was imported or is cached: none of it need be looked at again
+    _release(groups)
+    connection.send(len(os.listdir("/proc/self/task")))
+
+
+def _end_with_the_tests() -> None:
+    """Ends a worker that may be in the middle of a collective when the tests are killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run_case(
+    groups: list[Any],
+    case: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    port: int,
+) -> Any:
+    """Runs a case, and adds to the groups those that it has left."""
+    import torch.distributed as dist
+
+    before = dict(os.environ)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        WORLD_SIZE=str(world_size),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+    )
+    try:
+        return case(*args)
+    finally:
+        if dist.is_initialized():
+            groups += list(dist.distributed_c10d._world.pg_map)
+            dist.destroy_process_group()
+            _forget_meshes()
+        os.environ.clear()  # a seed that a case has set, for one, is not for the next
+        os.environ.update(before)
+
+
+def _release(groups: list[Any]) -> None:
+    """Lets go of process groups at once: gloo's threads look every 10 ms whether they may end."""
+    threads = [
+        threading.Thread(target=list.pop, args=([groups.pop()],)) for _ in range(len(groups))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _forget_meshes() -> None:
+    """Clears what torch keeps by mesh: the next case's may be equal, but its groups are others."""
+    redistribution = sys.modules.get("torch.distributed.tensor._redistribute")
+    if redistribution is None:
+        return
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+    redistribution._planner_cache.clear()
+    redistribution._gen_transform_infos.cache_clear()
+    costs = sys.modules["torch.distributed.tensor._collective_utils"]
+    costs.MeshTopoInfo.build_from_mesh.cache_clear()
+
+
+# What Lightning and torch themselves warn about; anything else is an error in the workers too.
+NAMED_WARNINGS: list[tuple[type[Warning], str]] = [
+    (FutureWarning, r".*LeafSpec.*"),
+    (UserWarning, r".*does not have many workers.*"),
+    (UserWarning, r".*The number of training batches .* is smaller than the logging interval.*"),
+    (UserWarning, r".*It is recommended to use `self.log.*sync_dist=True.*"),
+    (UserWarning, r".*Checkpoint directory .* exists and is not empty.*"),
+]

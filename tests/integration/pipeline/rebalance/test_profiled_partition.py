@@ -1,0 +1,77 @@
+"""A cut that is measured before the first step, and leaves no other trace."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from lightning_dist import PipelineStrategy
+from tests.helpers.networks.models import (
+    make_loader,
+    make_module,
+    make_trainer,
+)
+from tests.helpers.processes.workers import WorkerPool
+from tests.integration.pipeline.rebalance.moving_common import (
+    BY_PARAMETERS,
+    Mixed,
+    SlowLayer,
+    assert_same,
+    fit,
+)
+
+
+def profile_and_repeat(strategy: dict[str, Any], half: dict[str, Any] | None) -> Any:
+    options: dict[str, Any] = {"trainer": {"devices": 2}, "half": half}
+    module = {"first": SlowLayer}
+    profiled = fit(strategy, "profile", 1, module, **options)
+    by_hand = fit(strategy, list(profiled["cut"]), 1, module, **options)
+    return profiled, by_hand
+
+
+@pytest.mark.parametrize(
+    ("strategy", "half"),
+    [
+        ({"schedule": "1f1b", "num_microbatches": 2}, None),
+        ({"schedule": "pipedream"}, None),
+        ({"schedule": "pipedream"}, {}),
+    ],
+    ids=["1f1b", "pipedream", "masters"],
+)
+def test_profiles_before_the_first_step_and_leaves_no_trace(
+    workers: WorkerPool, strategy: dict[str, Any], half: dict[str, Any] | None
+) -> None:
+    for profiled, by_hand in workers.run(2, profile_and_repeat, strategy, half):
+        assert profiled["cut"] == (1, 5) != BY_PARAMETERS
+        assert_same(profiled, by_hand)
+        for key in ("losses", "draws", "metric", "updates", "spans"):
+            assert profiled[key] == by_hand[key], key
+
+
+def evaluate_only(strategy: PipelineStrategy) -> tuple[int, ...]:
+    trainer = make_trainer(devices=2, strategy=strategy)
+    trainer.validate(make_module(Mixed), make_loader(8), verbose=False)
+    return strategy._split.layers_per_stage
+
+
+def evaluate_twice() -> Any:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        cuts = [evaluate_only(PipelineStrategy(partition=how)) for how in ("profile", "parameters")]
+    finally:
+        logger.removeHandler(handler)
+    return cuts, [text for text in said if "partition='profile'" in text]
+
+
+def test_what_does_not_train_is_cut_by_parameters_and_says_so(workers: WorkerPool) -> None:
+    (cuts, said), (other_cuts, other_said) = workers.run(2, evaluate_twice)
+    assert cuts == other_cuts == [BY_PARAMETERS, BY_PARAMETERS]
+    assert len(said) == 1
+    assert "cut by parameters" in said[0]
+    assert other_said == []
