@@ -102,7 +102,7 @@ def as_of_a_pipeline(calls: list[str]) -> list[str]:
     """Takes out of a single device's calls what a pipeline cannot have.
 
     It runs a step once per micro-batch, and the backwards between them: ``backward`` is not called
-    (README, Limits).
+    (docs/limits.md).
     """
     return [call for call in calls if call != "module.backward"]
 

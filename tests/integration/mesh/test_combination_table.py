@@ -1,4 +1,4 @@
-"""The README says what goes with what: for each "yes" there is a case, each "refused" is one."""
+"""docs/mesh.md says what goes with what: for each "yes" there is a case, each "refused" is one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.integration.mesh.cases import CASES
 from tests.integration.pipeline.parity import test_one_batch_late, test_oracle, test_parity
 from tests.integration.tensor import test_strategy
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "mesh.md"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 def cells() -> dict[tuple[str, str], str]:
     """Reads the table; cells of combinations that another cell has are empty, and left out."""
-    _, _, after = README.read_text().partition("What goes with what; each cell is a test:\n\n")
+    _, _, after = PAGE.read_text().partition("What goes with what; each cell is a test:\n\n")
     table, _, _ = after.partition("\n\n")
     header, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
