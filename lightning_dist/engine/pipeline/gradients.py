@@ -84,7 +84,7 @@ class Gradients(Protocol):
             inputs: Leaves that are no parameters.
             parameters: Leaves that stand for the stage's trainable parameters in this graph.
             update: Index of the update that the parameters' gradients are for.
-            backward: Runs autograd from the roots, so that checkpointed layers can recompute.
+            backward: Runs autograd from the roots, with the weights for layers that recompute.
 
         Returns:
             One gradient for each input.
