@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: who computes what in which order, without torch."""
+"""Pipeline schedules as data: the order of each rank's actions, without torch."""
