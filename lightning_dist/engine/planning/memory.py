@@ -71,7 +71,7 @@ class RankMemory:
 def replicated(part: TrainedPart, num_replicas: int, *, accumulates: bool = False) -> RankMemory:
     """Returns the memory of a DDP rank.
 
-    Gradients are views of the buckets that are all-reduced, but for accumulated gradients.
+    Gradients are in the buckets that are all-reduced, but for accumulated gradients.
 
     Args:
         part: The model.
@@ -103,7 +103,8 @@ def sharded(
     Args:
         part: The model.
         shard_size: Number of ranks that shard the model.
-        peak_whole_bytes: Most bytes gathered at a time: ``FSDPStrategy.describe().peak_whole_bytes``.
+        peak_whole_bytes: Largest number of gathered bytes at a time:
+            ``FSDPStrategy.describe().peak_whole_bytes``.
         largest_unit_bytes: Unsharded bytes of the largest of ``describe().rows``.
 
     Raises:
