@@ -45,7 +45,7 @@ class Receiver(Protocol):
         """Waits for the next tree with a tag."""
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes the present and each later :meth:`receive` raise."""
+        """Raises an error in the present and each later :meth:`receive`."""
 
     def close(self) -> None:
         """Waits until the far end has closed the channel."""
@@ -121,7 +121,7 @@ class MemoryChannel:
         return message
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes the next :meth:`receive` raise."""
+        """Raises an error in the next :meth:`receive`."""
         self._messages.put(Failed(error))
 
     def close(self) -> None:

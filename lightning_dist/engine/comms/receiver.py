@@ -220,7 +220,7 @@ class DistributedReceiver:
         return error or ChannelClosedError(f"Rank {self._peer} has closed the channel.")
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes the present and each later :meth:`receive` raise.
+        """Raises an error in the present and each later :meth:`receive`.
 
         Args:
             error: What to raise.

@@ -53,7 +53,7 @@ class Channels:
     in_memory: MessageCount
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes each waiting or later receive raise.
+        """Raises an error in each waiting or later receive.
 
         Args:
             error: What to raise.

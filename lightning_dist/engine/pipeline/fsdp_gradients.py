@@ -111,7 +111,7 @@ class ParamGradAccumulator:
     def adding(
         self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
     ) -> Iterator[None]:
-        """Leaves in ``p.grad`` what autograd adds, and tells the listener."""
+        """Keeps the added gradients in ``p.grad``, and tells the listener of them."""
         self._num_left -= 1
         with self._listener.part():
             yield

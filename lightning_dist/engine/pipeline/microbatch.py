@@ -1,8 +1,8 @@
 """Cut a batch into micro-batches, and join their outputs.
 
 Micro-batches need not be equal: seven samples in four micro-batches are 2, 2, 2 and 1. Each
-micro-batch then weighs by its share of the samples, so that the sum of the weighted gradients is
-the undivided batch's gradient exactly (for losses that are means over samples), whatever the cut.
+micro-batch then weighs by its share of the samples. If the loss is a mean over samples, the sum of
+the weighted gradients is exactly the undivided batch's gradient, whatever the cut.
 """
 
 from __future__ import annotations

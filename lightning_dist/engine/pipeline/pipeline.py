@@ -72,7 +72,7 @@ class Pipeline:
 
     Args:
         sequence: The pipelined module, or its layers; other stages' layers are removed from it.
-        shape: Which part of which pipeline this is.
+        shape: This rank's part of the pipeline.
         links: Channels to the neighbours.
         weight_versions: ``"stash"``, ``"vertical_sync"`` or ``"none"``; matters for asynchronous
             schedules only.
@@ -156,7 +156,7 @@ class Pipeline:
 
     @property
     def shape(self) -> PipelineShape:
-        """Which part of which pipeline this is."""
+        """This rank's part of the pipeline."""
         return self.stages.shape
 
     @property

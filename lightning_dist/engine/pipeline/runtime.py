@@ -52,7 +52,7 @@ class Links:
     gradients_out: dict[int, Sender] = field(default_factory=dict)
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes each waiting or later receive raise.
+        """Raises an error in each waiting or later receive.
 
         Args:
             error: What to raise.

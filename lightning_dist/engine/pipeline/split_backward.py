@@ -271,7 +271,7 @@ def _noted(nodes: Sequence[Node], arrived: dict[Node, Arrived]) -> Iterator[None
 
 @contextmanager
 def _replaced(arrived: Mapping[Node, Arrived]) -> Iterator[None]:
-    """Gives nodes the gradients of the first part instead of those that arrive again."""
+    """Replaces the gradients that arrive at nodes again with those of the first part."""
 
     def replace(gradients: Arrived, _: Arrived) -> Arrived:
         return gradients

@@ -38,7 +38,7 @@ class StageMaker:
 
     Attributes:
         found: The layers of the pipelined module.
-        weight_versions: Which weights a backward sees.
+        weight_versions: Weights that a backward sees.
         seed: Base of the random numbers.
         device: Device on which the stage computes.
         layers: Returns the module that runs a stage's layers; None runs them in order.
@@ -114,7 +114,7 @@ class OwnStages(Mapping[int, Stage]):
 
     Args:
         maker: Creates the stages.
-        shape: Which part of which pipeline this is; the module has been cut accordingly.
+        shape: This rank's part of the pipeline; the module has been cut accordingly.
     """
 
     def __init__(self, maker: StageMaker, shape: PipelineShape) -> None:

@@ -1,8 +1,8 @@
 """The bubble of a pipeline: as measured, and as simulated with the measured costs.
 
 A synchronous pipeline is measured step by step, from the first forward of any rank to the last
-update, since the time between steps is the loop's and no bubble. An asynchronous pipeline has no
-such ends, so it is measured over the whole window.
+update. The time between steps is the loop's and no bubble. An asynchronous pipeline has no such
+ends, so it is measured over the whole window.
 """
 
 from __future__ import annotations

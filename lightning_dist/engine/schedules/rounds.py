@@ -151,7 +151,7 @@ class Rounds:
     """One rank's rounds of actions.
 
     Args:
-        shape: Which part of which pipeline this is.
+        shape: This rank's part of the pipeline.
 
     Raises:
         ValueError: The schedule does not fit the sizes.

@@ -167,7 +167,7 @@ class Stashed:
         self.store.before_step()
 
     def restart(self) -> None:
-        """Makes the next forward use the newest version."""
+        """Restarts with the newest version."""
         self.store.restart()
 
     @property
@@ -235,7 +235,7 @@ def choose_policy(
         layers: Layers of the stage.
         stage: Index of the stage.
         update_rule: The schedule's update rule.
-        versions: Which weights an asynchronous backward sees.
+        versions: Weights that an asynchronous backward sees.
         predict: Returns copies of the trainable parameters as they will be some updates later.
         remembers: Whether the weights of forwards are kept for comparisons.
         half: How layers compute in half precision; None if they do not.

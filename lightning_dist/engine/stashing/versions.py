@@ -1,11 +1,11 @@
 """Versions of a stage's parameters, kept as long as a micro-batch needs them.
 
-PipeDream (Narayanan et al., SOSP 2019, section 3.3, "weight stashing") runs the backward of a
-minibatch with the weights that its forward used, while newer ones already exist. Copying the
+A backward of a minibatch runs with the weights that its forward used, while newer ones already
+exist (PipeDream: Narayanan et al., SOSP 2019, section 3.3, "weight stashing"). Copying the
 parameters at each forward would cost a copy per minibatch and a load at each backward. Here the
 forward runs on *aliases*: tensors that share the parameters' memory and are leaves of that
-forward's graph. Only when the optimizer is about to write, and only if a micro-batch in flight
-still uses the present memory, do the parameters move to a fresh copy: copy-on-write, at most one
+forward's autograd graph. If a micro-batch in flight still uses the present memory when the
+optimizer is about to write, the parameters move to a fresh copy. That is copy-on-write: at most one
 copy per step, and none on the last stage.
 
 Under vertical sync (the same section) a minibatch uses the same version on each stage. The later
@@ -157,7 +157,7 @@ class WeightStore:
         self._num_steps += 1
 
     def restart(self) -> None:
-        """Makes the next forward use the newest version, after a drain."""
+        """Restarts with the newest version, after a drain."""
         while self._aging:
             self._drop_if_unused(self._aging.popleft())
 

@@ -1,7 +1,7 @@
 """Large tensors that processes of one host share: written once, and mapped by all others.
 
-A batch of images that goes from rank to rank by a socket is copied four times on its way to each,
-and most stages never read the batch. Here it is written once, and a message names the place. If a
+A batch of images that goes from rank to rank by a socket is copied four times on its way to each.
+Most stages never read the batch. Here a batch is written once, and a message names the place. If a
 rank does not touch a tensor's elements, the tensor costs that rank a mapping, whatever its size.
 
 Mappings are private: no other rank sees a rank's writes into its batch.

@@ -5,9 +5,9 @@ ranks would wait for the process group's timeout, and then report only the opera
 So each rank sends its predecessor a beat every few seconds, with its main thread's activity.
 
 Two states count as a standstill. A *silent* rank sends no beats: it is stopped, its host is gone,
-or something holds the interpreter's lock. An *idle* rank sends beats, but its main thread waits for
-something that is no other rank, such as a disk, while the process uses next to no processor time. A
-rank that computes is never reported, however long it takes, nor one that waits for another rank. A
+or something holds the interpreter's lock. An *idle* rank sends beats, but uses next to no processor
+time, and its main thread waits for something that is no other rank, such as a disk. A rank that
+computes is never reported, however long it takes, nor one that waits for another rank. A
 standstill is a message, not a failure, since a rank may go on. Only a silent rank that has not
 answered for the run's timeout ends the run.
 
@@ -245,7 +245,7 @@ class Pulse:
         self._is_reported = False
 
     def look(self) -> tuple[Beat, Notice | None]:
-        """Looks at the watched thread; called once in each interval.
+        """Inspects the watched thread; called once in each interval.
 
         Returns:
             This interval's beat, and the message to report, or None.

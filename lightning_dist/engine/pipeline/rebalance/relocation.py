@@ -165,7 +165,7 @@ class MoveLinks:
     incoming: Mapping[int, Receiver] = field(default_factory=dict)
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes each waiting or later receive raise.
+        """Raises an error in each waiting or later receive.
 
         Args:
             error: What to raise.

@@ -166,7 +166,7 @@ class LayerExchange:
         return relocation.moves
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes this rank's present or next wait for a layer raise.
+        """Raises an error in this rank's present or next wait for a layer.
 
         Args:
             error: What to raise there.

@@ -1,8 +1,8 @@
 """The recorder of a rank's spans: the measured side of the timeline.
 
 Each action costs two clock readings and one tuple. Everything else is computed when spans are read.
-On a GPU the clock is a CUDA event, so that a span is the time on the device, not the time of the
-launch, and no action waits for the device.
+On a GPU the clock is a CUDA event. So a span is the time on the device, not the time of the launch,
+and no action waits for the device.
 """
 
 from __future__ import annotations
