@@ -83,7 +83,7 @@ LARGEST_PACKET_BYTES = 1 << 24
 
 
 class SharedRoom:
-    """A sender's ring, with slots for its largest packet of at most `LARGEST_PACKET_BYTES`."""
+    """A sender's ring, with slots for its largest packet of at most ``LARGEST_PACKET_BYTES``."""
 
     def __init__(self) -> None:
         self._ring: OfferedRing | None = None
