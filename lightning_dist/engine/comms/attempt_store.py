@@ -1,12 +1,12 @@
-"""The store in which the processes of one attempt meet, where a launcher may start them again.
+"""The store in which the processes of one attempt meet, if a launcher may restart processes.
 
 The agents of torchrun keep one store for all attempts, and the processes that they start use it.
-So a second attempt would find the addresses of processes that have ended. No variable of the
-environment tells attempts apart: ``TORCHELASTIC_RESTART_COUNT`` counts the failures of one host.
+So a second attempt would find the addresses of processes that have ended. No environment variable
+distinguishes attempts: ``TORCHELASTIC_RESTART_COUNT`` counts the failures of one host.
 
-So the first rank names the attempt. Every other rank asks for the name with a token of its own, to
-which no process of an earlier attempt can have got an answer. Agents end all processes of an
-attempt before they begin another one.
+So the first rank names the attempt. Every other rank asks for the name with a token of its own,
+which no process of an earlier attempt can have used. Agents end all processes of an attempt before
+they begin another one.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _POLL_SECONDS = 0.01
 
 
 def is_shared_by_attempts() -> bool:
-    """Tells whether the launcher keeps one store for all attempts; ``torchrun`` says so."""
+    """Returns whether the launcher keeps one store for all attempts, as ``torchrun`` announces."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def connect(
     address: str, port: int, rank: int, world_size: int, timeout: timedelta
 ) -> dist.PrefixStore:
-    """Returns the part of a launcher's store that is this attempt's. Collective.
+    """Returns this attempt's part of a launcher's store. Collective: every rank must call it.
 
     Args:
-        address: Of the launcher's store.
-        port: Of the launcher's store.
+        address: Address of the launcher's store.
+        port: Port of the launcher's store.
         rank: This rank.
-        world_size: All ranks.
+        world_size: Number of all ranks.
         timeout: How long a rank waits for another, here and later.
     """
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -43,16 +43,16 @@ def connect(
 
 
 def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Returns a name that this attempt alone has, the same on all ranks. Collective.
+    """Returns the unique name of this attempt, the same on all ranks. Collective.
 
     Args:
-        store: May hold what earlier attempts have left.
+        store: The launcher's store; it may hold entries of earlier attempts.
         rank: This rank.
-        world_size: All ranks.
+        world_size: Number of all ranks.
         timeout: How long the first rank waits for the others.
 
     Raises:
-        TimeoutError: Ranks have not come.
+        TimeoutError: Ranks have not asked in time.
     """
     if rank == 0:
         return _name_attempt(store, world_size, timeout)
@@ -66,14 +66,14 @@ def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: tim
 def _name_attempt(store: dist.Store, world_size: int, timeout: timedelta) -> str:
     name = f"lightning_dist/attempt/{uuid4().hex}"
     deadline = time.monotonic() + timeout.total_seconds()
-    waiting = {rank: "" for rank in range(1, world_size)}  # what each has asked with so far
+    waiting = {rank: "" for rank in range(1, world_size)}  # the latest token of each rank
     while waiting:
         for rank, known in list(waiting.items()):
             asked = store.get(_key(rank)).decode() if store.check([_key(rank)]) else ""
             if asked == name:
                 del waiting[rank]
             elif asked != known:
-                # Of a process that has ended, maybe: then the answer is for nothing.
+                # The token may be of a process that has ended. Then the answer is unused.
                 store.set(_answer(asked), name)
                 waiting[rank] = asked
         if waiting and time.monotonic() > deadline:

@@ -1,11 +1,12 @@
-"""What both ends of a channel between two stages promise, over whatever it runs.
+"""The protocols of both ends of a channel between two stages, on any transport.
 
-A message is a tree of tensors with a number on whose meaning sender and receiver agree. This
-*port* says what waits for it: stages that share a rank share its channels, and nothing else tells
-what is for which of them. A thread that learns that the other end is gone, or that the whole run
-has failed, wakes the receiver with :meth:`Receiver.interrupt`.
+A message is a tree of tensors with a tag, the *port*, on whose meaning sender and receiver agree.
+Stages on one rank share its channels, and only the tag says which stage a message is for. A thread
+that learns that the other end is gone, or that the whole run has failed, wakes the receiver with
+:meth:`Receiver.interrupt`.
 
-A channel inside one process, between stages of one rank or ranks that are threads of a test.
+:class:`MemoryChannel` is a channel inside one process, between stages of one rank or between ranks
+that are threads of a test.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ class Sender(Protocol):
     """The near end of a channel out of this process."""
 
     def send(self, tree: Any, *, port: int = 0) -> None:
-        """Hands a tree over; returns at once."""
+        """Sends a tree; returns at once."""
 
     def close(self) -> None:
-        """Waits until everything has been handed over, and ends the channel."""
+        """Waits until everything has been sent, and closes the channel."""
 
 
 class Receiver(Protocol):
     """The near end of a channel into this process."""
 
     def receive(self, *, port: int = 0) -> Any:
-        """Waits for the next tree of a port."""
+        """Waits for the next tree with a tag."""
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes this and each later :meth:`receive` raise."""
+        """Raises an error in the present and each later :meth:`receive`."""
 
     def close(self) -> None:
         """Waits until the far end has closed the channel."""
@@ -55,8 +56,8 @@ class Message:
     """A tree on its way.
 
     Attributes:
-        tree: What was sent.
-        port: Who waits for it.
+        tree: The tree that was sent.
+        port: Tag of the tree.
     """
 
     tree: Any
@@ -65,13 +66,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Tells the reader of a queue why nothing more will come."""
+    """An entry of a queue after which nothing more comes, with the reason."""
 
     error: BaseException
 
 
 class Inbox:
-    """Sorts what comes out of a queue by port.
+    """Sorts the messages of a queue by tag.
 
     Args:
         take: Waits for the next message.
@@ -82,10 +83,10 @@ class Inbox:
         self._waiting: dict[int, deque[Message]] = {}
 
     def next(self, port: int) -> Message:
-        """Waits for the next message of a port; those of others stay for later.
+        """Waits for the next message with a tag, and keeps messages with other tags for later.
 
         Args:
-            port: Which.
+            port: The tag.
         """
         while not self._waiting.get(port):
             message = self._take()
@@ -104,13 +105,13 @@ class MemoryChannel:
         self._inbox = Inbox(self._take)
 
     def send(self, tree: Any, *, port: int = 0) -> None:
-        """Hands a tree over, its tensors cut from their graph."""
+        """Sends a tree, with its tensors detached."""
         tensors, skeleton = flatten(tree)
         cut = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         self._messages.put(Message(unflatten(cut, skeleton), port))
 
     def receive(self, *, port: int = 0) -> Any:
-        """Waits for the next tree of a port."""
+        """Waits for the next tree with a tag."""
         return self._inbox.next(port).tree
 
     def _take(self) -> Message:
@@ -120,8 +121,8 @@ class MemoryChannel:
         return message
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes the next :meth:`receive` raise."""
+        """Raises an error in the next :meth:`receive`."""
         self._messages.put(Failed(error))
 
     def close(self) -> None:
-        """Does nothing: there is no thread to end."""
+        """Does nothing, since there is no thread to end."""

@@ -1,18 +1,18 @@
-"""Memory for received tensors, used again as soon as nobody can see it.
+"""Memory for received tensors, reused as soon as no tensor refers to it.
 
 A receiver that allocates a fresh megabyte for each message pays for page faults each time. A
-receiver that reuses one buffer blindly corrupts whatever still looks at it, and a stage cannot know
-who does: an identity layer hands its input on, and the user may keep a prediction for ever. So the
-pool asks the interpreter: a buffer is a Python object to which each tensor on it holds a reference.
-A buffer without such references is free.
+receiver that reuses one buffer blindly corrupts the tensors that still refer to it. A stage cannot
+know which do: an identity layer returns its input, and the user may keep a prediction for ever. So
+the pool asks the interpreter: a buffer is a Python object to which each tensor on it holds a
+reference. A buffer without such references is free.
 
-What messages of a channel have in common.
+:class:`MessageSchema` describes the messages of a channel.
 
 A transport that fixes its shapes from the first micro-batch gives silently wrong gradients for
-uneven ones. Here each message may differ from the one before. By the socket a form goes ahead of
-the first that differs; in shared memory each packet has its form with it.
+uneven ones. Here each message may differ from the one before. On the socket the schema precedes the
+first message that differs. In shared memory each packet comes with its schema.
 
-Packets become trees again.
+:class:`TreeReader` turns packets into trees.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def _references(buffer: Memory) -> int:
 
 
 def _references_of_a_free_buffer() -> int:
-    """Counts what :meth:`BufferPool.take` itself holds while it looks at a buffer.
+    """Counts the references that :meth:`BufferPool.take` itself holds to a free buffer.
 
-    The pool's list, the loop variable and two arguments; not every interpreter counts them all.
+    These are the pool's list, the loop variable and two arguments. Not every interpreter counts all
+    of them.
     """
     count = 0
     for buffer in [_fresh(1)]:
@@ -55,7 +56,7 @@ _REFERENCES_OF_A_FREE_BUFFER = _references_of_a_free_buffer()
 
 
 class BufferPool:
-    """Hands out memory that returns by itself."""
+    """Lends memory, which is free again when the last reference to it is gone."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, list[Memory]] = {}
@@ -66,13 +67,13 @@ class BufferPool:
         return sum(size * len(buffers) for size, buffers in self._buffers.items())
 
     def take(self, num_bytes: int) -> Memory:
-        """Gives memory with arbitrary content.
+        """Returns memory with arbitrary content.
 
         Args:
-            num_bytes: How much; at least 1.
+            num_bytes: Number of bytes; at least 1.
 
         Returns:
-            What is used again once nobody holds it, and no tensor on it is left.
+            Memory that is reused when no reference to it, and no tensor on it, is left.
         """
         buffers = self._buffers.setdefault(num_bytes, [])
         for buffer in buffers:
@@ -84,11 +85,11 @@ class BufferPool:
 
 @dataclass(frozen=True, slots=True)
 class MessageSchema:
-    """What the next messages are like.
+    """The schema of the next messages.
 
     Attributes:
-        content: Pickled: the tree without its tensors, and what these are.
-        offer: Of shared memory, if there is any.
+        content: The tree without its tensors and the tensors' infos, pickled.
+        offer: The offer of shared memory, if there is any.
     """
 
     content: bytes
@@ -96,37 +97,37 @@ class MessageSchema:
 
 
 def content_of(skeleton: Any, infos: Sequence[TensorInfo]) -> bytes:
-    """Gives the content of a form.
+    """Returns the content of a schema.
 
     Args:
         skeleton: A tree without its tensors.
-        infos: What these are.
+        infos: Infos of the tree's tensors.
     """
     return pickle.dumps((skeleton, list(infos)))
 
 
 def read_content(content: bytes) -> tuple[Any, list[TensorInfo]]:
-    """Gives a tree without its tensors, and what these are.
+    """Returns a tree without its tensors, and the tensors' infos.
 
     Args:
-        content: Of a form.
+        content: Content of a schema.
     """
     found: tuple[Any, list[TensorInfo]] = pickle.loads(content)
     return found
 
 
 NO_FORM = MessageSchema(content_of(None, []))
-"""What each end of a new channel takes for granted."""
+"""The schema with which both ends of a new channel begin."""
 
 
 class TreeReader:
-    """Reads packets of one way; for one thread.
+    """Reads packets from the socket or from shared memory; for one thread.
 
     Args:
-        device: Where the trees' tensors shall be.
+        device: Device of the trees' tensors.
 
     Attributes:
-        layout: Of the packets that are expected.
+        layout: Layout of the expected packets.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,24 +138,24 @@ class TreeReader:
         self.layout = PacketLayout()
 
     def expect(self, content: bytes) -> None:
-        """Notes what the next packets are like.
+        """Sets the schema of the next packets.
 
         Args:
-            content: Of their form.
+            content: Content of the schema.
         """
         if content != self._content:
             self._skeleton, infos = read_content(content)
             self._content, self.layout = content, PacketLayout(infos)
 
     def take_memory(self) -> Memory:
-        """Gives memory for the next packet."""
+        """Returns memory for the next packet."""
         return self._pool.take(self.layout.num_bytes)
 
     def read(self, packet: Memory) -> Any:
-        """Gives the tree of a packet.
+        """Returns the tree of a packet.
 
         Args:
-            packet: In memory of this reader, which is used again when nobody holds the tree.
+            packet: A packet in this reader's memory, which is reused when the tree is gone.
         """
         tensors = [
             host.to(self._device).requires_grad_(info.requires_grad)

@@ -1,11 +1,11 @@
 """Process groups that outlive a Trainer, for the next one to use.
 
-A group costs descriptors and threads, and torch keeps it until it is destroyed. A script with many
-Trainers must not make its groups anew for each of them. A run cannot destroy its groups either:
+A group costs descriptors and threads, and torch keeps a group until it is destroyed. A script with
+many Trainers must not create new groups for each Trainer. A run cannot destroy its groups either:
 modules that stay parallel, and torch's caches of meshes, hold them.
 
-So a run takes groups from a pool and gives them back when it has ended well. Runs within a run take
-others. Groups of a run that has failed are in an unknown state, and do not come back.
+So a run takes groups from a pool and returns them when the run has ended well. A run within a run
+takes other groups. Groups of a failed run are in an unknown state, and do not return.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """What two groups must have in common to take each other's place.
+    """The key of interchangeable groups.
 
     Attributes:
-        ranks: Of this group and of those that are made with it, each rank in one of them.
-        purpose: Of a group of one's own.
-        timeout: Of its operations.
+        ranks: Ranks of this group and of the groups created with it; each rank is in one group.
+        purpose: Purpose of a group that serves one purpose only.
+        timeout: Timeout of the group's operations.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -45,10 +45,10 @@ class GroupPool:
         self._meshes: dict[tuple[MeshShape, str], DeviceMesh] = {}
 
     def take(self, kind: GroupKind) -> dist.ProcessGroup:
-        """Returns this rank's group of a kind; all ranks of the world must call it alike.
+        """Returns this rank's group of a kind. Collective: every rank must call it alike.
 
         Args:
-            kind: Of the group.
+            kind: Kind of the group.
         """
         free = self._free[kind]
         if free:
@@ -63,19 +63,19 @@ class GroupPool:
         return own
 
     def give_back(self, kind: GroupKind, group: dist.ProcessGroup) -> None:
-        """Lets other runs take a group; all ranks of the world must call it alike.
+        """Returns a group to the pool. Collective: every rank must call it alike.
 
         Args:
-            kind: Of the group.
-            group: Nothing is under way in it but what all its ranks have begun.
+            kind: Kind of the group.
+            group: A group in which only operations that all its ranks have begun are under way.
         """
         self._free[kind].append(group)
 
     def mesh(self, shape: MeshShape, device_type: str) -> DeviceMesh:
-        """Returns torch's mesh of all ranks; all of them must call it alike.
+        """Returns torch's mesh of all ranks. Collective: every rank must call it alike.
 
         Args:
-            shape: The sizes.
+            shape: Sizes of the mesh.
             device_type: ``"cpu"`` or ``"cuda"``.
         """
         key = shape, device_type
@@ -87,17 +87,17 @@ class GroupPool:
         """Drops a mesh whose groups are in an unknown state.
 
         Args:
-            mesh: From :meth:`mesh`.
+            mesh: A mesh from :meth:`mesh`.
         """
         self._meshes = {key: other for key, other in self._meshes.items() if other is not mesh}
 
 
 def pool_of_world() -> GroupPool:
-    """Returns the pool of the processes that have met; it ends with their default group."""
+    """Returns the pool of the current world, which ends with the default process group."""
     world = dist.group.WORLD
     assert world is not None
     return _POOLS.setdefault(world, GroupPool())
 
 
-# Trainers of a process know nothing of each other; what they share is the world.
+# Trainers of a process know nothing of each other; they share the world only.
 _POOLS: WeakKeyDictionary[dist.ProcessGroup, GroupPool] = WeakKeyDictionary()

@@ -1,10 +1,10 @@
 """A message between two ranks as one run of bytes.
 
-What a small message costs is not its bytes but its wakings: each piece that is sent by itself has
-the sender ask the system, the receiver's network thread wake up, and with it a thread that waits. A
-lead of three integers took as long as the quarter of a megabyte behind it. So the lead and all
-tensors are copied one behind the other, which takes a tenth of that, and travel together; or the
-packet lies in :mod:`memory that both share <.comms.shared_ring>`.
+The cost of a small message is not its bytes but the threads that it wakes. For each separate piece
+the sender makes a system call, and the receiver's network thread and a waiting thread wake up. A
+header of three integers took as long as the following quarter of a megabyte. So the header and all
+tensors are copied into one packet, which takes a tenth of that, and travel together. Or the packet
+lies in :mod:`memory that both ends share <.comms.shared_ring>`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Memory = npt.NDArray[np.uint8]
 """A run of bytes that can be written to."""
 
 _LEAD = struct.Struct("<4q")
-# Of a cache line, and a multiple of the size of any number: what a tensor begins at.
+# Each tensor begins at a multiple of this: a cache line, and a multiple of any number's size.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a tensor is without its values.
+    """A tensor's properties without its values.
 
     Attributes:
-        shape: Its sizes.
-        dtype: Its data type.
-        requires_grad: Whether a gradient of it is wanted.
+        shape: Sizes of the tensor.
+        dtype: Data type of the tensor.
+        requires_grad: Whether the tensor requires a gradient.
     """
 
     shape: tuple[int, ...]
@@ -44,10 +44,10 @@ class TensorInfo:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
-        """Tells what a tensor is.
+        """Creates the info of a tensor.
 
         Args:
-            tensor: Any.
+            tensor: Any tensor.
         """
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
@@ -58,25 +58,25 @@ class TensorInfo:
 
 
 class PacketKind(IntEnum):
-    """What a lead tells of."""
+    """What a packet's header announces."""
 
     TREE = 0
     """A tree, in this packet."""
     FORM = 1
-    """What the packets from now on are like, which comes next."""
+    """The schema of the packets from now on, which comes next."""
     CLOSE = 2
-    """The channel ends."""
+    """The end of the channel."""
 
 
 @dataclass(frozen=True, slots=True)
 class PacketHeader:
-    """What a packet begins with.
+    """The header of a packet.
 
     Attributes:
-        notice: What it tells of.
-        number: Messages that the sender has sent before.
-        num_bytes: Of the form, where one comes with the packet or next.
-        port: Who waits for the tree.
+        notice: What the header announces.
+        number: Number of messages that the sender has sent before.
+        num_bytes: Bytes of the schema, if one comes with the packet or next.
+        port: Tag of the tree, which names its receiving stage and micro-batch.
     """
 
     notice: PacketKind
@@ -86,14 +86,14 @@ class PacketHeader:
 
 
 class PacketLayout:
-    """Where a lead and some tensors lie in a packet.
+    """The places of a header and some tensors in a packet.
 
     Args:
-        infos: Of the tensors.
+        infos: Infos of the tensors.
 
     Attributes:
         begins: Bytes before each tensor.
-        num_bytes: Of the whole packet.
+        num_bytes: Bytes of the whole packet.
     """
 
     def __init__(self, infos: Sequence[TensorInfo] = ()) -> None:
@@ -105,13 +105,13 @@ class PacketLayout:
             self.num_bytes = _aligned(self.num_bytes + info.num_bytes)
 
     def tensors(self, memory: Memory) -> Iterator[Tensor]:
-        """Gives the tensors that lie in a packet.
+        """Yields the tensors of a packet.
 
         Args:
-            memory: Of at least :attr:`num_bytes`; each tensor holds a reference to it.
+            memory: Memory of at least :attr:`num_bytes`; each tensor holds a reference to it.
 
         Yields:
-            Each by itself: what is written into one is no change of the others to autograd.
+            A tensor of its own: to autograd a write into one tensor does not change the others.
         """
         for info, begin in zip(self.infos, self.begins, strict=True):
             count = math.prod(info.shape)
@@ -123,11 +123,11 @@ class PacketLayout:
 
 
 def write_lead(memory: Memory, lead: PacketHeader) -> None:
-    """Puts a lead into a packet.
+    """Writes the header into a packet.
 
     Args:
-        memory: Of the packet.
-        lead: What it shall begin with.
+        memory: Memory of the packet.
+        lead: The header.
     """
     _LEAD.pack_into(memory.data, 0, lead.notice, lead.number, lead.num_bytes, lead.port)
 
@@ -136,29 +136,29 @@ def fill(layout: PacketLayout, memory: Memory, tensors: Sequence[Tensor]) -> Non
     """Copies tensors into a packet.
 
     Args:
-        layout: Of the packet.
-        memory: Of the packet.
-        tensors: Those of the layout; none leave its room as it is.
+        layout: Layout of the packet.
+        memory: Memory of the packet.
+        tensors: Tensors of the layout; if empty, only the header's room is used.
     """
     for place, tensor in zip(layout.tensors(memory), tensors, strict=False):
         place.copy_(tensor.detach())
 
 
 def read_lead(memory: Memory) -> PacketHeader:
-    """Gives the lead of a packet.
+    """Returns the header of a packet.
 
     Args:
-        memory: Of the packet.
+        memory: Memory of the packet.
     """
     notice, number, num_bytes, port = _LEAD.unpack_from(memory.data)
     return PacketHeader(PacketKind(notice), number, num_bytes, port)
 
 
 def as_bytes(memory: Memory) -> Tensor:
-    """Gives all of a packet as a tensor of bytes, in the same memory.
+    """Returns a whole packet as a tensor of bytes, in the same memory.
 
     Args:
-        memory: Of the packet.
+        memory: Memory of the packet.
     """
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -1,15 +1,15 @@
 """The near end of a channel from another process.
 
-What comes by the socket is received by a thread, which has the receive of the next packet posted
-before it is sent, so that data flows while the stage computes. What comes through shared memory
-waits there until it is asked for. Messages carry numbers, for a message by the one way may overtake
-one by the other.
+A thread receives packets from the socket. The thread posts the receive of the next packet before
+that packet is sent, so that data flows while the stage computes. A packet in shared memory waits
+there until the stage calls :meth:`DistributedReceiver.receive`. Messages carry numbers, since a
+message in shared memory may overtake one on the socket, and vice versa.
 
-What comes to a receiver by two ways: a queue of its network thread, and shared memory.
+:class:`Arrivals` joins two ways: the queue of the network thread, and shared memory.
 
-Who waits, waits at one place. Without shared memory that is the queue. With it, it is the
-semaphore to which both ways add; the change from one to the other comes through the queue itself,
-so that nothing is overlooked that came before.
+A thread that receives waits at one place. Without shared memory that is the queue. With shared
+memory it is a semaphore to which both ways add. The switch to the semaphore comes through the queue
+itself, so that no earlier item is missed.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class _Attached:
-    """Tells who takes that there is shared memory from now on."""
+    """An entry of the queue from which on items may come through shared memory."""
 
     ring: AcceptedRing
 
 
 class Arrivals(Generic[Item]):
-    """Items in the order of each way.
+    """Items from the queue and from shared memory, in the order of each.
 
     Args:
-        read: Makes an item of a packet in shared memory, which is used again when it returns.
+        read: Creates an item from a packet in shared memory, which is reused after the call.
     """
 
     def __init__(self, read: Callable[[Memory], Item]) -> None:
         self._read = read
         self._queue: queue.SimpleQueue[Item | _Attached] = queue.SimpleQueue()
         self._ring: AcceptedRing | None = None
-        # What those who put things into the queue have to wake, and what keeps them apart.
+        # The ring that threads with items for the queue must wake, and the lock between them.
         self._attached: AcceptedRing | None = None
         self._lock = threading.Lock()
 
@@ -67,16 +67,16 @@ class Arrivals(Generic[Item]):
         """Adds an item; from any thread.
 
         Args:
-            item: What has come.
+            item: The item that has arrived.
         """
         with self._lock:
             self._put(item)
 
     def attach(self, ring: AcceptedRing) -> None:
-        """Lets items come through shared memory, too; from any thread.
+        """Adds shared memory as a way for items; from any thread.
 
         Args:
-            ring: Takes the place of another, through which nothing comes any more.
+            ring: Replaces an earlier ring, through which no more items come.
         """
         with self._lock:
             self._put(_Attached(ring))
@@ -89,7 +89,7 @@ class Arrivals(Generic[Item]):
             timeout_seconds: How long; None waits for ever.
 
         Raises:
-            queue.Empty: None came in time.
+            queue.Empty: No item came in time.
         """
         while isinstance(item := self._take_any(timeout_seconds), _Attached):
             self._ring = item.ring
@@ -121,11 +121,11 @@ _CLOSE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """What a sender has sent.
+    """A message with its number.
 
     Attributes:
-        number: How many messages it sent before.
-        message: None where it closed the channel.
+        number: Number of messages that the sender sent before.
+        message: The message; None if the sender closed the channel.
     """
 
     number: int
@@ -138,9 +138,10 @@ class DistributedReceiver:
     Args:
         group: The communicator of this direction.
         peer: Global rank of the sender.
-        device: Where the received tensors shall be.
+        device: Device of the received tensors.
         timeout_seconds: How long :meth:`receive` waits; None waits for ever.
-        cause_seconds: How long it waits for :meth:`interrupt` to say why the sender is gone.
+        cause_seconds: How long :meth:`receive` waits for :meth:`interrupt` to bring the cause when
+            the sender is gone.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class DistributedReceiver:
         self._peer = peer
         self._timeout_seconds = timeout_seconds
         self._form = NO_FORM
-        # One for each way, for they are read by different threads.
+        # One reader for the socket and one for shared memory, since different threads use them.
         self._by_socket, self._by_memory = TreeReader(device), TreeReader(device)
         self._arrivals = Arrivals[_Numbered | Failed](self._read_shared)
         self._early: dict[int, _Numbered] = {}
@@ -167,10 +168,10 @@ class DistributedReceiver:
         self._thread.start()
 
     def receive(self, *, port: int = 0) -> Any:
-        """Waits for the next tree of a port.
+        """Waits for the next tree with a tag.
 
         Args:
-            port: What the tree has been sent to.
+            port: Tag of the tree.
 
         Returns:
             The tree, on this receiver's device; its tensors require grad as the sent ones did.
@@ -209,7 +210,7 @@ class DistributedReceiver:
             ) from None
 
     def _cause_of(self, item: _Numbered | Failed) -> BaseException:
-        """Prefers the reason that :meth:`interrupt` brings to the silence that it caused."""
+        """Returns the cause of a lost peer: an error from :meth:`interrupt`, if one comes soon."""
         error = item.error if isinstance(item, Failed) else None
         if error is None or isinstance(error, PeerLostError):
             with contextlib.suppress(queue.Empty):
@@ -219,7 +220,7 @@ class DistributedReceiver:
         return error or ChannelClosedError(f"Rank {self._peer} has closed the channel.")
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes this and each later :meth:`receive` raise.
+        """Raises an error in the present and each later :meth:`receive`.
 
         Args:
             error: What to raise.
@@ -232,12 +233,12 @@ class DistributedReceiver:
 
     def _run(self) -> None:
         try:
-            # Posted before the packet comes: its data need not wait for this thread.
+            # Posted before the packet comes, so that its data need not wait for this thread.
             while (lead := self._receive_packet()).notice is not PacketKind.CLOSE:
                 if lead.notice is PacketKind.FORM:
                     self._receive_form(lead.num_bytes)
             self._arrivals.put(_Numbered(lead.number, None))
-        except Exception as error:  # whoever waits must learn of it
+        except Exception as error:  # a waiting thread must learn of it
             self._arrivals.put(Failed(error))
 
     def _receive_packet(self) -> PacketHeader:
@@ -261,7 +262,7 @@ class DistributedReceiver:
     def _read_shared(self, slot: Memory) -> _Numbered | Failed:
         try:
             return _numbered(*read_shared(slot, self._by_memory))
-        except Exception as error:  # as from the thread: each later receive raises it, too
+        except Exception as error:  # as on the network thread: each later receive raises it, too
             return Failed(error)
 
     def _receive_into(self, memory: Tensor) -> None:
@@ -272,7 +273,7 @@ class DistributedReceiver:
 
     @contextlib.contextmanager
     def _losing_peer(self) -> Iterator[None]:
-        """Tells what gloo raises from what this rank cannot do with a message."""
+        """Turns gloo's errors into :class:`.PeerLostError`, apart from errors in a message."""
         try:
             yield
         except RuntimeError as error:

@@ -1,6 +1,6 @@
 """The near end of a channel to another process.
 
-*Nobody waits who has work.* A send is begun and left to itself.
+*No thread with work waits.* A send is begun and left to itself.
 
 *One communicator per direction.* Two ranks that send to each other on one communicator depend on
 the order of their calls; on two they cannot deadlock.
@@ -44,7 +44,7 @@ _CLOSE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Closed:
-    """Tells the thread that its channel has ended."""
+    """The last entry of the thread's queue, after the channel's end."""
 
 
 class DistributedSender:
@@ -53,7 +53,7 @@ class DistributedSender:
     Args:
         group: The communicator of this direction.
         peer: Global rank of the receiver.
-        in_memory: Is told of what goes through memory that both ends share.
+        in_memory: Counts the messages through memory that both ends share.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class DistributedSender:
         self._peer = peer
         self._number = 0
         self._content, self._layout = NO_FORM.content, PacketLayout()
-        # What the receiver has been told of, and has posted a receive for.
+        # The schema that the receiver knows, and the layout for which it has posted a receive.
         self._form, self._awaited = NO_FORM, PacketLayout()
         self._room = SharedRoom()
-        # A tensor must live until it is sent. Whether it is, only a wait can tell, so a thread of
-        # its own waits; the sending itself begins in `send`, where no thread has to wake up first.
+        # A tensor must live until it is sent. Only a wait can tell whether it is, so a separate
+        # thread waits. The sending itself begins in `send`, where no thread has to wake up first.
         self._pending: queue.SimpleQueue[tuple[list[dist.Work], list[Tensor]] | _Closed] = (
             queue.SimpleQueue()
         )
@@ -77,11 +77,11 @@ class DistributedSender:
         self._thread.start()
 
     def send(self, tree: Any, *, port: int = 0) -> None:
-        """Hands a tree over; returns at once.
+        """Sends a tree; returns at once.
 
         Args:
-            tree: Any tree. Its tensors may be written to afterwards.
-            port: Any integer of 63 bits, for the receiver to sort by.
+            tree: Any tree; its tensors may be written to afterwards.
+            port: Tag of the tree, any integer of 63 bits.
 
         Raises:
             PeerLostError: The receiver is gone.
@@ -89,7 +89,7 @@ class DistributedSender:
         try:
             self._send(tree, port)
         except (KeyboardInterrupt, SystemExit) as error:
-            # Nobody knows how much of the message has left, so nothing can follow it, not even a
+            # It is unknown how much of the message has left, so nothing can follow it, not even a
             # goodbye: gloo ends a process that gets more bytes than it expects.
             self._failure = error
             raise
@@ -123,7 +123,7 @@ class DistributedSender:
         self._transmit([notice, torch.frombuffer(pickled, dtype=torch.uint8), packet])
 
     def close(self) -> None:
-        """Waits until everything has been handed over, and ends the channel."""
+        """Waits until everything has been sent, and closes the channel."""
         with contextlib.suppress(PeerLostError):
             self._transmit(
                 [_packed(self._awaited, [], PacketHeader(PacketKind.CLOSE, self._number))]
@@ -155,12 +155,12 @@ class DistributedSender:
 
 
 def _packed(layout: PacketLayout, tensors: Sequence[Tensor], lead: PacketHeader) -> Tensor:
-    """Copies tensors and a lead into a new packet.
+    """Copies tensors and a header into a new packet.
 
     Args:
-        layout: Of the packet.
-        tensors: What it has room for; none leave the room as it is.
-        lead: What it begins with.
+        layout: Layout of the packet.
+        tensors: Tensors of the layout; if empty, the packet holds the header only.
+        lead: The header.
     """
     is_pinned = any(tensor.device.type != "cpu" for tensor in tensors)
     packet = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)

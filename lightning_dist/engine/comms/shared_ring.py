@@ -1,20 +1,20 @@
 """Packets in memory that two processes of one host share.
 
-Between two processes of one host a socket is a detour. What is slow is not the bytes: the sender
-asks the system, which wakes the receiver's network thread, which wakes the thread that waits, which
-wakes the stage; and all of them want the cores on which the stages compute. Here a sender writes a
-packet where the receiver looks for it when it needs it, and no thread wakes up who need not.
+Between two processes of one host a socket is a detour. The bytes are not what is slow: the sender
+makes a system call, which wakes the receiver's network thread, which wakes the waiting thread. All
+of these threads want the cores on which the stages compute. Here a sender writes a packet to memory
+in which the receiver looks when it needs the packet, and no thread wakes up needlessly.
 
-Nobody waits for an agreement. The sender *offers* memory in a message that it sends anyway. A
-receiver that can open it (:mod:`.batches.memory_file`) says so in the memory itself,
-where the sender looks before each packet. Where none can, nothing is said, and packets go on by the
-socket.
+Neither end waits for an agreement. The sender *offers* memory in a message that it sends anyway. If
+the receiver can open the memory (:mod:`.batches.memory_file`), it sets a flag in the memory itself.
+The sender reads that flag before each packet. If the receiver cannot, the flag stays unset, and
+packets go on through the socket.
 
-A semaphore in memory that processes share.
+:class:`Semaphore` is a semaphore in memory that processes share.
 
-Python's own are for processes of which one has started the other. The system's are in any memory
-that both see. Posting and taking what has been posted are a few instructions; only who has to wait,
-and who wakes somebody, asks the system.
+Python's own semaphores need one process to have started the other. The system's semaphores work in
+any shared memory. Posting, and taking without a wait, are a few instructions. Only waiting, and
+waking a waiting thread, need a system call.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from lightning_dist.engine.comms.batches.memory_file import SECRET_BYTES, open_f
 from lightning_dist.engine.comms.packet import Memory
 
 SEMAPHORE_BYTES = 64
-"""Room of one: a cache line, of which the system's C library needs half."""
+"""Size of a semaphore: a cache line, of which the system's C library needs half."""
 
-# Of the C library's real-time clock, which may be set while somebody waits.
+# Waits end by the real-time clock, which may be set meanwhile, so a long wait is cut into these.
 _LONGEST_WAIT_SECONDS = 1.0
 
 
@@ -44,48 +44,48 @@ class _Moment(ctypes.Structure):
 
 
 class Semaphore:
-    """A count of what is there to be taken.
+    """A semaphore between processes.
 
     Args:
-        memory: Shared.
-        offset: Where it is; a multiple of :data:`SEMAPHORE_BYTES`.
+        memory: Memory that the processes share.
+        offset: Offset of the semaphore there; a multiple of :data:`SEMAPHORE_BYTES`.
     """
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._library = ctypes.CDLL(None, use_errno=True)
-        # Keeps the interpreter's lock, for what never waits: who gives it up may have to wait long
-        # until another thread gives it back.
+        # Keeps the interpreter's lock in calls that never wait: a thread that releases the lock may
+        # have to wait long until another thread returns it.
         self._quick = ctypes.PyDLL(None)
         self._place = ctypes.byref((ctypes.c_char * SEMAPHORE_BYTES).from_buffer(memory, offset))
 
     def begin(self, count: int) -> None:
-        """Makes it a semaphore; one of the processes must, before any uses it.
+        """Initializes the semaphore; one process must call it before any process uses it.
 
         Args:
-            count: What is there.
+            count: Initial count.
 
         Raises:
-            OSError: The system has none between processes.
+            OSError: The system has no semaphores between processes.
         """
         if self._library.sem_init(self._place, 1, count):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def post(self) -> None:
-        """Adds one."""
+        """Adds one to the count."""
         self._quick.sem_post(self._place)
 
     def try_wait(self) -> bool:
-        """Takes one if there is any, and tells whether there was."""
+        """Takes one from the count unless it is zero, and returns whether it did."""
         return bool(self._quick.sem_trywait(self._place) == 0)
 
     def wait(self, timeout_seconds: float | None) -> bool:
-        """Waits for one and takes it.
+        """Waits until the count is not zero, and takes one from it.
 
         Args:
-            timeout_seconds: How long; None waits for ever.
+            timeout_seconds: How long to wait; None waits for ever.
 
         Returns:
-            Whether one came in time.
+            Whether the count was not zero in time.
         """
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not self.try_wait():
@@ -107,23 +107,23 @@ class Semaphore:
 
 
 NUM_SLOTS = 8
-"""Packets that can be under way; memory that none has been in costs nothing."""
+"""Number of packets that can be under way; slots that were never used cost no memory."""
 
 _NAME = "lightning_dist"
-# Of the first page, behind the secret: whether the offer is accepted, and the semaphores.
+# Offsets in the first page, after the secret: of the acceptance flag, and of the semaphores.
 _ACCEPTED = SECRET_BYTES
 _ROOM, _FILLED, _ARRIVED = (SEMAPHORE_BYTES * place for place in (1, 2, 3))
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Where another process of the host finds the memory.
+    """The place where another process of the host finds the memory.
 
     Attributes:
-        process: Id of the process that offers it.
-        descriptor: Number of the open file there.
-        secret: What the memory begins with. Another host may have such a process, too.
-        slot_bytes: Room for a packet.
+        process: Id of the process that offers the memory.
+        descriptor: Number of the open file in that process.
+        secret: First bytes of the memory, since another host may have a process of that id, too.
+        slot_bytes: Size of a slot for one packet.
     """
 
     process: int
@@ -133,11 +133,11 @@ class Offer:
 
 
 class _Ring:
-    """What both ends see: slots that are filled, and emptied, one after the other.
+    """The ring as both ends see it: slots that are filled, and emptied, one after the other.
 
     Args:
         descriptor: An open file of the right size.
-        slot_bytes: Room for a packet; a multiple of a page.
+        slot_bytes: Size of a slot for one packet; a multiple of a page.
     """
 
     def __init__(self, descriptor: int, slot_bytes: int) -> None:
@@ -155,17 +155,17 @@ class _Ring:
 
 
 class OfferedRing(_Ring):
-    """The sender's end.
+    """The sender's end of a ring.
 
     Args:
-        num_bytes: Of its largest packet.
+        num_bytes: Bytes of the largest packet.
 
     Raises:
         OSError: The system gives no such memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        # Powers of two: who sends larger and larger packets shall not offer as many times.
+        # Powers of two, so that a sender of ever larger packets makes few new offers.
         slot_bytes = max(mmap.PAGESIZE, 1 << (num_bytes - 1).bit_length())
         self._descriptor = os.memfd_create(_NAME)
         os.ftruncate(self._descriptor, _file_bytes(slot_bytes))
@@ -179,39 +179,39 @@ class OfferedRing(_Ring):
 
     @property
     def is_accepted(self) -> bool:
-        """Whether the receiver looks there."""
+        """Whether the receiver has accepted the offer."""
         return bool(self._pages[_ACCEPTED])
 
     def take(self) -> Memory | None:
-        """Gives the next slot, to be filled; None as long as the receiver has not emptied it."""
+        """Returns the next slot, to be filled; None as long as the receiver has not emptied it."""
         return self._take_turn() if self._room.try_wait() else None
 
     def hand_over(self) -> None:
-        """Lets the receiver have what has been taken and filled."""
+        """Hands the slot that was taken and filled to the receiver."""
         self._filled.post()
         self.arrived.post()
 
     def close(self) -> None:
-        """Takes the offer back; who has accepted it can still look."""
+        """Withdraws the offer; a receiver that has accepted it keeps the memory."""
         os.close(self._descriptor)
 
 
 class AcceptedRing(_Ring):
-    """The receiver's end; made by :meth:`accept`.
+    """The receiver's end of a ring; created by :meth:`accept`.
 
     Attributes:
-        arrived: Counts what has been handed over, and whatever else this process adds.
+        arrived: Counts the packets handed over, and other items that this process adds.
     """
 
     @classmethod
     def accept(cls, offer: Offer) -> AcceptedRing | None:
-        """Opens what a sender offers, and says so.
+        """Opens the memory that a sender offers, and accepts the offer.
 
         Args:
-            offer: What it has sent.
+            offer: The sender's offer.
 
         Returns:
-            None where this process cannot.
+            The ring; None if this process cannot open the memory.
         """
         try:
             descriptor = open_file(offer.process, offer.descriptor, _NAME)
@@ -229,11 +229,11 @@ class AcceptedRing(_Ring):
         return ring
 
     def take(self) -> Memory | None:
-        """Gives the next packet, if it is there; it must be released."""
+        """Returns the next packet, which must be released; None if there is none."""
         return self._take_turn() if self._filled.try_wait() else None
 
     def release(self) -> None:
-        """Lets the sender have the slot again that was taken before all others."""
+        """Returns the slot that was taken first to the sender."""
         self._room.post()
 
 

@@ -1,6 +1,6 @@
-"""Which packets of a channel go through memory that its two ends share.
+"""The choice of packets that go through memory that both ends of a channel share.
 
-What lies in a slot of shared memory: a lead, the form's content, and a packet of that form.
+A slot of shared memory holds a header, the schema's content, and a packet of that schema.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _CONTENT_BEGINS = PacketLayout().num_bytes
 
 
 def shared_bytes(content: bytes, layout: PacketLayout) -> int:
-    """Tells what room a packet needs.
+    """Returns the bytes that a packet needs in a slot.
 
     Args:
-        content: Of its form.
-        layout: Of the packet.
+        content: Content of the packet's schema.
+        layout: Layout of the packet.
     """
     return _packet_begins(len(content)) + layout.num_bytes
 
@@ -46,11 +46,11 @@ def write_shared(
     """Fills a slot.
 
     Args:
-        slot: Large enough.
-        lead: Says how long the content is.
-        content: Of the form.
-        layout: Of the packet.
-        tensors: What is in it.
+        slot: A slot that is large enough.
+        lead: The header, with the content's length.
+        content: Content of the schema.
+        layout: Layout of the packet.
+        tensors: Tensors of the packet.
     """
     write_lead(slot, lead)
     content_ends = _CONTENT_BEGINS + len(content)
@@ -59,11 +59,11 @@ def write_shared(
 
 
 def read_shared(slot: Memory, reader: TreeReader) -> tuple[PacketHeader, object]:
-    """Gives what a slot holds.
+    """Returns the header and the tree of a slot.
 
     Args:
-        slot: Filled; nothing of what is returned is in its memory.
-        reader: Makes the tree.
+        slot: A filled slot; the tree does not use its memory.
+        reader: Creates the tree.
     """
     lead = read_lead(slot)
     reader.expect(slot[_CONTENT_BEGINS : _CONTENT_BEGINS + lead.num_bytes].tobytes())
@@ -79,11 +79,11 @@ def _packet_begins(content_bytes: int) -> int:
 
 
 LARGEST_PACKET_BYTES = 1 << 24
-"""To copy more takes longer than the wakings that it saves, and all slots may be touched."""
+"""To copy larger packets takes longer than the saved wake-ups, and may use all slots' memory."""
 
 
 class SharedRoom:
-    """A sender's ring, whose slots have room for its largest packet but the very large."""
+    """A sender's ring, with slots for its largest packet of at most ``LARGEST_PACKET_BYTES``."""
 
     def __init__(self) -> None:
         self._ring: OfferedRing | None = None
@@ -91,18 +91,18 @@ class SharedRoom:
 
     @property
     def offer(self) -> Offer | None:
-        """What the receiver must know."""
+        """The offer for the receiver; None if there is no ring."""
         return None if self._ring is None else self._ring.offer
 
     def ring_for(self, num_bytes: int, tensors: Sequence[Tensor]) -> OfferedRing | None:
-        """Gives the ring that a packet may go through.
+        """Returns the ring for a packet.
 
         Args:
-            num_bytes: Of the packet.
-            tensors: What shall be in it. Those of a GPU want pinned memory.
+            num_bytes: Bytes of the packet.
+            tensors: Tensors of the packet; a GPU's tensors need pinned memory, so the socket.
 
         Returns:
-            None where it must go by the socket; as long as the receiver has not accepted, too.
+            The ring; None if the packet must use the socket, or the receiver has not accepted yet.
         """
         if num_bytes > LARGEST_PACKET_BYTES or any(t.device.type != "cpu" for t in tensors):
             return None
@@ -112,7 +112,7 @@ class SharedRoom:
         return ring if ring is not None and ring.is_accepted else None
 
     def close(self) -> None:
-        """Takes back what is offered."""
+        """Withdraws the offer."""
         if self._ring is not None:
             self._ring.close()
             self._ring = None
@@ -122,5 +122,5 @@ class SharedRoom:
         if self._can_offer:
             try:
                 self._ring = OfferedRing(num_bytes)
-            except OSError:  # too many open files, say: there is the socket
+            except OSError:  # too many open files, say: the socket remains
                 self._can_offer = False

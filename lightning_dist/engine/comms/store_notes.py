@@ -1,8 +1,8 @@
-"""Notes that ranks leave for each other: nobody waits for them, or sends any without a reason.
+"""Notes that ranks leave for each other in the store, without waiting and only when needed.
 
-They are in the store by which the processes have found each other. A rank that finds no note of
-another one must know from elsewhere that it is not only late: a collective that needs something
-from all ranks, which each of them gives after it has left its note.
+The notes are in the store by which the processes have met. If a rank finds no note of another one,
+it must know from elsewhere that the note is not merely late. A collective that each rank joins
+after it has left its note tells that.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class RankNotes:
     """One rank's part in the notes of all: lists of numbers, one for each round.
 
     Args:
-        store: In which all ranks look.
-        name: The same on each rank, and never used before in the store.
+        store: The store that all ranks use.
+        name: A name that is the same on each rank, and never used before in the store.
         rank: This rank.
-        ranks: All of them.
+        ranks: All ranks.
     """
 
     def __init__(self, store: dist.Store, name: str, rank: int, ranks: Sequence[int]) -> None:
@@ -36,26 +36,26 @@ class RankNotes:
         self._own: list[str] = []
 
     def leave(self, round_index: int, numbers: Sequence[int]) -> None:
-        """Leaves a note; those of the rounds before the last one are gone then.
+        """Leaves a note, and deletes this rank's notes of rounds before the previous one.
 
         Args:
-            round_index: Larger than that of the last note.
-            numbers: What it says.
+            round_index: Index of the round, larger than that of the last note.
+            numbers: Numbers in the note.
         """
         store, key = self._store, self._key(round_index, self._rank)
         store.set(key, json.dumps(list(numbers)))
-        store.check([key])  # the answer comes when the note is there for others
+        store.check([key])  # the answer comes when other ranks can see the note
         self._own.append(key)
         for old in self._own[:-_NUM_KEPT]:
             store.delete_key(old)
         del self._own[:-_NUM_KEPT]
 
     def common(self, round_index: int, numbers: Sequence[int]) -> list[int]:
-        """Gives the numbers that are in the notes of all ranks.
+        """Returns the numbers that are in the notes of all ranks.
 
         Args:
-            round_index: Of the notes.
-            numbers: What this rank's says.
+            round_index: Round of the notes.
+            numbers: Numbers in this rank's note.
         """
         found = set(numbers)
         for key in (self._key(round_index, rank) for rank in self._ranks):
@@ -68,9 +68,9 @@ class RankNotes:
         """Waits for notes that may never come; see :meth:`common`.
 
         Args:
-            round_index: Of the notes.
-            numbers: What this rank's says.
-            seconds: How long at most.
+            round_index: Round of the notes.
+            numbers: Numbers in this rank's note.
+            seconds: How long to wait at most.
         """
         deadline = time.monotonic() + seconds
         while not (found := self.common(round_index, numbers)) and time.monotonic() < deadline:
@@ -78,11 +78,11 @@ class RankNotes:
         return found
 
     def decide(self, round_index: int, proposal: bool) -> bool:
-        """Returns what the first rank has proposed in a round, the same on all ranks.
+        """Returns the proposal that came first in a round, the same on all ranks.
 
         Args:
-            round_index: Of the decision.
-            proposal: This rank's.
+            round_index: Round of the decision.
+            proposal: This rank's proposal.
         """
         key = f"{self._name}/{round_index}/decision"
         return self._store.compare_set(key, "", str(proposal)) == str(True).encode()
@@ -92,10 +92,10 @@ class RankNotes:
 
 
 def finish(device: torch.device) -> None:
-    """Waits for the collectives that a device has been given; on a CPU whoever asked has waited.
+    """Waits for the collectives queued on a device; on a CPU the calling thread has waited already.
 
     Args:
-        device: Where they run.
+        device: Device on which the collectives run.
     """
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

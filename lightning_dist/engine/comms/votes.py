@@ -1,27 +1,25 @@
 """All ranks stop at the same batch boundary when any of them is asked to, for the same reason.
 
-Lightning broadcasts rank 0's flag before each batch and waits for it, which ties pipeline stages
-together at each batch and synchronises a GPU each time, and its signal handler broadcasts too,
-which deadlocks in the middle of a step. Here the handler sets a flag, nothing else. At each batch
-boundary the flags are combined by an all-reduce that nobody waits for: its result is read ``lag``
-boundaries later, when all ranks have long joined it. All ranks read the same result at the same
-boundary.
+Lightning broadcasts rank 0's flag before each batch and waits for the flag. That ties pipeline
+stages together at each batch, and synchronises a GPU each time. Lightning's signal handler
+broadcasts too, which deadlocks in the middle of a step. Here the handler only sets a flag. At each
+batch boundary an asynchronous all-reduce combines the flags. All ranks read its result ``lag``
+boundaries later, at the same boundary, when all ranks have long joined it.
 
-On busy cores a small all-reduce costs by the threads that it wakes. So one of them carries the
-flags of a boundary and what ranks vote on at the end of the batch before
-(:mod:`.comms.joint_decision`).
+On busy cores a small all-reduce costs by the threads that it wakes. So one all-reduce carries the
+flags of a boundary and the votes at the end of the batch before (:class:`JointDecision`).
 
 ``lag`` must be at least the number of batches by which the first rank can be ahead of the last: 1
 where each step ties the ranks together, ``num_stages`` for an asynchronous pipeline.
 
-All ranks do at the same place what some of them want to do, and hardly ever wait to find out.
+:class:`JointDecision` lets all ranks act at the same boundary when some want to, mostly without a
+wait.
 
-``trainer.should_stop = True`` on one rank would let it leave a loop whose next step the others are
-in already. Asking all ranks after each batch would make each wait for the slowest. So each posts
-its wish and goes on; only a rank that wants something waits for the others' answers, which are on
-their way whatever they want. If all ranks want it, as where a metric that is known everywhere says
-so, all know it at once, and do it here. If only some do, they go on with the others for ``lag``
-boundaries, by which all know.
+``trainer.should_stop = True`` on one rank would let that rank leave a loop whose next step the
+others are in already. If all ranks were asked after each batch, each would wait for the slowest. So
+each posts its vote and goes on. Only a rank that votes yes waits for the others' votes, which they
+post in any case. If all ranks vote yes, for example by a metric that all know, all act at once. If
+only some do, these go on with the others for ``lag`` boundaries, until all ranks know.
 
 ``lag`` is at least the number of boundaries by which a rank can be ahead of another, so no rank
 waits for votes that it only reads.
@@ -40,7 +38,7 @@ from torch import Tensor
 
 
 class StopReason(IntEnum):
-    """What a run was asked for; of several reasons, the largest counts."""
+    """Why a run is to stop; of several reasons, the largest counts."""
 
     NONE = 0
     """Nothing."""
@@ -49,11 +47,11 @@ class StopReason(IntEnum):
     INTERRUPT = 2
     """SIGINT, which Ctrl-C sends."""
     REQUEUE = 3
-    """SLURM will end the job soon, and could begin it again."""
+    """SLURM will end the job soon, and can requeue the job."""
 
 
 Posted: TypeAlias = tuple[dist.Work, Tensor]
-"""An all-reduce under way, and where its result comes."""
+"""An all-reduce under way, and the tensor of its result."""
 
 
 class StopAgreement:
@@ -74,22 +72,22 @@ class StopAgreement:
 
     @property
     def requested(self) -> StopReason:
-        """What this rank has been asked for, and has not obeyed."""
+        """The reason for which this rank has been asked to stop and has not stopped yet."""
         return max((StopReason.NONE, *self._asked))
 
     def request(self, reason: StopReason) -> None:
         """Asks all ranks to stop; safe in a signal handler.
 
         Args:
-            reason: Why.
+            reason: Why to stop.
         """
         self._asked.add(reason)
 
     def at_boundary(self) -> StopReason:
-        """Posts this rank's flag and reads an older result; call it once per batch on each rank.
+        """Posts this rank's flag and reads an older result. Collective: call it once per batch.
 
         Returns:
-            Why to stop here, or that there is no reason; the same on all ranks.
+            The reason to stop here, or ``NONE``; the same on all ranks.
         """
         if not self._is_posted:
             self.post(0)
@@ -105,7 +103,7 @@ class StopAgreement:
             vote: Any number.
 
         Returns:
-            The sum of all ranks' votes, as the first element, when it is there.
+            The all-reduce, and the tensor whose first element will be the sum of all votes.
         """
         flags = [int(reason is self.requested) for reason in list(StopReason)[1:]]
         sums = torch.tensor([vote, *flags], dtype=torch.int32)
@@ -118,14 +116,14 @@ class StopAgreement:
         return work, sums
 
     def go_on(self) -> None:
-        """Forgets a reason that all ranks have agreed on and obeyed; all ranks call it."""
+        """Forgets a reason that all ranks have obeyed. Collective: every rank must call it."""
         obeyed = self._agreed
         self.close()
         self._agreed = StopReason.NONE
         self._asked.discard(obeyed)
 
     def close(self) -> None:
-        """Reads what is still on its way."""
+        """Reads the results that are under way."""
         while self._pending:
             self._read_oldest()
 
@@ -137,12 +135,12 @@ class StopAgreement:
 
 
 class JointDecision:
-    """One rank's part in a decision that is up again and again.
+    """One rank's part in a recurring decision.
 
     Args:
         group: A gloo group of all ranks.
-        lag: Boundaries from a wish of some ranks to what all do; 1 where a boundary ties the ranks.
-        post: Posts a vote at a boundary along with something else that is summed then.
+        lag: Boundaries from some ranks' vote to all ranks' action; 1 if a boundary ties the ranks.
+        post: Posts a vote at a boundary together with other numbers to sum.
     """
 
     def __init__(
@@ -157,13 +155,13 @@ class JointDecision:
         self._pending: deque[Posted] = deque()
 
     def at_boundary(self, wanted: bool) -> bool:
-        """Posts this rank's wish; all ranks call it at the same boundaries.
+        """Posts this rank's vote. Collective: every rank must call it at the same boundaries.
 
         Args:
-            wanted: What this rank wants.
+            wanted: This rank's vote.
 
         Returns:
-            Whether to do it here, the same on all ranks: all want it, or some did ``lag``
+            Whether to act here, the same on all ranks: all vote yes now, or some did ``lag``
             boundaries ago.
         """
         if len(self._pending) == self._lag and _count(self._pending.popleft()) > 0:
@@ -176,19 +174,19 @@ class JointDecision:
         return True
 
     def settle(self, wanted: bool) -> bool:
-        """Decides at once, where ranks wait for each other anyway.
+        """Decides at once, where ranks wait for each other anyway. Collective.
 
         Args:
-            wanted: What this rank wants.
+            wanted: This rank's vote.
 
         Returns:
-            Whether any rank wants it, or has wanted it at a boundary that is not decided yet.
+            Whether any rank votes yes, or has voted yes at a boundary that is not decided yet.
         """
         self._pending.append(self._post_alone(int(wanted)))
         return self._take_votes() > 0
 
     def forget(self) -> None:
-        """Drops what some ranks may have wanted at the last boundaries; all ranks call it."""
+        """Drops the votes of the last boundaries. Collective: every rank must call it."""
         self._take_votes()
 
     def _post_alone(self, vote: int) -> Posted:

@@ -1,11 +1,11 @@
 """Open the channels of all pipelines of a mesh.
 
 A pipeline gets one communicator for activations, one for gradients and one for results. Between
-two ranks there is one channel for each of them and each direction, whatever the number of stages
-that use it. Stages on one rank hand over in its memory. Results go from the last stage's rank
-straight to each other one: they are small, and a rank can have those of a batch before the batch's
-gradients come. Ranks that hold the same parameter have two more communicators, one up the pipeline
-and one down.
+two ranks there is one channel per communicator and direction, whatever the number of stages that
+use the channel. Stages on one rank exchange tensors in its memory. Results go from the last stage's
+rank straight to each other rank. They are small, and a rank can have a batch's results before the
+batch's gradients come. If ranks hold the same parameter, the pipeline has two more communicators,
+one up and one down.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.pipeline.tied_gradients import TieLinks
 from lightning_dist.engine.planning.traffic import MessageCount
 
-# A receive is posted all the time, also while nothing is sent for hours. Who waits for a message
-# has a time limit of their own.
+# A receive is posted all the time, also while nothing is sent for hours. A thread that waits for a
+# message has its own time limit.
 _NEVER = timedelta(days=365)
 
 
@@ -37,12 +37,12 @@ class Channels:
     """All channels of one rank.
 
     Attributes:
-        links: To the neighbours.
-        results_out: From the last stage's rank to each other one.
-        results_in: From the last stage's rank; None on itself.
+        links: Channels to the neighbours.
+        results_out: Channels from the last stage's rank to each other rank; empty elsewhere.
+        results_in: Channel from the last stage's rank; None on that rank.
         groups: The communicators.
-        ties: To ranks that hold the same parameters.
-        in_memory: What has gone through memory that this rank shares with another.
+        ties: Channels to ranks that hold the same parameters.
+        in_memory: Count of the messages through memory that this rank shares with another.
     """
 
     links: Links
@@ -53,7 +53,7 @@ class Channels:
     in_memory: MessageCount
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes each waiting or later receive raise.
+        """Raises an error in each waiting or later receive.
 
         Args:
             error: What to raise.
@@ -63,7 +63,7 @@ class Channels:
             receiver.interrupt(error)
 
     def close(self) -> None:
-        """Ends all channels; each stage must call it."""
+        """Closes all channels. Collective: every rank of the pipeline must call it."""
         for sender in (*self.results_out, *self.ties.outgoing.values()):
             sender.close()
         self.links.close()
@@ -81,30 +81,30 @@ class Ends(Protocol):
     """A rank's ends of the channels of one kind: activations, or gradients."""
 
     def to(self, peer: int, stage: int) -> Sender:
-        """Gives the end by which a stage of this rank sends to one of another.
+        """Returns the end through which a stage of this rank sends to another rank's stage.
 
         Args:
             peer: The other rank.
-            stage: The sending one.
+            stage: The sending stage.
         """
 
     def of(self, peer: int, stage: int) -> Receiver:
-        """Gives the end by which a stage of this rank receives from one of another.
+        """Returns the end through which a stage of this rank receives from another rank's stage.
 
         Args:
             peer: The other rank.
-            stage: The sending one.
+            stage: The sending stage.
         """
 
 
 def wire(rank_of_stage: Sequence[int], rank: int, activations: Ends, gradients: Ends) -> Links:
-    """Gives the stages of a rank their channels; two of them hand over in its memory.
+    """Returns the channels of a rank's stages; two stages on the rank use its memory.
 
     Args:
         rank_of_stage: The rank of each stage.
-        rank: This one.
-        activations: Its ends of the channels down the pipeline.
-        gradients: Its ends of the channels up.
+        rank: This rank.
+        activations: This rank's ends of the channels down the pipeline.
+        gradients: This rank's ends of the channels up the pipeline.
     """
     links = Links()
     for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
@@ -128,13 +128,13 @@ def connect(
     rank_of_stage: Sequence[int] | None = None,
     holders: Collection[Sequence[int]] = (),
 ) -> Channels:
-    """Opens this rank's channels; each rank of the world must call it alike.
+    """Opens this rank's channels. Collective: every rank of the world must call it alike.
 
     Args:
         pipelines: Global ranks of each pipeline, in order.
-        device: Where received tensors shall be.
+        device: Device of received tensors.
         timeout_seconds: How long a receive waits.
-        rank_of_stage: The rank of each stage in its pipeline; None puts one on each.
+        rank_of_stage: The rank of each stage in its pipeline; None puts one stage on each rank.
         holders: Ranks in a pipeline that hold the same parameter, for each such parameter.
     """
     rank = dist.get_rank()
@@ -183,13 +183,13 @@ def connect_moves(
     device: torch.device,
     timeout_seconds: float,
 ) -> MoveLinks:
-    """Opens this rank's channels for layers that move; each rank of the pipeline must call it.
+    """Opens this rank's channels for layers that move. Collective: the pipeline's ranks call it.
 
     Args:
-        relocation: Says who sends to whom.
+        relocation: Names the ranks to send to and to receive from.
         ranks: Global ranks of the pipeline, in order.
-        groups: One communicator for what goes to later ranks, and one for what goes to earlier.
-        device: Where received tensors shall be.
+        groups: One communicator to later ranks, and one to earlier ranks.
+        device: Device of received tensors.
         timeout_seconds: How long a receive waits.
     """
     own = ranks.index(dist.get_rank())
@@ -211,14 +211,14 @@ def connect_moves(
 def connect_in_memory(
     rank_of_stage: Sequence[int], make_channel: Callable[[], MemoryChannel] = MemoryChannel
 ) -> list[Links]:
-    """Gives each rank of a pipeline whose ranks are all in this process its channels.
+    """Returns the channels of each rank, for a pipeline whose ranks are all in this process.
 
-    Ranks that are threads must take turns: they share torch's generators, whose lock and Python's
-    can wait for each other.
+    Ranks that are threads must take turns: they share torch's generators, whose lock can deadlock
+    with Python's.
 
     Args:
         rank_of_stage: The rank of each stage.
-        make_channel: Makes one direction between two stages.
+        make_channel: Creates the channel of one direction between two stages.
     """
     links = [Links() for _ in range(1 + max(rank_of_stage))]
     for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
@@ -229,7 +229,7 @@ def connect_in_memory(
 
 
 def _pairs(holders: Collection[Sequence[int]]) -> list[tuple[int, int]]:
-    """Lists the ranks that speak about parameters: of each the first one with each other one."""
+    """Returns the pairs of ranks that share a parameter: its first holder with each other one."""
     pairs = {tuple(sorted((first, other))) for first, *others in holders for other in others}
     return [(low, high) for low, high in sorted(pairs)]
 

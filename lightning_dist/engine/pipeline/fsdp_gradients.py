@@ -1,19 +1,18 @@
-"""A stage's gradients in ``p.grad`` for a round, where others listen.
+"""A stage's gradients in ``p.grad`` for a round, where FSDP2's hooks see them.
 
-FSDP2 reduces what has been added to a parameter when a backward has passed it, so gradients must be
-there, and whoever shards must know which backward is the last. What earlier rounds have left for
-the same update is set aside meanwhile.
+After a backward FSDP2 reduces the gradients that the backward has added to the parameters. So
+gradients must be in ``p.grad``, and FSDP2 must know the last backward of a round. Meanwhile
+:class:`ParamGradAccumulator` sets aside the gradients of earlier rounds for the same update.
 
-The backwards of a stage, as FSDP2 has to see them.
+:class:`StageBackwards` announces a stage's backwards to FSDP2.
 
-FSDP2 learns of a backward from hooks on what its root has returned, and when it is over reduces
-what autograd has added to the gathered parameters. The last one of a round shall do that, the
-others not.
+FSDP2 detects a backward by hooks on its root's outputs. When the backward is over, FSDP2 reduces
+the gradients of the gathered parameters. Only the last backward of a round is to do that.
 
-Where a schedule parts backwards, autograd goes from the middle of the graph to the weights, past
-those hooks, and nobody would tell FSDP2. So the root gets one more method that FSDP2 takes for a
-forward. What it returns depends on no parameter, and its backward is over at once; behind it FSDP2
-does what it does behind each.
+Where a schedule splits backwards, autograd goes from the middle of the graph to the weights, past
+those hooks, and FSDP2 would miss the backward. So the root gets one more method that FSDP2 takes
+for a forward. Its output depends on no parameter, so its backward is over at once. After that
+backward FSDP2 reduces as after any other.
 """
 
 from __future__ import annotations
@@ -31,37 +30,36 @@ from lightning_dist.engine.sharding.fully_shard import unshard
 
 
 class Listener(Protocol):
-    """Who wants to know of each backward of a stage, and which one is the last of its round."""
+    """Is told of each backward of a stage, and which one is the last of its round."""
 
     def backward(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Gives what a backward runs in.
+        """Returns the context manager in which a backward runs.
 
         Args:
-            is_last: Whether no other one of the round comes behind it.
+            is_last: Whether this backward is the last of the round.
         """
 
     def part(self) -> AbstractContextManager[None]:
-        """Gives what a part of a backward runs in, which goes by where others listen."""
+        """Returns the context manager for a part of a backward, which bypasses the hooks."""
 
     def end_parts(self, *, is_last: bool) -> None:
-        """Notes that gradients have been added to ``p.grad`` in parts.
+        """Announces that gradients have been added to ``p.grad`` in parts.
 
         Args:
-            is_last: As for :meth:`backward`.
+            is_last: Whether this backward is the last of the round.
         """
 
 
-def _look_away(_: Sequence[Tensor]) -> None:
-    """Does nothing."""
+def _look_away(_: Sequence[Tensor]) -> None: ...
 
 
 class ParamGradAccumulator:
-    """Gradients in ``p.grad``; see :class:`.Gradients`.
+    """Accumulates gradients in ``p.grad``; see :class:`.Gradients`.
 
     Args:
-        layers: The stage's.
-        listener: Of the stage.
-        look: Called with the outputs of each whole backward before it runs.
+        layers: The stage's layers.
+        listener: The stage's listener.
+        look: Called with the outputs of each whole backward before the backward runs.
     """
 
     runs_hooks = True
@@ -87,7 +85,7 @@ class ParamGradAccumulator:
             parameter.grad = None
 
     def end_round(self) -> None:
-        """Takes the gradients of this round, and puts those of earlier ones back."""
+        """Takes the gradients of this round, and restores those of earlier rounds."""
         assert self._num_left == 0
         for name, parameter in self._parameters():
             if parameter.grad is not None:
@@ -95,17 +93,17 @@ class ParamGradAccumulator:
             parameter.grad = self._before.pop(name)
 
     def held(self, update: int) -> dict[str, Tensor]:
-        """Gives the gradients."""
+        """Returns the gradients; see :class:`.Gradients`."""
         return self._held
 
     def take(self, update: int) -> dict[str, Tensor]:
-        """Gives the gradients away."""
+        """Removes and returns the gradients; see :class:`.Gradients`."""
         held, self._held = self._held, {}
         return held
 
     @contextmanager
     def parting(self, parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """Gives the parameters that are heard there, whatever has been made of them for a graph."""
+        """Yields the parameters themselves, whose hooks FSDP2 uses; see :class:`.Gradients`."""
         with self._listener.part():
             yield dict(self._parameters())
 
@@ -113,7 +111,7 @@ class ParamGradAccumulator:
     def adding(
         self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
     ) -> Iterator[None]:
-        """Leaves what autograd adds where it is, and says so."""
+        """Keeps the added gradients in ``p.grad``, and tells the listener of them."""
         self._num_left -= 1
         with self._listener.part():
             yield
@@ -121,7 +119,7 @@ class ParamGradAccumulator:
         self._listener.end_parts(is_last=self._num_left == 0)
 
     def clear(self) -> None:
-        """Drops what is held and what was set aside."""
+        """Drops the gradients that are held or set aside."""
         self._held.clear()
         self._before.clear()
 
@@ -134,7 +132,7 @@ class ParamGradAccumulator:
         update: int,
         backward: Backward = torch.autograd.backward,
     ) -> list[Tensor | None]:
-        """Runs one backward."""
+        """Runs one backward; see :class:`.Gradients`."""
         self._num_left -= 1
         if outputs:
             self._look(outputs)
@@ -147,7 +145,7 @@ class ParamGradAccumulator:
         return found
 
     def _keep_from(self, others: Sequence[Tensor | None]) -> None:
-        """Copies gradients that others would see change."""
+        """Copies the gradients that share memory with other tensors."""
         parameters = [parameter for _, parameter in self._parameters()]
         are_shared = have_shared_memory([p.grad for p in parameters], others)
         for parameter, is_shared in zip(parameters, are_shared, strict=True):
@@ -163,12 +161,12 @@ _EMPTY_FORWARD = "forward_of_nothing"
 
 
 class StageBackwards:
-    """What runs around the backwards of one stage.
+    """Announces the backwards of one stage to FSDP2; a :class:`Listener`.
 
     Args:
         root: Runs the stage's layers; sharded or not.
-        context: Gives what each runs in.
-        sends: Whether gradients shall be reduced in this round at all.
+        context: Returns the context manager in which each backward runs.
+        sends: Returns whether gradients are reduced in this round at all.
     """
 
     def __init__(
@@ -189,7 +187,7 @@ class StageBackwards:
         """Wraps a backward.
 
         Args:
-            is_last: Whether no other one of the round comes behind it.
+            is_last: Whether this backward is the last of the round.
 
         Yields:
             Nothing.
@@ -200,21 +198,21 @@ class StageBackwards:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Wraps a part of a backward; nothing is reduced behind it.
+        """Wraps a part of a backward, after which nothing is reduced.
 
         Yields:
             Nothing.
         """
         self._announce(is_last=False)
-        unshard(self._root)  # a forward of another micro-batch may have freed them
+        unshard(self._root)  # another micro-batch's forward may have freed the gathered parameters
         with self._context():
             yield
 
     def end_parts(self, *, is_last: bool) -> None:
-        """Lets FSDP2 see gradients that have been added to the gathered parameters.
+        """Announces to FSDP2 the gradients that have been added to the gathered parameters.
 
         Args:
-            is_last: Whether no other backward of the round comes.
+            is_last: Whether this backward is the last of the round.
         """
         if isinstance(self._root, FSDPModule):
             self._announce(is_last=is_last)

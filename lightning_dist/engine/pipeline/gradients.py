@@ -1,18 +1,18 @@
 """Where a stage's gradients are between the backwards of a round and the optimizer.
 
-The backwards run inside of the user's step, before the training loop clears ``p.grad``, so their
-gradients wait in ``held`` until the loop asks for them.
+The backwards run inside of the user's step, before the training loop clears ``p.grad``. So their
+gradients are held until the loop installs them.
 
-Autograd adds to the ``grad`` of leaves, while a gradient is in the cache and nothing else has been
-made of memory for it; to ask for values and add these later is slower. :class:`HeldGradients` lends
-what is held to the leaves for each backward, which an asynchronous stage differentiates by versions
-of its weights that are no parameters. Where others listen to parameters,
-:class:`.ParamGradAccumulator` leaves it in ``p.grad`` for a round.
+Autograd adds to the ``grad`` of leaves while a gradient is in the cache, without further memory. To
+ask autograd for values and add these later is slower. So :class:`HeldGradients` puts the held
+gradients into the leaves for each backward. The leaves of an asynchronous stage are versions of its
+weights, not parameters. Where hooks need the gradients in the parameters,
+:class:`.ParamGradAccumulator` leaves these in ``p.grad`` for a round.
 
-Autograd gives a leaf what arrives there, without a copy, where nothing else holds that tensor; it
-does not ask what else has its memory. The gradient of ``p`` in ``x + p[None]`` is a view of what
-the stage behind has sent, and so is that of ``x``, which goes to the stage before. Whatever is
-added to the one later would change the other on its way.
+Autograd gives a leaf the arriving gradient without a copy if nothing else holds that tensor, even
+if another tensor shares its memory. The gradient of ``p`` in ``x + p[None]`` is a view of the
+gradient that the next stage has sent. The gradient of ``x``, which goes to the stage before, is
+another view. A later addition to the one would change the other on its way.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from lightning_dist.engine.tensors.dtensor import local_part
 def have_shared_memory(
     gradients: Sequence[Tensor | None], others: Sequence[Tensor | None]
 ) -> list[bool]:
-    """Tells for each of some gradients whether its memory is that of another tensor, too.
+    """Returns for each gradient whether it shares memory with another tensor.
 
     Args:
-        gradients: Compared with each other, and with the others.
-        others: Only compared with.
+        gradients: Tensors to compare with each other, and with ``others``.
+        others: Tensors to compare the gradients with.
     """
     users = Counter(_memory_of(tensor) for tensor in (*gradients, *others) if tensor is not None)
     return [g is not None and users[_memory_of(g)] > 1 for g in gradients]
 
 
 def _memory_of(tensor: Tensor) -> object:
-    # A storage is the same object for all tensors in it, as long as one reference to it is held;
-    # an address would be none where tensors have no values.
+    # A storage is the same object for all its tensors, as long as one reference to it is held. An
+    # address would not do: tensors without values have none.
     return tensor if tensor.is_sparse else local_part(tensor).untyped_storage()
 
 
@@ -51,11 +51,11 @@ Backward = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 
 class Gradients(Protocol):
-    """Runs the backwards of one stage and holds what they bring, by update.
+    """Runs the backwards of one stage and holds their gradients, by update.
 
     Attributes:
-        runs_hooks: Whether autograd runs the parameters' hooks in each backward; else they are to
-            be run once for each batch.
+        runs_hooks: Whether autograd runs the parameters' hooks in each backward; otherwise the
+            caller runs the hooks once for each batch.
     """
 
     runs_hooks: bool
@@ -79,12 +79,12 @@ class Gradients(Protocol):
         """Runs one backward.
 
         Args:
-            outputs: Roots of the graph.
-            gradients: One for each of them.
+            outputs: Roots of the autograd graph.
+            gradients: One gradient for each output.
             inputs: Leaves that are no parameters.
-            parameters: What stands for the stage's trainable parameters in this graph.
-            update: What their gradients are for.
-            backward: Has autograd run from the roots, with what layers need that compute again.
+            parameters: Leaves that stand for the stage's trainable parameters in this graph.
+            update: Index of the update that the parameters' gradients are for.
+            backward: Runs autograd from the roots, with the weights for layers that recompute.
 
         Returns:
             One gradient for each input.
@@ -93,38 +93,38 @@ class Gradients(Protocol):
     def parting(
         self, parameters: Mapping[str, Tensor]
     ) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Gives what the inputs' part of a backward runs in, and there the leaves of its graph.
+        """Returns the context manager for a backward's inputs' part; it yields the graph's leaves.
 
         Args:
-            parameters: As for :meth:`run`.
+            parameters: Leaves for the stage's trainable parameters, as for :meth:`run`.
         """
 
     def adding(
         self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
     ) -> AbstractContextManager[None]:
-        """Gives what the weights' part runs in, which adds to the ``grad`` of those leaves.
+        """Returns the context manager for the weights' part, which adds to the leaves' ``grad``.
 
         Args:
-            parameters: As for :meth:`run`.
-            given: What that part begins with, which others may hold.
-            update: What the gradients are for.
+            parameters: Leaves for the stage's trainable parameters, as for :meth:`run`.
+            given: Gradients that the part begins with, whose memory other code may hold.
+            update: Index of the update that the gradients are for.
         """
 
     def end_round(self) -> None:
-        """Makes what is held complete."""
+        """Completes the held gradients."""
 
     def held(self, update: int) -> dict[str, Tensor]:
-        """Gives the gradients for an update by parameter name; they stay here.
+        """Returns the gradients for an update by parameter name, and keeps them.
 
         Args:
-            update: Which.
+            update: Index of the update.
         """
 
     def take(self, update: int) -> dict[str, Tensor]:
-        """Gives the gradients for an update by parameter name, away.
+        """Removes and returns the gradients for an update by parameter name.
 
         Args:
-            update: Which.
+            update: Index of the update.
         """
 
     def clear(self) -> None:
@@ -135,7 +135,7 @@ class HeldGradients:
     """Gradients that are in the leaves of a graph while a backward adds to them.
 
     Args:
-        dtype: What they become before they are added up; None leaves their own.
+        dtype: Data type in which gradients are summed; None keeps their own.
     """
 
     runs_hooks = False
@@ -151,15 +151,15 @@ class HeldGradients:
         """Does nothing."""
 
     def held(self, update: int) -> dict[str, Tensor]:
-        """Gives the gradients for an update; see :class:`Gradients`."""
+        """Returns the gradients for an update; see :class:`Gradients`."""
         return self._held.get(update, {})
 
     def take(self, update: int) -> dict[str, Tensor]:
-        """Gives the gradients for an update away; see :class:`Gradients`."""
+        """Removes and returns the gradients for an update; see :class:`Gradients`."""
         return self._held.pop(update, {})
 
     def clear(self) -> None:
-        """Drops what is held."""
+        """Drops the held gradients."""
         self._held.clear()
 
     def run(
@@ -184,20 +184,20 @@ class HeldGradients:
     def parting(
         self, parameters: Mapping[str, Tensor]
     ) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Gives the same parameters; see :class:`Gradients`."""
+        """Returns a context manager that yields the same parameters; see :class:`Gradients`."""
         return nullcontext(parameters)
 
     @contextmanager
     def adding(
         self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
     ) -> Iterator[None]:
-        """Lends what is held; see :class:`Gradients`."""
+        """Puts the held gradients into the leaves; see :class:`Gradients`."""
         with _in_leaves([*parameters.values()], self._to_lend(parameters, update)) as found:
             yield
         self._take_back(parameters, found, given, update)
 
     def _to_lend(self, parameters: Mapping[str, Tensor], update: int) -> list[Tensor | None]:
-        if self._dtype is not None:  # autograd adds what is of the leaf's own only
+        if self._dtype is not None:  # autograd adds gradients of the leaf's own dtype only
             return [None] * len(parameters)
         return [self.held(update).get(name) for name in parameters]
 
@@ -212,7 +212,7 @@ class HeldGradients:
         new = [None if g is before else g for g, before in zip(found, lent, strict=True)]
         for name, before, sum_of_both in zip(parameters, lent, new, strict=True):
             if before is not None and sum_of_both is not None:
-                # autograd has not added in place: it was sparse, the other is not
+                # autograd has not added in place: one gradient is sparse, the other is not
                 del self._held[update][name]
         self._hold(parameters, new, others, update)
 
@@ -224,7 +224,7 @@ class HeldGradients:
         update: int,
     ) -> None:
         held = self._held.setdefault(update, {})
-        # What is held gets added to and clipped in place, so it must be nobody else's.
+        # Held gradients are added to and clipped in place, so they must share no memory.
         are_shared = have_shared_memory(gradients, others)
         rows = zip(parameters.items(), gradients, are_shared, strict=True)
         for (name, parameter), gradient, is_shared in rows:
@@ -243,14 +243,14 @@ class HeldGradients:
 def _in_leaves(
     leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> Iterator[list[Tensor | None]]:
-    """Puts gradients into leaves, and what was there before back at the end.
+    """Puts gradients into leaves, and restores the earlier ones at the end.
 
     Args:
-        leaves: Of a graph.
-        gradients: One for each of them, or None.
+        leaves: Leaves of an autograd graph.
+        gradients: One gradient or None for each leaf.
 
     Yields:
-        A list that at the end has what has become of them.
+        A list that at the end holds the leaves' gradients.
     """
     found: list[Tensor | None] = []
     before = [leaf.grad for leaf in leaves]

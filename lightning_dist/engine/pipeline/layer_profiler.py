@@ -1,13 +1,13 @@
 """Times the layers of one rank's stages while they train.
 
-A layer's forward is timed by its own hooks. Its backward begins when the gradient of its output is
-there, which a hook on that tensor sees, and ends where that of the layer before begins, or with the
-stage's backward. Nothing waits and nothing is computed until somebody asks: the marks are put into
-the recorder's spans afterwards, which tells a micro-batch's forward from what is recomputed in a
-backward, and what a stage does beside its layers from what they do.
+Hooks on a layer time its forward. A layer's backward begins when the gradient of its output
+arrives, which a hook on that tensor sees. The backward ends where the backward of the layer before
+begins, or with the stage's backward. Nothing waits, and nothing is computed until
+:meth:`LayerProfiler.profile` is called. The marks are then sorted into the recorder's spans. That
+separates a micro-batch's forward from a recomputation, and a stage's own work from its layers'.
 
-Where a schedule parts backwards, the part of the weights has no such marks. It is shared out among
-a stage's layers as the part of the inputs is.
+Where a schedule splits backwards, the weights' part has no such marks. Its time is distributed over
+a stage's layers in the proportions of the inputs' part.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class LayerProfiler:
     """Watches layers from :meth:`start` to :meth:`stop`.
 
     Args:
-        parts: Of the rank's layers.
-        recorder: Of the rank that runs them.
-        half: How the layers compute in half precision; None where they do not.
+        parts: Parts of the rank's layers.
+        recorder: Recorder of the rank that runs the layers.
+        half: How the layers compute in half precision; None if the layers do not.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LayerProfiler:
         self._start = recorder.mark()
 
     def start(self) -> None:
-        """Begins to watch; what was seen before is forgotten."""
+        """Begins to watch, and discards earlier measurements."""
         self.stop()
         for store in (self._begun, self._forwards, self._gradients, self._kept, self._sent):
             store.clear()
@@ -74,16 +74,16 @@ class LayerProfiler:
         self._start = self._recorder.mark()
 
     def stop(self) -> None:
-        """Leaves the layers alone."""
+        """Removes the hooks from the layers."""
         for watch in self._watches:
             watch.remove()
         self._watches.clear()
 
     def profile(self, states: Mapping[Tensor, Any] = _NO_STATES) -> RankProfile:
-        """Says what was seen; on a GPU waits for the device.
+        """Returns what was measured; on a GPU waits for the device.
 
         Args:
-            states: What the optimizer keeps for each parameter.
+            states: The optimizer's state of each parameter.
         """
         forwards, own_forwards = self._of_forwards()
         backwards, own_backwards = self._of_backwards()
@@ -181,7 +181,7 @@ class LayerProfiler:
 
 
 def _sort_into(spans: Iterable[Span], marks: list[Any]) -> Iterable[tuple[Span, list[Any]]]:
-    """Gives each span the marks that lie in it, both in order; spans without any are left out."""
+    """Yields each span with the marks inside it, both in order; spans without any are omitted."""
     at = 0
     for span in spans:
         while at < len(marks) and marks[at][0] < span.start_seconds:
@@ -195,7 +195,7 @@ def _sort_into(spans: Iterable[Span], marks: list[Any]) -> Iterable[tuple[Span, 
 
 
 def _shares_of_weights(spans: Iterable[Span]) -> dict[int, float]:
-    """By what a stage's timed backwards are multiplied, so that they are whole ones."""
+    """Returns the factor, by stage, that turns a timed backward's seconds into a whole one's."""
     inputs: dict[int, float] = defaultdict(float)
     weights: dict[int, float] = defaultdict(float)
     for span in spans:
@@ -210,7 +210,7 @@ def _shares_of_weights(spans: Iterable[Span]) -> dict[int, float]:
 def _resident_bytes(layer: nn.Module, states: Mapping[Tensor, Any]) -> int:
     parameters = list(layer.parameters())
     kept = flatten([states[p] for p in parameters if p in states])[0]
-    # A pipeline's backwards are over before the gradients of the update before are given up.
+    # A pipeline's backwards are over before the gradients of the previous update are freed.
     gradients = 2 * version_bytes(parameters)
     return gradients + sum(map(_own_bytes, (*parameters, *layer.buffers(), *kept)))
 

@@ -1,18 +1,18 @@
-"""What a training step returns: a loss, and what it weighs.
+"""A training step's result: a loss and its weight.
 
-Most losses are means over samples, so a micro-batch weighs by its samples. A loss that is a mean
-over something else (the tokens that are not ignored, say) says what it weighs, by returning
-``{"loss": ..., "weight": n}``: then the sum of all ``n * loss`` over the sum of all ``n`` is the
-undivided batch's loss, and so it is with the gradients.
+Most losses are means over samples, so a micro-batch weighs by its samples. If a loss is a mean over
+something else (the tokens that are not ignored, say), the step returns its weight, too:
+``{"loss": ..., "weight": n}``. Then the undivided batch's loss is the sum of all ``n * loss`` over
+the sum of all ``n``. The same holds for the gradients.
 
-What the losses of an update weigh together, known on each stage when its gradients are complete.
+:class:`LossWeights` sums the weights of an update's losses, on each stage.
 
-Only the last stage sees what a step returns, and only at the end of an update is it known what all
-of its micro-batches weigh. So each backward begins with its own micro-batch's weight as the scale,
-the weight travels on with the gradients, and complete gradients are divided by the sum: over the
-micro-batches, the batches that are accumulated, and the data replicas.
+Only the last stage sees a step's result, and the sum of the weights is known only at the end of an
+update. So each backward begins with its own micro-batch's weight as the scale, and the weight
+travels on with the gradients. Complete gradients are divided by the sum of the weights: over the
+micro-batches, the accumulated batches, and the data replicas.
 
-What the losses of an update weigh, over the data replicas.
+:class:`ReplicaWeights` averages the weights over the data replicas.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Loss:
 
     Attributes:
         value: A tensor of one element.
-        weight: What it is a mean over, in any unit; None where the samples count.
+        weight: What the loss is a mean over, in any unit; None if the samples count.
     """
 
     value: Tensor
@@ -42,13 +42,13 @@ class Loss:
 
     @classmethod
     def of(cls, result: Any) -> Loss:
-        """Reads what a training step returned.
+        """Creates the loss from a training step's result.
 
         Args:
-            result: The loss, or a mapping with it under ``"loss"``, and maybe ``"weight"``.
+            result: The loss, or a mapping with the loss under ``"loss"``, and maybe ``"weight"``.
 
         Raises:
-            ValueError: There is no loss, or its weight is no number that can be one.
+            ValueError: There is no loss, or its weight is not a finite number of at least zero.
         """
         value = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -71,13 +71,13 @@ class Loss:
 
 
 def weight_of(result: Any) -> float | None:
-    """Gives what a step says that its loss weighs.
+    """Returns the weight of a loss in a step's result.
 
     Args:
-        result: What the step returned.
+        result: The step's result.
 
     Returns:
-        The number under ``"weight"``; None where there is none beside a loss.
+        The number under ``"weight"``; None if there is none beside a loss.
     """
     if not isinstance(result, Mapping) or not {"loss", "weight"} <= result.keys():
         return None
@@ -88,18 +88,18 @@ def weight_of(result: Any) -> float | None:
 
 
 AverageWeight = Callable[[float | None], float | None]
-"""Takes what an update's losses weigh on this replica, None where the samples count; gives the
+"""Takes the weight of an update's losses on this replica, None if the samples count; returns the
 average over the replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeighedGradients:
-    """What goes from a stage to the one before.
+    """The message from a stage to the stage before.
 
     Attributes:
-        gradients: One for each tensor that has come the other way and requires grad.
-        weight: What the micro-batch's loss weighs, a float64 tensor without a dim; None where the
-            samples count.
+        gradients: One gradient for each received tensor that requires grad.
+        weight: Weight of the micro-batch's loss, a zero-dim float64 tensor; None if the samples
+            count.
     """
 
     gradients: list[Tensor | None]
@@ -107,21 +107,21 @@ class WeighedGradients:
 
     @classmethod
     def of_loss(cls, gradients: list[Tensor | None], weight: float | None) -> WeighedGradients:
-        """Begins a backward.
+        """Creates the gradients with which a backward begins.
 
         Args:
-            gradients: Of the roots.
-            weight: What the loss weighs.
+            gradients: Gradients of the roots.
+            weight: Weight of the loss; None if the samples count.
         """
         tensor = None if weight is None else torch.tensor(weight, dtype=torch.float64)
         return cls(gradients, tensor)
 
 
 class LossWeights:
-    """Sums the weights, and divides by them.
+    """Sums the weights of losses, and divides gradients by the sum.
 
     Args:
-        average: Over the data replicas, whose gradients are averaged too.
+        average: Averages a weight over the data replicas, whose gradients are averaged too.
     """
 
     def __init__(self, average: AverageWeight) -> None:
@@ -131,12 +131,12 @@ class LossWeights:
         self._is_given: bool | None = None
 
     def note(self, update: int, index: int, weight: Tensor | float | None) -> None:
-        """Remembers what a micro-batch weighs; each stage of a rank may say so.
+        """Remembers the weight of a micro-batch; each stage of a rank may call it.
 
         Args:
-            update: What its gradients are for.
+            update: Index of the update that the micro-batch's gradients are for.
             index: The micro-batch.
-            weight: None where the samples count.
+            weight: Weight of the micro-batch's loss; None if the samples count.
 
         Raises:
             ValueError: Other micro-batches have a weight and this one has none, or vice versa.
@@ -149,20 +149,20 @@ class LossWeights:
             self._by_update.setdefault(update, {})[index] = float(weight)
 
     def collect(self, update: int) -> None:
-        """Counts an update's micro-batches among those to divide by.
+        """Adds an update's weights to those that :meth:`divide` divides by.
 
         Args:
-            update: Which; no others of its number are noted any more.
+            update: Index of the update, for which no more weights come.
         """
         self._collected += self._by_update.pop(update, {}).values()
 
     def divide(self, gradients: Iterable[Tensor]) -> None:
-        """Makes complete gradients those of the weighted mean, and begins to collect anew.
+        """Divides complete gradients by the sum of the weights, and begins to collect anew.
 
         Args:
-            gradients: Of the weighted sum; changed. If nothing weighs anything, they are zero.
+            gradients: Gradients of the weighted sum, changed in place; zero if all weights are.
         """
-        # Exact, so that it does not depend on the order in which a stage has heard of them.
+        # An exact sum, so that it does not depend on the order in which the weights came.
         own = math.fsum(self._collected) if self._is_given else None
         self._collected = []
         total = self._average(own)
@@ -177,22 +177,22 @@ class LossWeights:
 
 
 def mixed_weights() -> ValueError:
-    """Says that some losses have a weight and others have none."""
+    """Creates the error that some losses have a weight and others have none."""
     return ValueError(
-        "Some training steps returned a 'weight' beside their loss and others did not, so nobody"
-        " can say what they weigh together. Return it for each batch, on each rank:"
+        "Some training steps returned a 'weight' beside their loss and others did not, so what they"
+        " weigh together is unknown. Return it for each batch, on each rank:"
         " {'loss': loss, 'weight': n}, with the number n that the loss is a mean over; or never."
     )
 
 
 class ReplicaWeights:
-    """Averages weights over the replicas, and sees to it that all have some or none has.
+    """Averages weights over the replicas, and checks that all replicas have a weight or none has.
 
-    A replica that has begun without weights goes on without them (its last stage says so if not),
-    so where the samples count, replicas speak about it once.
+    A replica that has begun without weights goes on without weights (otherwise its last stage
+    raises). So if the samples count, the replicas communicate only once.
 
     Args:
-        group: The replicas; takes CPU tensors.
+        group: The group of the replicas; takes CPU tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -201,10 +201,10 @@ class ReplicaWeights:
         self._have_none = False
 
     def average(self, weight: float | None) -> float | None:
-        """Averages a weight; each replica must call it for each update.
+        """Averages a weight. Collective: every replica must call it for each update.
 
         Args:
-            weight: Of this replica's share; None where the samples count.
+            weight: Weight of this replica's share; None if the samples count.
 
         Raises:
             ValueError: Some replicas have a weight and others have none.

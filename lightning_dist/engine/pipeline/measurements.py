@@ -1,4 +1,4 @@
-"""What the ranks measured, joined."""
+"""Measurements of all ranks, gathered."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_dist.engine.schedules.timeline import Span, Timeline
 
 
 class MeasuredTimelines:
-    """What all ranks recorded.
+    """The timelines that all ranks recorded.
 
     Args:
-        stretches: For each rank its spans by stretch; stretches have the same numbers on all ranks.
+        stretches: Each rank's spans by stretch; stretches have the same numbers on all ranks.
     """
 
     def __init__(self, stretches: Sequence[Mapping[int, tuple[Span, ...]]]) -> None:
@@ -32,7 +32,7 @@ class MeasuredTimelines:
 
     @property
     def steady(self) -> Timeline:
-        """The longest stretch, from when the last rank began to when the first one ended."""
+        """The longest stretch, from the last rank's begin to the first rank's end."""
         if not self._stretches or not all(self._stretches):
             return self.whole
         common = set.intersection(*(set(by_stretch) for by_stretch in self._stretches))
@@ -48,10 +48,10 @@ class MeasuredTimelines:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What is known of a training when it has ended.
+    """The measurements of a training that has ended.
 
     Attributes:
-        timelines: Of all ranks.
+        timelines: Timelines of all ranks.
         peak_stash_bytes: The most bytes of stashed weights, by stage.
         staleness: Updates between the weights of a batch and its update, for each update, by stage.
     """
@@ -62,13 +62,13 @@ class Measurements:
 
 
 class MeasuredStages:
-    """What a strategy with stages can tell of a training that has ended; before, it is empty."""
+    """A strategy's measurements of a training that has ended; empty before its end."""
 
     _measurements: Measurements = Measurements()
 
     @property
     def timeline(self) -> Timeline:
-        """What the ranks did when."""
+        """The spans of all ranks."""
         return self._measurements.timelines.whole
 
     @property
@@ -83,17 +83,17 @@ class MeasuredStages:
 
     @property
     def staleness(self) -> tuple[tuple[int, ...], ...]:
-        """By stage, for each update, how many updates old its batch's weights were."""
+        """By stage, for each update, the age of its batch's weights in updates."""
         return self._measurements.staleness
 
 
 def gather_measurements(
     pipeline: Pipeline, group: dist.ProcessGroup, mesh: MeshShape
 ) -> Measurements:
-    """Joins what the ranks measured; each must call it.
+    """Gathers all ranks' measurements. Collective: every rank must call it.
 
     Args:
-        pipeline: This rank's.
+        pipeline: This rank's pipeline.
         group: A gloo group of all ranks.
         mesh: The sizes of the mesh.
     """
@@ -114,10 +114,10 @@ def gather_measurements(
 
 
 def gather_profiles(profile: RankProfile, group: dist.ProcessGroup) -> list[RankProfile]:
-    """Gives each rank what all have found out about their layers; each must call it.
+    """Gathers all ranks' profiles of their layers. Collective: every rank must call it.
 
     Args:
-        profile: This rank's.
+        profile: This rank's profile.
         group: A gloo group of all ranks.
     """
     everyone: list[Any] = [None] * dist.get_world_size(group)

@@ -1,8 +1,8 @@
-"""Cut a batch into micro-batches, and join what they gave.
+"""Cut a batch into micro-batches, and join their outputs.
 
 Micro-batches need not be equal: seven samples in four micro-batches are 2, 2, 2 and 1. Each
-micro-batch then weighs by its share of the samples, so that the sum of the weighted gradients is
-the undivided batch's gradient exactly (for losses that are means over samples), whatever the cut.
+micro-batch then weighs by its share of the samples. If the loss is a mean over samples, the sum of
+the weighted gradients is exactly the undivided batch's gradient, whatever the cut.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Microbatch:
 
 
 class SampleList(list[Any]):
-    """A batch, or a part of it, with a tensor for each sample; pieces of it are plain lists."""
+    """A batch, or a part of one, with a tensor for each sample; its pieces are plain lists."""
 
 
 def batch_size_of(batch: Any) -> int | None:
     """Counts the samples of a batch: the length of its tensors' first dim.
 
     Args:
-        batch: Any tree. Of a :class:`SampleList` it is the length of the list.
+        batch: Any tree; a :class:`SampleList` has as many samples as entries.
 
     Returns:
-        The number of samples, or None where no tensor has a first dim.
+        The number of samples, or None if no tensor has a first dim.
 
     Raises:
         ValueError: The tensors disagree.
@@ -71,8 +71,8 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
 
     Args:
         batch: Any tree of tensors with the samples in dim 0, and of lists with an entry per sample
-            (names, say). Zero-dim tensors and other leaves go into each micro-batch as they are.
-        num_microbatches: How many.
+            (names, say). Zero-dim tensors and other leaves go into each micro-batch unchanged.
+        num_microbatches: Number of micro-batches.
 
     Returns:
         The micro-batches in order.
@@ -117,7 +117,7 @@ def _cut(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
 
 
 def _is_per_sample(tree: Any, num_samples: int) -> bool:
-    """Whether a list or tuple has one entry per sample: names or numbers, or dicts of their own."""
+    """Returns whether a list or tuple has one entry per sample: names, numbers, or a dict each."""
     if isinstance(tree, SampleList):
         return True
     if not isinstance(tree, list | tuple) or hasattr(tree, "_fields"):
@@ -133,7 +133,7 @@ def _is_of_one_sample(entry: Any, num_samples: int) -> bool:
 
 
 def _is_column(output: Any, num_samples: int) -> bool:
-    """Whether a step's output has one entry per sample; a tuple of numbers is several results."""
+    """Returns whether a step's output has one entry per sample; a tuple of numbers has not."""
     is_results = isinstance(output, tuple) and any(_is_result(entry) for entry in output)
     return not is_results and _is_per_sample(output, num_samples)
 
@@ -145,17 +145,17 @@ def _is_result(entry: Any) -> bool:
 def merge(
     outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None
 ) -> Any:
-    """Joins the micro-batches' outputs into what the undivided batch would have given.
+    """Joins the micro-batches' outputs into the undivided batch's output.
 
     Args:
         outputs: One tree per micro-batch, all of the same structure.
         sizes: Samples per micro-batch.
-        weights: What each micro-batch's means weigh; None stands for its samples.
+        weights: Weight of each micro-batch's means; None means its number of samples.
 
     Returns:
         One tree. Tensors with the samples in dim 0 and lists with an entry per sample (and tuples,
         unless of numbers or None) are concatenated, floating zero-dim tensors and floats are
-        averaged with the weights, integers are summed, and of anything else the first is taken.
+        averaged with the weights, integers are summed, and of other leaves the first is taken.
 
     Raises:
         ValueError: The outputs have different numbers of leaves.
@@ -198,11 +198,11 @@ def _merge_leaf(leaves: list[Any], shares: Sequence[float]) -> Any:
 
 
 def mean_of(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Averages what micro-batches gave.
+    """Averages values of micro-batches.
 
     Args:
-        values: One number or tensor for each, all alike.
-        weights: One for each. What weighs nothing does not count, even if it is nan.
+        values: One number or tensor for each micro-batch, all alike.
+        weights: One weight for each value; a value of weight zero does not count, even if nan.
     """
     total = sum(weights)
     pairs = [pair for pair in zip(values, weights, strict=True) if pair[1] > 0]

@@ -1,10 +1,10 @@
 """The update that a rank owes, from when its gradients are complete until they are applied.
 
-The backwards leave gradients with their stages. Here they become ``p.grad``, once per update and
-weighed as the losses ask, whichever stages the rank has.
+The backwards leave gradients with their stages. :class:`PendingUpdate` moves the gradients of all
+stages of the rank to ``p.grad``, once per update and weighed as the losses ask.
 
-Parameters' hooks run then, once for each batch, on its whole gradient; those of a parameter that
-other ranks have too run where its summands are added up.
+Parameters' hooks run then, once for each batch, on its whole gradient. If other ranks hold the same
+parameter, its hooks run on the rank that sums its gradients.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class PendingUpdate:
     """Holds at most one update of a rank's stages.
 
     Args:
-        stages: The rank's.
-        recorder: Where the spans go.
-        loss_weights: What the gradients are divided by.
+        stages: The rank's stages.
+        recorder: Records the spans.
+        loss_weights: Weights to divide the gradients by.
         comes_late: Whether gradients are complete long before their update, so that
-            :meth:`complete_early` sees to them.
+            :meth:`complete_early` finishes the gradients.
         shared: Names of the parameters that other ranks have too, whose hooks run elsewhere.
     """
 
@@ -56,12 +56,12 @@ class PendingUpdate:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is one."""
+        """Whether there is an update."""
         return self._action is not None
 
     @property
     def index(self) -> int:
-        """Which it is, counted since the last drain."""
+        """Index of the update, counted since the last drain."""
         return self._due.microbatch_index
 
     @property
@@ -70,27 +70,27 @@ class PendingUpdate:
         return self._action
 
     def note_loss_scale(self, update: int, scale: float) -> None:
-        """Remembers what the gradients of an update are to be divided by.
+        """Remembers the loss scale to divide an update's gradients by.
 
         Args:
-            update: Which, counted since the last drain.
-            scale: What its losses are multiplied by.
+            update: Index of the update, counted since the last drain.
+            scale: Factor of the update's losses.
         """
         self._loss_scales[update] = scale
 
     def hold(self, action: Action | None) -> None:
-        """Takes an update on.
+        """Sets the update.
 
         Args:
-            action: Its step; None where the round ended without one.
+            action: The update's ``STEP``; None if the round ended without one.
         """
         self._action = action
 
     def complete_early(self, update: int) -> dict[str, Tensor]:
-        """Finishes gradients whose update is not due yet, and gives them by parameter name.
+        """Finishes gradients whose update is not due yet, and returns them by parameter name.
 
         Args:
-            update: What they are for.
+            update: Index of the update that the gradients are for.
         """
         stages = self._stages.values()
         held = {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
@@ -106,7 +106,7 @@ class PendingUpdate:
 
         Args:
             reduce: Averages ``p.grad`` over the data replicas.
-            is_complete: Whether no other batch adds to them before the update.
+            is_complete: Whether no other batch adds to the gradients before the update.
         """
         update = self.index if self.is_due else 0
         hooked: dict[nn.Parameter, Tensor] = {}
@@ -120,7 +120,7 @@ class PendingUpdate:
                     continue
                 runs_hooks = not (stage.gradients.runs_hooks or self._comes_late)
                 if runs_hooks and has_gradient_hooks(parameter) and parameter not in shared:
-                    # Stages of one rank may share it.
+                    # Stages of one rank may share the parameter.
                     found = hooked.get(parameter)
                     hooked[parameter] = gradient if found is None else found.add_(gradient)
                 elif parameter.grad is not None:
@@ -140,14 +140,14 @@ class PendingUpdate:
                 reduce()
 
     def _find_shared(self) -> set[nn.Parameter]:
-        """Looks up the parameters that other ranks have too; two stages may have names of one."""
+        """Returns the parameters that other ranks have too; two stages may name the same one."""
         if not self._shared:
             return set()
         named = (item for s in self._stages.values() for item in s.named_parameters().items())
         return {parameter for name, parameter in named if name in self._shared}
 
     def _run_hooks_early(self, stage: Stage, update: int) -> None:
-        """Puts what hooks make of held gradients in the place of these."""
+        """Replaces held gradients with the parameters' hooks' results."""
         if stage.gradients.runs_hooks:
             return
         held = stage.gradients.held(update)
@@ -170,7 +170,7 @@ class PendingUpdate:
             stage.begin_update(self.index)
 
     def end(self) -> None:
-        """Notes that the optimizer has written."""
+        """Ends the update after the optimizer's writes."""
         self._recorder.record(SpanKind.UPDATE, self._due, self._start)
         self._loss_scales.pop(self.index, None)
         self._action = None

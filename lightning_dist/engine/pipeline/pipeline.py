@@ -1,4 +1,4 @@
-"""One rank's pipeline: what a training loop calls, Lightning's or your own.
+"""One rank's pipeline, to be called by a training loop, Lightning's or your own.
 
 .. code-block:: python
 
@@ -16,11 +16,11 @@
 
 Under a synchronous schedule each batch ends with gradients, and :meth:`Pipeline.drain` has nothing
 to do. Under ``pipedream`` the first ``num_stages - 1 - stage`` batches after a drain only fill the
-pipeline; later ones bring the gradients of the minibatch so many batches ago. Under
-``pipedream_2bw`` the first one does, and later ones bring those of the batch before.
+pipeline. Each later batch ends with the gradients of the minibatch that many batches ago. Under
+``pipedream_2bw`` only the first batch fills; later ones end with the previous batch's gradients.
 
-Ranks that share a parameter each have a copy; :mod:`.pipeline.tied_gradients` keeps these
-equal, and is the loop's to call.
+Ranks that share a parameter each have a copy. :mod:`.pipeline.tied_gradients` keeps the copies
+equal; the training loop must call it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ OnComplete = Callable[[int, Mapping[str, Tensor]], None]
 _COMPLETES_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
-def _ignore(*_: object) -> None:
-    """Does nothing."""
+def _ignore(*_: object) -> None: ...
 
 
 def _same(weight: float | None) -> float | None:
@@ -72,29 +71,29 @@ class Pipeline:
     """Runs batches through one rank's stages of a pipeline.
 
     Args:
-        sequence: The pipelined module, or its layers; those of other stages are taken out of it.
-        shape: Which part of which pipeline this is.
+        sequence: The pipelined module, or its layers; other stages' layers are removed from it.
+        shape: This rank's part of the pipeline.
         links: Channels to the neighbours.
         weight_versions: ``"stash"``, ``"vertical_sync"`` or ``"none"``; matters for asynchronous
             schedules only.
         seed: Base of the random numbers; the same on all ranks.
-        device: Where the stage computes.
+        device: Device on which the stages compute.
         rank: Name of this rank in the timeline.
-        layers: Gives what runs a stage's layers, if something has been made of them that does; else
-            they run one after the other.
-        gradients: Makes what holds those of a stage until :meth:`install_gradients`; by default
-            they are lent to each backward.
-        on_complete: Called where gradients are complete before their update is due, under
+        layers: Returns the module that runs a stage's layers, for example a sharded one; None runs
+            the layers in order.
+        gradients: Creates the holder of a stage's gradients until :meth:`install_gradients`; by
+            default :class:`.HeldGradients`.
+        on_complete: Called when gradients are complete before their update is due, under
             ``"pipedream_2bw"``.
-        average_weight: Averages what losses weigh over the data replicas, as ``on_complete`` and
+        average_weight: Averages the losses' weights over the data replicas, as ``on_complete`` and
             :meth:`install_gradients`'s ``reduce`` average gradients; called before these.
-        predict: Gives copies of parameters as they will be some updates later, for forwards to run
-            on under ``"pipedream"``.
-        measure_discrepancy: Whether :attr:`reports` say how far weights have moved from a batch's
-            forward to its update.
-        half: How layers compute in half precision; None leaves them the parameters' own.
-        shared: Names of the parameters that other ranks of the pipeline have too; where the
-            summands of their gradients are added up, their hooks are run.
+        predict: Returns copies of parameters as they will be some updates later, for forwards to
+            run on under ``"pipedream"``.
+        measure_discrepancy: Whether :attr:`OwnStages.reports` say how far weights have moved from a
+            batch's forward to its update.
+        half: How layers compute in half precision; None keeps the parameters' dtype.
+        shared: Names of the parameters that other ranks of the pipeline have too; their hooks run
+            on the rank that sums their gradients.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class Pipeline:
 
     @property
     def shape(self) -> PipelineShape:
-        """Which part of which pipeline this is."""
+        """This rank's part of the pipeline."""
         return self.stages.shape
 
     @property
@@ -172,7 +171,7 @@ class Pipeline:
 
     @property
     def lag(self) -> int:
-        """By how many batches the first rank may be ahead of what the last one knows."""
+        """Number of batches by which the first rank may be ahead of the last rank's results."""
         return self._rounds.lag
 
     @property
@@ -217,7 +216,7 @@ class Pipeline:
         """Counts the samples of each micro-batch of a training batch.
 
         Args:
-            batch: As for :meth:`train_batch`.
+            batch: A batch as for :meth:`train_batch`.
         """
         return tuple(microbatch.num_samples for microbatch in self._split(batch))
 
@@ -239,16 +238,17 @@ class Pipeline:
         Args:
             batch: Any tree of tensors with the samples in dim 0, the same on all stages.
             step: Called with each micro-batch; must call the pipelined module once and return the
-                loss, a mean over the micro-batch's samples; or a dict with it under ``"loss"``, and
-                under ``"weight"`` how much of anything else it is a mean over.
-            gradient_scale: Multiplies the gradients, unless the step says what its loss weighs.
-            loss_scale: Multiplies the loss for the backward, and is taken out of the gradients when
-                they are installed; the same on all stages.
+                loss, a mean over the micro-batch's samples. It may return a dict instead, with the
+                loss under ``"loss"``, and under ``"weight"`` how much of anything else it is a mean
+                over.
+            gradient_scale: Multiplies the gradients, unless the step returns its loss's weight.
+            loss_scale: Multiplies the loss for the backward; installed gradients are divided by it.
+                It must be the same on all stages.
             seed: Names the batch for the random numbers; None counts the batches.
-            on_results: Called with what is returned, as soon as no other rank waits for this one.
+            on_results: Called with the results, as soon as no other rank waits for this one.
 
         Returns:
-            What the step returned for each micro-batch on the last stage; empty on the others.
+            The step's result for each micro-batch on the last stage; empty on the others.
 
         Raises:
             ValueError: The batch cannot be cut.
@@ -277,7 +277,7 @@ class Pipeline:
         """Runs the backwards of the batches in flight.
 
         Yields:
-            Once after each backward; install the gradients and step before going on.
+            Nothing, once after each backward; install the gradients and step before going on.
         """
         self.recorder.interrupt()
         for actions in self._rounds.drain(self._batches_since_drain):
@@ -296,11 +296,11 @@ class Pipeline:
         Args:
             batch: Any tree of tensors with the samples in dim 0.
             step: Called with each micro-batch.
-            num_microbatches: At most how many micro-batches.
-            seed: Names the training batch before it for the random numbers; None counts them.
+            num_microbatches: Largest number of micro-batches.
+            seed: Names the previous training batch for the random numbers; None counts the batches.
 
         Returns:
-            What the step returned for each micro-batch on the last stage; empty on the others.
+            The step's result for each micro-batch on the last stage; empty on the others.
         """
         assert not torch.is_grad_enabled()
         self.recorder.interrupt()
@@ -321,9 +321,9 @@ class Pipeline:
 
         Args:
             reduce: Averages ``p.grad`` over the data replicas.
-            is_complete: Whether no other batch adds to them before the update. Then ``p.grad`` is
-                divided by what the losses weigh, if steps say so; see
-                :mod:`.pipeline.loss_weights`.
+            is_complete: Whether no other batch adds to the gradients before the update. Then
+                ``p.grad`` is divided by the sum of the losses' weights, if steps return weights;
+                see :mod:`.pipeline.loss`.
         """
         self._held.install(reduce, is_complete=is_complete)
 
@@ -332,7 +332,7 @@ class Pipeline:
         self._held.begin()
 
     def end_update(self) -> None:
-        """Notes that the optimizer has written."""
+        """Ends the update after the optimizer's writes."""
         self._held.end()
 
     @contextmanager
@@ -353,18 +353,19 @@ class Pipeline:
         self._batches_since_drain = 0
 
     def close(self) -> None:
-        """Gives the pipelined module its forward back and ends the channels."""
+        """Restores the pipelined module's own forward and closes the channels."""
         self.detach()
         self.links.close()
 
     def detach(self) -> None:
-        """Gives the pipelined module its forward back."""
+        """Restores the pipelined module's own forward."""
         self.stages.detach()
 
     def detached(self) -> AbstractContextManager[None]:
-        """Leaves the pipelined module alone while entered; nothing may be in flight.
+        """Returns a context manager that detaches the stages from the pipelined module.
 
-        See :meth:`OwnStages.detached`. The numbers of batches, and what was recorded, go on.
+        Nothing may be in flight. See :meth:`OwnStages.detached`. The counts of batches and the
+        recorded spans are kept.
         """
         assert self._batches_since_drain == 0 or not self.asynchronous
         return self.stages.detached()

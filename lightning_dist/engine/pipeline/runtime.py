@@ -1,10 +1,9 @@
-"""The interpreter: for each action of a rank's schedule, do it.
+"""The interpreter: runs each action of a rank's schedule.
 
-There is no loop for 1F1B here, nor for any other schedule. The order of the work is data, made in
-:mod:`.schedules.schedules`, lowered in :mod:`.schedules.lowering` and cut
-into rounds in :mod:`.schedules.stream`; what is left is one method for each kind of
-action. ``STEP``, and a ``REDUCE_GRAD`` right before it, belong to whoever owns the optimizer; the
-runtime stops there.
+There is no loop for 1F1B here, nor for any other schedule. The order of the work is data, created
+in :mod:`.schedules.orders`, lowered in :mod:`.schedules.lowering` and cut into rounds in
+:mod:`.schedules.rounds`. What is left is one method for each kind of action. ``STEP``, and a
+``REDUCE_GRAD`` right before it, belong to the optimizer's owner; the runtime stops there.
 
 When an action fails, the exception keeps its type and gets a note: which action, on which rank and
 stage, with which shapes, and where in the schedule.
@@ -41,10 +40,10 @@ class Links:
     Stages may share channels; each message's port says which stage and micro-batch it is for.
 
     Attributes:
-        activations_in: From the stage before; missing for the first.
-        activations_out: To the stage after; missing for the last.
-        gradients_in: From the stage after; missing for the last.
-        gradients_out: To the stage before; missing for the first.
+        activations_in: Channels from the stage before; the first stage has none.
+        activations_out: Channels to the stage after; the last stage has none.
+        gradients_in: Channels from the stage after; the last stage has none.
+        gradients_out: Channels to the stage before; the first stage has none.
     """
 
     activations_in: dict[int, Receiver] = field(default_factory=dict)
@@ -53,7 +52,7 @@ class Links:
     gradients_out: dict[int, Sender] = field(default_factory=dict)
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes each waiting or later receive raise.
+        """Raises an error in each waiting or later receive.
 
         Args:
             error: What to raise.
@@ -62,7 +61,7 @@ class Links:
             receiver.interrupt(error)
 
     def close(self) -> None:
-        """Ends all channels; both ends must call it."""
+        """Closes all channels. Collective: both ends must call it."""
         senders = (*self.activations_out.values(), *self.gradients_out.values())
         for sender in dict.fromkeys(senders):
             sender.close()
@@ -78,9 +77,9 @@ class Work:
     """One batch for the runtime.
 
     Attributes:
-        microbatches: By the index that the actions of this batch use.
+        microbatches: Micro-batches, by the index that the actions of this batch use.
         step: The user's step.
-        gradient_scale: Multiplies all gradients of the batch, beside each micro-batch's weight.
+        gradient_scale: Multiplies all gradients of the batch, besides each micro-batch's weight.
         seed: Integers that name the batch for the random numbers.
         loss_scale: Multiplies the loss, so that small gradients survive in half precision.
     """
@@ -97,11 +96,11 @@ class Runtime:
 
     Args:
         stages: The rank's stages.
-        links: Its channels.
-        recorder: Where the spans go.
-        loss_weights: Told what each micro-batch's loss weighs.
-        microbatches_per_update: Whose gradients are applied together.
-        on_complete: Called with an update whose gradients are complete before it is due.
+        links: The rank's channels.
+        recorder: Records the spans.
+        loss_weights: Collects the weight of each micro-batch's loss.
+        microbatches_per_update: Number of micro-batches whose gradients are applied together.
+        on_complete: Called with an update whose gradients are complete before the update is due.
         explain: Draws the schedule around an action, for errors.
     """
 
@@ -146,12 +145,12 @@ class Runtime:
         """Runs actions in order.
 
         Args:
-            actions: Of this rank; updates must have been taken out.
-            work: The batch that the forwards among them are about.
+            actions: Actions of this rank, without updates.
+            work: The batch that the forwards among the actions run on.
 
         Returns:
-            What the user's step returned on the last stage, by micro-batch index; empty where that
-            stage is not.
+            The user's step's results on the last stage, by micro-batch index; empty on ranks
+            without the last stage.
         """
         for action in actions:
             place = (action.stage_index, action.microbatch_index)
@@ -244,7 +243,7 @@ class Runtime:
 
     @staticmethod
     def _port(stage: int, index: int) -> int:
-        """Names what crosses the boundary behind a stage, in both directions."""
+        """Returns the port of messages across the boundary after a stage, in both directions."""
         return index * _MOST_STAGES + stage
 
     def _describe_failure(self, action: Action, work: Work | None) -> str:
@@ -266,10 +265,10 @@ class Runtime:
 
 
 def explain_with(schedule: Schedule) -> Callable[[Action], str]:
-    """Makes the function that draws a schedule around an action.
+    """Creates the function that draws a schedule around an action.
 
     Args:
-        schedule: One flush of the schedule; later minibatches are drawn where an equal one stands.
+        schedule: One flush of the schedule; a later minibatch is drawn at an equal one's place.
     """
 
     def explain(action: Action) -> str:

@@ -1,16 +1,17 @@
 """A backward in two parts: gradients of the inputs first, those of the weights when there is time.
 
-Asking autograd twice would compute the chain through the layers twice. The first part runs the
-chain alone, and keeps what arrives where the ways to the weights leave it; the second goes on from
-there. ``torch.distributed.pipelining`` has private functions for that, but they lose the gradients
-of what only an output beside the chain depends on, fail where a layer stands between two uses of a
-weight, and before torch 2.13 count some gradients of such weights twice.
+Two calls of autograd would compute the chain through the layers twice. The first part runs the
+chain alone, and keeps the gradients that arrive where the ways to the weights leave the chain. The
+second part goes on from there. ``torch.distributed.pipelining`` has private functions for a split
+backward, but they lose gradients of parameters that only an output beside the chain depends on.
+They fail where a layer stands between two uses of a weight, and before torch 2.13 they count some
+gradients of such weights twice.
 
-Where the ways to the weights leave the way to the inputs, in the graph of a backward.
+:class:`BackwardGraph` finds where the ways to the weights leave the way to the inputs.
 
-The nodes on a way from the outputs to an input are the *chain*. A way to a parameter leaves it at a
-*joint*, or begins at an output that is not on it. Parameters whose ways begin at the same nodes are
-one *branch*: what arrives there in a backward through the chain is enough for all of them.
+The nodes on a way from the outputs to an input are the *chain*. A way to a parameter leaves the
+chain at a *joint*, or begins at an output beside the chain. Parameters whose ways begin at the same
+nodes are one *branch*. The gradients that arrive at those nodes suffice for the whole branch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Branch:
     """Parameters, and where the ways to them begin.
 
     Attributes:
-        parameters: Their places in the list that was asked for.
+        parameters: The parameters' indices in the list given to :meth:`BackwardGraph.branches`.
         beginnings: Joints, and nodes of outputs that are not on the chain; as keys, in order.
     """
 
@@ -39,17 +40,17 @@ class Branch:
     beginnings: dict[Node, None]
 
     def absorb(self, other: Branch) -> None:
-        """Takes what another has.
+        """Adds another branch's parameters and beginnings to this one.
 
         Args:
-            other: Has a beginning in common with this one.
+            other: A branch that has a beginning in common with this one.
         """
         self.parameters += other.parameters
         self.beginnings |= other.beginnings
 
 
 class BackwardGraph:
-    """The nodes between outputs and inputs.
+    """The nodes between outputs and inputs in the autograd graph.
 
     Args:
         outputs: Roots; each requires grad.
@@ -68,18 +69,18 @@ class BackwardGraph:
                 waiting += self._parents.get(node, [])
 
     def is_on_chain(self, node: Node) -> bool:
-        """Tells whether gradients of the inputs pass a node.
+        """Returns whether gradients of the inputs pass a node.
 
         Args:
-            node: Any.
+            node: Any node.
         """
         return node in self._chain
 
     def is_top(self, node: Node) -> bool:
-        """Tells whether a backward can only begin at a node, and not pass it.
+        """Returns whether a backward can only begin at a node, and not pass it.
 
         Args:
-            node: Of an output.
+            node: Node of an output.
         """
         return not self._parents[node]
 
@@ -87,7 +88,7 @@ class BackwardGraph:
         """Sorts parameters by where the ways to them begin.
 
         Args:
-            parameters: Leaves. One that no output depends on is in no branch.
+            parameters: Leaves; a parameter that no output depends on is in no branch.
         """
         found: dict[Node, Branch] = {}
         for i, parameter in enumerate(parameters):
@@ -114,16 +115,16 @@ class BackwardGraph:
 
 
 def node_of(tensor: Tensor) -> Node:
-    """Gives the node at which a tensor's gradient arrives.
+    """Returns the node at which a tensor's gradient arrives.
 
     Args:
-        tensor: Requires grad; a leaf, too.
+        tensor: A tensor that requires grad; it may be a leaf.
     """
     return get_gradient_edge(tensor).node
 
 
 def nodes_beneath(outputs: Sequence[Tensor]) -> Collection[Node]:
-    """Gives all nodes that a backward comes to, those of the outputs included.
+    """Returns all nodes that a backward reaches, those of the outputs included.
 
     Args:
         outputs: Roots; each requires grad.
@@ -153,10 +154,10 @@ class SplitBackward:
     """The backward of one micro-batch on one stage.
 
     Args:
-        outputs: Roots of the graph.
-        gradients: One for each of them.
+        outputs: Roots of the autograd graph.
+        gradients: One gradient for each output.
         inputs: Leaves that are no parameters.
-        parameters: The stage's trainable ones by name.
+        parameters: The stage's trainable parameters by name.
     """
 
     def __init__(
@@ -176,12 +177,12 @@ class SplitBackward:
 
     @property
     def given(self) -> list[Tensor]:
-        """What is left to go on from: gradients that others hold, or have memory of."""
+        """The gradients that the second part begins with; other code may hold their memory."""
         arrived = [g for at_node in self._arrived.values() for g in at_node if g is not None]
         return [*self._gradients, *arrived, *(gradient for _, gradient in self._beside)]
 
     def run_inputs(self) -> list[Tensor | None]:
-        """Runs the first part.
+        """Runs the first part, down to the inputs.
 
         Returns:
             One gradient for each input.
@@ -193,19 +194,19 @@ class SplitBackward:
         kept = {node for branch in self._branches for node in branch.beginnings}
         found = self._run_chain(graph, [node for node in kept if graph.is_on_chain(node)])
         for output in self._outputs:
-            # Others hold it still, and the graph behind it is not needed any more.
+            # Other code still holds the output, whose graph is not needed any more.
             if graph.is_top(node_of(output)) and node_of(output) not in kept:
                 _cut_off(output)
         self._outputs, self._gradients = [], []
         return found
 
     def run_weights(self) -> None:
-        """Runs the second part, which adds to the parameters' ``grad``; without inputs, all."""
+        """Runs the second part, or all if there are no inputs; adds to the parameters' ``grad``."""
         if not self._inputs:
             self._run_whole()
             return
-        # From one of several joints a backward passes the chain down to the next, where what the
-        # other branches need must still be: these come first, and free nothing.
+        # A branch with several joints runs the chain between them, whose buffers the other
+        # branches still need: such branches come first, and free nothing.
         for branch in sorted(self._branches, key=lambda b: len(b.beginnings), reverse=True):
             self._run_branch(branch)
         self._branches, self._beside = [], []
@@ -255,7 +256,7 @@ class SplitBackward:
 
 @contextmanager
 def _noted(nodes: Sequence[Node], arrived: dict[Node, Arrived]) -> Iterator[None]:
-    """Notes the gradients that arrive at nodes."""
+    """Records the gradients that arrive at nodes."""
 
     def note(node: Node, gradients: Arrived) -> None:
         arrived[node] = gradients
@@ -270,7 +271,7 @@ def _noted(nodes: Sequence[Node], arrived: dict[Node, Arrived]) -> Iterator[None
 
 @contextmanager
 def _replaced(arrived: Mapping[Node, Arrived]) -> Iterator[None]:
-    """Lets nodes see what arrived the first time, and nothing that comes down the chain again."""
+    """Replaces the gradients that arrive at nodes again with those of the first part."""
 
     def replace(gradients: Arrived, _: Arrived) -> Arrived:
         return gradients
@@ -284,6 +285,6 @@ def _replaced(arrived: Mapping[Node, Arrived]) -> Iterator[None]:
 
 
 def _cut_off(output: Tensor) -> None:
-    # Autograd cuts no view in place, and a leaf would not require grad any more.
+    # Autograd detaches no view in place, and a leaf would not require grad any more.
     if not output._is_view() and not output.is_leaf:
         output.detach_()

@@ -1,13 +1,12 @@
-"""One stage: forward and backward of one micro-batch, under a step that nobody rewrote.
+"""One stage: forward and backward of one micro-batch, under the user's unchanged step.
 
-The user's step function runs on each stage. It reaches the pipelined module's forward, which is a
-:class:`.ForwardInterceptor`: the first stage runs its layers on the step's input,
-each later stage takes what the stage before has sent in its place. All but the last then leave the
-step; on the last the module returns, and the user's code goes on to its loss.
+The user's step function runs on each stage. The step reaches the pipelined module's forward, which
+is a :class:`.ForwardInterceptor`. The first stage runs its layers on the step's input. Each later
+stage runs its layers on the previous stage's output instead. All but the last then leave the step;
+on the last the module returns, and the user's code goes on to its loss.
 
-Which weights a forward and its backward see is the business of a
-:class:`.WeightPolicy`; where the gradients stay, that of
-:class:`.Gradients`.
+A :class:`.WeightPolicy` decides which weights a forward and its backward see.
+:class:`.Gradients` hold the gradients.
 """
 
 from __future__ import annotations
@@ -39,18 +38,19 @@ from lightning_dist.engine.tensors.tree import flatten, map_tensors
 Step = Callable[[Microbatch], Any]
 """The user's step on one micro-batch; returns the loss or the outputs on the last stage."""
 LayerInput = Callable[[bool, Any, tuple[Any, ...], Mapping[str, Any]], Any]
-"""Takes whether the stage is the first, what it received, and a call's arguments and keywords."""
+"""Takes whether the stage is the first, its received tree, and a call's arguments and keywords;
+returns what the layers run on."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class InFlight:
-    """What a micro-batch needs from its forward until its backward.
+    """The state of a micro-batch from its forward until its backward.
 
     Attributes:
         inputs: The received tensors; their gradients go to the stage before.
-        outputs: Roots of the graph: what the layers returned, or the loss.
+        outputs: Roots of the autograd graph: the layers' outputs, or the loss.
         layer_input: What the layers ran on.
-        weights: What :meth:`WeightPolicy.acquire` gave.
+        weights: Weights from :meth:`WeightPolicy.acquire`.
         seed: Names the random numbers of the forward.
     """
 
@@ -65,18 +65,17 @@ class Stage:
     """The layers of one stage, and the micro-batches in flight on it.
 
     Args:
-        interceptor: Where the user's step meets the layers.
-        stage_index: Which stage this is.
-        num_stages: Stages of the pipeline.
-        layers: Those of this stage; see :func:`.layers_of`.
-        policy: Which weights a micro-batch sees.
-        gradients: Runs the backwards.
-        meter: Takes the weights back, and tells how stale they were.
-        layer_input: Gives what the layers run on; see
-            :meth:`.Layers.layer_input`.
+        interceptor: Runs the layers in the user's step.
+        stage_index: Index of this stage.
+        num_stages: Number of stages of the pipeline.
+        layers: Layers of this stage; see :func:`.layers_of`.
+        policy: Decides which weights a micro-batch sees.
+        gradients: Runs the backwards and holds their gradients.
+        meter: Releases the weights, and measures their staleness.
+        layer_input: Returns what the layers run on; see :meth:`.Layers.layer_input`.
         seed: Base of all random numbers; data replicas differ in the second integer only.
-        device: Where the stage computes.
-        root: The pipelined module, by which the user's step reaches parameters.
+        device: Device on which the stage computes.
+        root: The pipelined module, through which the user's step reaches parameters.
     """
 
     def __init__(
@@ -126,13 +125,13 @@ class Stage:
         """Prepares for a number of backwards after which the gradients are wanted.
 
         Args:
-            num_backwards: Whole ones, and those of the weights' part alone.
+            num_backwards: Number of whole backwards and of weights' parts.
         """
         self._trained = None
         self.gradients.begin_round(num_backwards)
 
     def end_round(self) -> None:
-        """Makes the held gradients complete."""
+        """Completes the held gradients."""
         self.gradients.end_round()
 
     def forward(
@@ -143,13 +142,13 @@ class Stage:
         Args:
             index: Names the micro-batch until its backward.
             microbatch: The piece of the batch.
-            received: What the stage before sent; ignored on the first.
+            received: The previous stage's output; ignored on the first stage.
             step: The user's step.
-            seed: Integers that name the step and the micro-batch. The state of Python's and numpy's
-                generators is the caller's to keep.
+            seed: Integers that name the step and the micro-batch. The caller must save the state of
+                Python's and numpy's generators.
 
         Returns:
-            What to send on, or what the user's step returned on the last stage.
+            The layers' output to send on, or the user's step's result on the last stage.
 
         Raises:
             ValueError: The step did not call the pipelined module exactly once.
@@ -181,13 +180,14 @@ class Stage:
         Args:
             index: The micro-batch.
             loss: What to differentiate, a scalar.
-            scale: Multiplies it.
+            scale: Multiplies the loss.
 
         Returns:
-            What :meth:`backward` begins with.
+            The gradients with which :meth:`backward` begins.
         """
         flight = self._in_flight[index]
-        # A loss that counts for nothing may be nan (a mean over no tokens). Zeros begin behind it.
+        # A loss of weight zero may be nan (a mean over no tokens). The backward begins with zeros
+        # at the layers' outputs then.
         if scale != 0.0:
             flight.outputs = [loss] if loss.requires_grad else []
         return [torch.full_like(output, scale) for output in flight.outputs]
@@ -199,8 +199,8 @@ class Stage:
 
         Args:
             index: The micro-batch.
-            gradients: One for each output that requires grad, None for none.
-            update: What the parameters' gradients are for.
+            gradients: One gradient, or None, for each output that requires grad.
+            update: Index of the update that the parameters' gradients are for.
 
         Returns:
             One gradient for each received tensor that requires grad.
@@ -219,7 +219,7 @@ class Stage:
 
         Args:
             index: The micro-batch.
-            gradients: One for each output that requires grad, None for none.
+            gradients: One gradient, or None, for each output that requires grad.
 
         Returns:
             One gradient for each received tensor that requires grad.
@@ -233,11 +233,11 @@ class Stage:
             return self._reweighted.run(flight.weights, parted.run_inputs)
 
     def backward_weight(self, index: int, update: int = 0) -> None:
-        """Runs what :meth:`backward_input` has left, and holds the parameters' gradients.
+        """Runs the rest of a backward after :meth:`backward_input`, and holds the gradients.
 
         Args:
             index: The micro-batch.
-            update: What the gradients are for.
+            update: Index of the update that the gradients are for.
         """
         flight = self._in_flight.pop(index)
         parted = self._parted.pop(index)
@@ -246,10 +246,10 @@ class Stage:
         self.meter.end_backward(flight.weights, update)
 
     def begin_update(self, update: int) -> None:
-        """Stashes the weights, and notes how stale an update is.
+        """Stashes the weights, and reports an update's staleness.
 
         Args:
-            update: Which; the optimizer's writes must come next.
+            update: Index of the update; the optimizer's writes must come next.
         """
         staleness, discrepancy = self.meter.measure(
             update, self.policy.num_steps, self.named_parameters()
@@ -258,7 +258,7 @@ class Stage:
         self.report = UpdateReport(staleness, self.policy.stash_bytes, discrepancy)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Gives the stage's trainable parameters by their names in the stage."""
+        """Returns the stage's trainable parameters by their names in the stage."""
         return {name: p for name, p in self.layers.named_parameters() if p.requires_grad}
 
     def clear(self) -> None:
@@ -273,7 +273,7 @@ class Stage:
     ) -> Any:
         call.layer_input = self._layer_input(self.is_first, call.received, arguments, keywords)
         given = call.layer_input
-        if self._recomputes:  # the layers may write into what they get
+        if self._recomputes:  # the layers may write into their input
             given = map_tensors(_copy_of, given)
         output = self._run_layers(given, call.seed)
         if call.has_backward and not (self.is_last or self._has_looked):
@@ -284,7 +284,7 @@ class Stage:
 
     @property
     def _recomputes(self) -> bool:
-        # The last stage's backward follows its forward at once: no step came between.
+        # The last stage's backward follows its forward at once, with no step between them.
         return self.policy.recomputes and not self.is_last
 
     def _run_layers(self, value: Any, seed: tuple[int, ...]) -> Any:
@@ -293,7 +293,7 @@ class Stage:
 
     def _keep(self, index: int, call: _LayerCall) -> None:
         weights = call.weights
-        if self._recomputes:  # the backward has others, and these need not stay
+        if self._recomputes:  # the backward uses other weights, so these need not stay
             weights = WeightVersion(weights.index, copies=weights.copies)
         inputs = [] if self.is_first else _differentiable(call.received)
         outputs = _differentiable(call.output)
@@ -302,7 +302,7 @@ class Stage:
     def _roots(
         self, flight: InFlight, weights: WeightVersion, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Gives what a backward begins with: outputs, and a gradient for each."""
+        """Returns the outputs with which a backward begins, and a gradient for each."""
         outputs = self._recompute(flight, weights) if self._recomputes else flight.outputs
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
         return [o for o, _ in pairs], [g for _, g in pairs]
@@ -318,7 +318,7 @@ class Stage:
             return _differentiable(output)
 
     def _trainable(self, weights: WeightVersion) -> Mapping[str, Tensor]:
-        # Once for all backwards of a round: there may be many of a large tree of modules.
+        # Once per round: a round may have many backwards, and the module tree may be large.
         self._trained = self.named_parameters() if self._trained is None else self._trained
         aliases = {name: alias for name, alias in weights.aliases.items() if alias.requires_grad}
         return {**self._trained, **aliases}

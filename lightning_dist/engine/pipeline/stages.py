@@ -1,9 +1,9 @@
-"""A rank's stages, from when they take the pipelined module's forward until they let go of it.
+"""A rank's stages, from when they replace the pipelined module's forward until they restore it.
 
-Layers may move meanwhile, so the stages are made anew then, and what is known of the earlier ones
-goes on: this is who remembers it. Others hold this mapping, never its values.
+When layers move, the stages are created anew. :class:`OwnStages` keeps the history of the earlier
+stages. Other code holds the mapping, never its values.
 
-How a rank makes its stages; the same way again when it gets other layers.
+:class:`StageMaker` creates a rank's stages, in the same way again when the rank gets other layers.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateRepor
 
 @dataclass(frozen=True, slots=True)
 class StageMaker:
-    """Makes stages; all but the first attribute are as for ``Pipeline``.
+    """Creates stages; all but the first attribute are as for ``Pipeline``.
 
     Attributes:
         found: The layers of the pipelined module.
-        weight_versions: Which weights a backward sees.
+        weight_versions: Weights that a backward sees.
         seed: Base of the random numbers.
-        device: Where the stage computes.
-        layers: Gives what runs a stage's layers; None runs them one after the other.
-        gradients: Makes what holds a stage's.
-        predict: Gives copies of parameters as they will be.
-        measure_discrepancy: Whether to say how far weights have moved.
+        device: Device on which the stage computes.
+        layers: Returns the module that runs a stage's layers; None runs them in order.
+        gradients: Creates the holder of a stage's gradients.
+        predict: Returns copies of parameters as they will be.
+        measure_discrepancy: Whether to measure how far weights have moved.
         half: How layers compute in half precision.
     """
 
@@ -62,7 +62,7 @@ class StageMaker:
         """Counts the most copies of its weights that each stage of a pipeline holds.
 
         Args:
-            shape: Of the pipeline.
+            shape: Shape of the pipeline.
         """
         return num_copies(shape, self.weight_versions, predicts=self.predict is not None)
 
@@ -73,13 +73,13 @@ class StageMaker:
         interceptor: ForwardInterceptor | StepInterceptor,
         history: Sequence[int] = (),
     ) -> Stage:
-        """Makes a stage on the layers that are here.
+        """Creates a stage on the layers of this rank.
 
         Args:
-            shape: Of the pipeline.
-            number: Of the stage, one of the rank's.
-            interceptor: Where the user's step calls it.
-            history: The staleness of the updates that it has made so far.
+            shape: Shape of the pipeline.
+            number: Index of the stage, one of the rank's.
+            interceptor: Through which the user's step calls the stage.
+            history: Staleness of the updates that the stage has made so far.
         """
         own = layers_of(self.found, shape.layers_per_stage, number)
         gradients = self.gradients(number)
@@ -113,8 +113,8 @@ class OwnStages(Mapping[int, Stage]):
     """The stages by their number.
 
     Args:
-        maker: Makes them.
-        shape: Which part of which pipeline this is; the module has been cut so.
+        maker: Creates the stages.
+        shape: This rank's part of the pipeline; the module has been cut accordingly.
     """
 
     def __init__(self, maker: StageMaker, shape: PipelineShape) -> None:
@@ -139,7 +139,7 @@ class OwnStages(Mapping[int, Stage]):
 
     @property
     def has_last(self) -> bool:
-        """Whether whole steps run here."""
+        """Whether this rank has the last stage, on which whole steps run."""
         return any(stage.is_last for stage in self.values())
 
     @property
@@ -157,12 +157,12 @@ class OwnStages(Mapping[int, Stage]):
 
     @property
     def version_bytes(self) -> int:
-        """What one more version of the weights takes, of all stages."""
+        """The bytes of one more version of the weights of all stages."""
         return sum(stage.policy.version_bytes for stage in self.values())
 
     @property
     def reports(self) -> dict[int, UpdateReport]:
-        """What is known of the latest update, by stage; empty before the first."""
+        """The report of the latest update, by stage; empty before the first update."""
         return {n: stage.report for n, stage in self.items() if stage.report is not None}
 
     @property
@@ -171,14 +171,14 @@ class OwnStages(Mapping[int, Stage]):
         return {number: stage.meter.history for number, stage in self.items()}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Gives the trainable parameters by their names in the pipelined module."""
+        """Returns the trainable parameters by their names in the pipelined module."""
         return {n: p for stage in self.values() for n, p in stage.named_parameters().items()}
 
     def layer_profiler(self, recorder: Recorder) -> LayerProfiler:
-        """Makes what times the layers while they train.
+        """Creates the profiler that times the layers while they train.
 
         Args:
-            recorder: Of the rank that runs them.
+            recorder: Recorder of the rank that runs the layers.
         """
         stages = stage_of_layers(self.shape.layers_per_stage)
         parts = self.maker.found.parts()
@@ -187,27 +187,27 @@ class OwnStages(Mapping[int, Stage]):
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Leaves the pipelined module alone for a while; nothing may be in flight.
+        """Detaches the stages from the pipelined module for a while; nothing may be in flight.
 
         Yields:
             Nothing. Meanwhile layers may move, if :meth:`repartition` follows, or another pipeline
-            may run this rank's. What is known of weights goes on afterwards.
+            may run this rank's layers. The history of the weights goes on afterwards.
         """
         self.detach()
         yield
         self._attach()
 
     def repartition(self, layers_per_stage: tuple[int, ...]) -> None:
-        """Notes another partition, while the module is let go.
+        """Sets another partition, while the stages are detached.
 
         Args:
-            layers_per_stage: By which the module is cut now.
+            layers_per_stage: Partition by which the module is cut now.
         """
         assert self._interceptor is None
         self.shape = replace(self.shape, layers_per_stage=layers_per_stage)
 
     def detach(self) -> None:
-        """Gives the pipelined module its forward back."""
+        """Restores the pipelined module's own forward."""
         interceptor, self._interceptor = self._interceptor, None
         if interceptor is not None:
             interceptor.detach()

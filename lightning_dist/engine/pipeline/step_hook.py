@@ -1,22 +1,22 @@
 """Where the user's step meets the pipelined module.
 
-The module's forward is replaced, so that the step, which nobody rewrote, runs whatever the stage
-at hand wants to run there. On all stages but the last there is nothing for the step to go on with,
-so it is left at this point by an exception that :meth:`ForwardInterceptor.run` catches.
+The module's forward is replaced, so that the user's unchanged step runs the layers of the current
+stage there. On all stages but the last the step has nothing to go on with. So an exception leaves
+the step at this point, and :meth:`ForwardInterceptor.run` catches it.
 
-Give layers what they may write into.
+:func:`behind_leaf` gives layers tensors that they may write into.
 
-The tensors that a stage receives are leaves, so that their gradients can be asked for, and autograd
-lets nobody write into a leaf in place, nor into a view of one. On a single device the same layer
-(``nn.ReLU(inplace=True)``, say) would get the output of the one before.
+The tensors that a stage receives are leaves, so that autograd returns their gradients. Autograd
+refuses to write in place into a leaf or into a view of one. On a single device the same layer
+(``nn.ReLU(inplace=True)``, say) would get the previous layer's output, which is no leaf.
 
-What a stage's layers leave in attributes for a loss that is computed on another rank.
+:func:`check_no_side_losses` looks for attributes that hold a loss for another rank.
 
-The balancing loss of a mixture of experts, a codebook's commitment loss, a Bayesian layer's
-divergence: a layer puts it into an attribute, and the user's step adds up those of all layers. The
-step ends on the last stage, where other stages' layers are not. It would add up fewer of them, and
-nobody would be told. Such a value is known by where gradients flow: they come to it from no output
-of the stage. An attention's map, kept to be looked at, lies on the way of the outputs.
+Examples are the balancing loss of a mixture of experts, a codebook's commitment loss, and a
+Bayesian layer's divergence. A layer puts such a loss into an attribute, and the user's step sums
+those of all layers. The step ends on the last stage, where other stages' layers are missing, so the
+sum would silently be too small. Gradients reach such a value from no output of the stage. A stored
+attention map, in contrast, lies on the way of the outputs.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class _Alias(torch.autograd.Function):
 
 
 def behind_leaf(tensor: Tensor) -> Tensor:
-    """Gives the same memory as a tensor that is no leaf.
+    """Returns an alias of a leaf, with the same memory, that is no leaf.
 
     Args:
-        tensor: Any; what requires no gradient, or is no leaf, is returned as it is.
+        tensor: Any; a tensor that requires no gradient, or is no leaf, is returned unchanged.
     """
     if not tensor.requires_grad or not tensor.is_leaf:
         return tensor
@@ -57,15 +57,15 @@ def behind_leaf(tensor: Tensor) -> Tensor:
 
 
 def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> None:
-    """Refuses what only a loss elsewhere could be for.
+    """Checks that no attribute of the layers holds a loss that the last stage would miss.
 
     Args:
-        layers: Of a stage that is not the last; their forward is over.
+        layers: Layers of a stage that is not the last; their forward is over.
         stage_index: The stage.
-        output: Of the stage, with its graph.
+        output: Output of the stage, with its autograd graph.
 
     Raises:
-        ValueError: An attribute holds a tensor with a graph of its own.
+        ValueError: An attribute holds a tensor with an autograd graph of its own.
     """
     held = [
         (f"{name}.{attribute}".lstrip("."), tensor)
@@ -89,7 +89,7 @@ def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> No
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    # Not `flatten`, which puts all that it takes apart together again, a user's dataclasses too.
+    # Not `flatten`, which also rebuilds the containers, and so a user's dataclasses.
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -100,19 +100,19 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class StopForward(BaseException):  # noqa: N818  (it is not an error)
-    """Leaves the user's step behind the pipelined module.
+    """Raised to leave the user's step after the pipelined module's forward.
 
     Not an ``Exception``, so that a user's ``except Exception`` does not stop it.
     """
 
 
 class ForwardInterceptor:
-    """Stands in for the forward of the pipelined module.
+    """Replaces the forward of the pipelined module.
 
     Args:
         sequence: The pipelined module.
-        sight: What a step sees of the layers that are not here.
-        is_whole: Whether all of its layers are here, so that it may be called at any time.
+        sight: What a step sees of the remote layers.
+        is_whole: Whether all layers are on this rank, so that the module may be called at any time.
     """
 
     def __init__(self, sequence: nn.Module, sight: RemoteLayersView, *, is_whole: bool) -> None:
@@ -125,20 +125,20 @@ class ForwardInterceptor:
         self._undo = replace_method(sequence, "forward", self._forward)
 
     def detach(self) -> None:
-        """Gives the sequence its own forward back."""
+        """Restores the sequence's own forward."""
         self._undo()
         self._sight.end()
 
     def run(self, step: Callable[[], Any], layers: Callable[..., Any], *, leaves: bool) -> Any:
-        """Runs a step in which the pipelined module runs something.
+        """Runs a step with ``layers`` in place of the pipelined module's forward.
 
         Args:
-            step: Must call the module once.
-            layers: What it runs; takes the arguments of that call.
-            leaves: Whether the step ends there.
+            step: The step, which must call the module once.
+            layers: Replaces the module's forward; takes the arguments of that call.
+            leaves: Whether the step ends after that call.
 
         Returns:
-            What the layers returned, if the step ends there; else what the step returned.
+            The layers' output if the step ends after the call, else the step's output.
 
         Raises:
             ValueError: The step did not call the pipelined module exactly once.

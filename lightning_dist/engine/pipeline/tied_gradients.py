@@ -1,20 +1,21 @@
 """Keep the copies of a parameter equal that several ranks of a pipeline hold.
 
-Copies that begin equal stay equal if each optimizer gets the same gradient: the sum of what all of
-the stages have found. One rank adds up, that of the first stage with the parameter, and sends each
-other one the sum, so that all have the same bits.
+Copies that begin equal stay equal if each optimizer gets the same gradient: the sum of all stages'
+gradients. The rank of the first stage with the parameter sums, and sends the sum to each other
+rank, so that all ranks have the same bits.
 
-It is that rank for the sake of ``pipedream_2bw``. There a later stage has a batch's gradients
-earlier: what it sends is on its way while the backward still goes through the stages before, and
-is at hand when the first one has its own. The sum comes back while the later stages are at the next
-batch, whose end is when they need it: with as many micro-batches per batch as there are stages
-after the first, that is by a forward of each of those stages later. So nobody waits but for the
-wire, and what is clipped by the norm of the whole gradient knows the sum when it posts its norm.
+That rank sums for the sake of ``pipedream_2bw``. There a later stage has a batch's gradients
+earlier. Its gradients travel while the backward still goes through the stages before, and have
+arrived when the first stage has its own. The sum comes back while the later stages run the next
+batch, at whose end they need the sum. With as many micro-batches per batch as stages after the
+first, each of those stages runs one more forward until then. So ranks wait for the network at most.
+Clipping by the norm of the whole gradient has the sum when a rank posts its norm.
 
-The parameter's hooks are run there too, on the sum: they see what they would on one device.
+The summing rank also runs the parameter's hooks, on the sum: they see the same gradient as on one
+device.
 
-On a mesh each rank of a stage has a part of a copy, and the rank in the same place of another stage
-the same part of its copy. These two speak of the part that they have.
+On a mesh each rank of a stage has a shard of a copy. The rank in the same place of another stage
+has the same shard of the other copy. These two ranks exchange gradients of that shard.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class TieLinks:
     """The channels of one rank to others that hold the same parameters.
 
     Attributes:
-        outgoing: By the other's rank in the pipeline.
-        incoming: By the other's rank in the pipeline.
+        outgoing: Sending ends, by the peer's rank in the pipeline.
+        incoming: Receiving ends, by the peer's rank in the pipeline.
     """
 
     outgoing: Mapping[int, Sender] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class TieLinks:
 
 
 def keep(_: str, gradient: Tensor) -> Tensor:
-    """Changes no sum."""
+    """Returns the gradient unchanged."""
     return gradient
 
 
@@ -61,14 +62,15 @@ class _Held:
 
 
 class TiedSums:
-    """Sums gradients over the copies of a parameter; each rank of a pipeline has one of these.
+    """Sums gradients over the copies of a parameter; each rank of a pipeline has a ``TiedSums``.
 
     Args:
-        ties: All of the pipeline.
+        ties: All ties of the pipeline.
         rank_of_stage: The rank of each stage.
-        rank: This one, in the pipeline.
-        links: Its channels.
-        change: What a sum becomes where it is added up, by the parameter's name.
+        rank: This rank's index in the pipeline.
+        links: This rank's channels.
+        change: Called on the summing rank with a parameter's name and its sum; returns the
+            gradient to use instead.
     """
 
     def __init__(
@@ -104,23 +106,23 @@ class TiedSums:
 
     @property
     def sent(self) -> dict[int, list[str]]:
-        """Names of the copies whose gradients go to each other rank with an update."""
+        """Names of the copies whose gradients an update sends to each other rank."""
         return {**self._elsewhere, **self._here}
 
     def counts(self, name: str) -> bool:
-        """Whether a parameter is this rank's to count, in a norm of the whole gradient.
+        """Returns whether this rank counts a parameter in the norm of the whole gradient.
 
         Args:
-            name: In the pipelined module.
+            name: The parameter's name in the pipelined module.
         """
         return all(name not in names for names in self._elsewhere.values())
 
     @torch.no_grad()
     def share(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Gives all copies the same values; each rank must call it.
+        """Sets all copies to the same values. Collective: every rank must call it.
 
         Args:
-            parameters: Of this rank, trainable or not, by their names in the pipelined module.
+            parameters: This rank's parameters, trainable or not, by name in the pipelined module.
         """
         for peer, names in self._here.items():
             copies = [local_part(parameters[name].detach()).clone() for name in names]
@@ -132,12 +134,12 @@ class TiedSums:
 
     @torch.no_grad()
     def post(self, update: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Takes part in the sums of an update; waits where it adds up, and nowhere else.
+        """Sends and sums the gradients of an update; only the summing rank waits.
 
         Args:
-            update: Which; there must be an :meth:`install` for each.
-            gradients: Complete on this rank, by name; of what is spread the part that is here.
-                Those of copies are given away.
+            update: Index of the update; :meth:`install` must follow for each update.
+            gradients: This rank's complete gradients, by name; of a sharded one the local shard.
+                The copies' gradients belong to this object afterwards.
 
         Returns:
             The gradients that this rank counts, sums among them.
@@ -147,18 +149,18 @@ class TiedSums:
         sums = self._add_up(gradients)
         for peer, names in self._here.items():
             self._links.outgoing[peer].send([sums[name] for name in names])
-        # Clipping writes to what is installed, perhaps before the other has been sent.
+        # Clipping writes to the installed gradients, perhaps before the sums have been sent.
         self._sums[update] = {n: None if g is None else g.clone() for n, g in sums.items()}
         known = {n: g for n, g in {**gradients, **sums}.items() if g is not None}
         return {name: gradient for name, gradient in known.items() if self.counts(name)}
 
     @torch.no_grad()
     def install(self, update: int, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Puts the sums in the place of ``p.grad``; waits for those that are not here yet.
+        """Replaces ``p.grad`` with the sums, and waits for those that have not arrived.
 
         Args:
-            update: Which.
-            parameters: Trainable ones of this rank, by name.
+            update: Index of the update.
+            parameters: Trainable parameters of this rank, by name.
         """
         sums = self._sums.pop(update, {})
         for peer, names in self._elsewhere.items():
@@ -187,7 +189,7 @@ def _as_gradient_of(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor 
     if gradient is None:
         return None
     own = local_part(parameter.detach())
-    # So that each copy's optimizer meets the same strides, and computes the same bits.
+    # So that each copy's optimizer gets the same strides, and computes the same bits.
     if gradient.stride() != own.stride():
         gradient = torch.empty_like(own).copy_(gradient)
     return spread_like(gradient, parameter)

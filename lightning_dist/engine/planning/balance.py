@@ -1,13 +1,12 @@
-"""How far a cut is from the best one, in seconds per training step.
+"""The distance of a partition from the best one, in seconds per training step.
 
-A cut is judged by the step that the simulator predicts for it, not by its slowest stage alone: with
+A partition is judged by the step that the simulator predicts, not by its slowest stage alone. With
 few micro-batches much of a step is filling and draining, and a better balance buys less.
 
-What the layers of a stage take, so that a better cut is one that fits.
+:func:`memory_limit` returns the memory of a stage's layers, so that a better partition fits.
 
-Of a rank's memory some is there whatever the schedule does: parameters, gradients, optimizer state.
-The rest depends on it: what forwards keep for their backwards, for each micro-batch in flight, and
-older versions of the weights.
+Some of a rank's memory does not depend on the schedule: parameters, gradients, optimizer state. The
+rest does: the activations of each micro-batch in flight, and older versions of the weights.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from lightning_dist.engine.schedules.simulator import simulate
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """A cut and the best one, by what was measured; as text, two tables.
+    """A partition and the best one, by measured costs; as text, two tables.
 
     Attributes:
-        costs: Of the layers and of what is around them.
-        cut: Layers per stage as they are.
-        better_cut: As they should be; the same where nothing is to be gained.
-        step_seconds: Predicted for a training batch as it is.
-        better_step_seconds: And as it should be.
-        measured_step_seconds: What a training batch took; nan where nobody has measured it.
-        batches: The first and the last training batch that were measured, if that is known.
+        costs: Costs of the layers and of the rest of a step.
+        cut: Layers per stage now.
+        better_cut: Layers per stage in the better partition; the same if there is no gain.
+        step_seconds: Predicted time of a training batch with ``cut``.
+        better_step_seconds: Predicted time of a training batch with ``better_cut``.
+        measured_step_seconds: Measured time of a training batch; nan if it was not measured.
+        batches: The first and the last measured training batch; None if they are unknown.
     """
 
     costs: StepCosts
@@ -49,16 +48,16 @@ class Balance:
 
     @property
     def measured_in(self) -> str:
-        """Names the batches behind a title; empty where they are not known."""
+        """The text on the measured batches after a title; empty if they are unknown."""
         return "" if self.batches is None else ", batches {} to {}".format(*self.batches)
 
     @property
     def gain(self) -> float:
-        """What share of a step's time the better cut would save."""
+        """Share of a step's time that the better partition would save."""
         return 1.0 - self.better_step_seconds / self.step_seconds if self.step_seconds else 0.0
 
     def stage_seconds(self, cut: tuple[int, ...]) -> tuple[float, ...]:
-        """Gives the time that each stage spends on a micro-batch.
+        """Returns the time that each stage spends on a micro-batch.
 
         Args:
             cut: Layers per stage.
@@ -68,12 +67,12 @@ class Balance:
         return tuple(forward + backward for forward, backward in pairs)
 
     def __str__(self) -> str:
-        """Draws the layers, and the stages as they are and as they should be."""
+        """Returns the tables of the layers and of the stages as text."""
         return f"{self.layer_table}\n\n{self.stage_table}"
 
     @property
     def layer_table(self) -> Table:
-        """Lists what each layer costs, and where it is and should be."""
+        """The table of each layer's costs, present stage and better stage."""
         homes = zip(_stage_of_layer(self.cut), _stage_of_layer(self.better_cut), strict=True)
         rows = []
         for layer, (now, then) in zip(self.costs.layers, homes, strict=True):
@@ -98,7 +97,7 @@ class Balance:
 
     @property
     def stage_table(self) -> Table:
-        """Compares the cut with the better one."""
+        """The table that compares the partition with the better one."""
         rows = []
         for name, cut, step in (
             ("today", self.cut, self.step_seconds),
@@ -124,17 +123,17 @@ def find_balance(
     measured_step_seconds: float = float("nan"),
     memory: MemoryLimit | None = None,
 ) -> Balance:
-    """Compares a pipeline's cut with the best one.
+    """Compares a pipeline's partition with the best one.
 
     Args:
-        costs: What was measured.
-        shape: The pipeline as it is.
-        measured_step_seconds: What a training batch took.
-        memory: What no stage of the better cut may exceed.
+        costs: Measured costs.
+        shape: Shape of the present pipeline.
+        measured_step_seconds: Measured time of a training batch.
+        memory: Limit that no stage of the better partition may exceed.
 
     Raises:
-        ValueError: The costs are of another number of layers than the pipeline's, or no cut fits
-            into the memory.
+        ValueError: The costs are of another number of layers than the pipeline's, or no partition
+            fits into the memory.
     """
     cut = shape.layers_per_stage
     if len(costs.layers) != sum(cut):
@@ -153,16 +152,16 @@ def step_seconds(costs: StepCosts, shape: PipelineShape, cut: tuple[int, ...]) -
     """Predicts the time of a training batch.
 
     Args:
-        costs: Of the layers.
-        shape: The pipeline.
-        cut: Layers per stage, in place of the pipeline's own.
+        costs: Costs of the layers.
+        shape: Shape of the pipeline.
+        cut: Layers per stage, in place of the shape's own.
     """
     schedules, homes = find_schedules(shape.schedule), shape.rank_of_stage
     of_stages = costs.of_stages(cut)
     if schedules.update_rule is UpdateRule.FLUSHED:
         timeline = simulate(schedules.build(homes, shape.num_microbatches), of_stages)
         return timeline.makespan_seconds + costs.update_seconds
-    # Nobody waits but for the slowest rank, which never does.
+    # Ranks wait only for the slowest rank, which never waits.
     busy = [costs.update_seconds] * shape.num_ranks
     for stage, rank in enumerate(homes):
         seconds = of_stages.forward_seconds[stage] + of_stages.backward_seconds[stage]
@@ -183,14 +182,13 @@ def memory_limit(
     num_copies: Sequence[int],
     cap_bytes: float,
 ) -> MemoryLimit:
-    """Says what stages of some layers hold, and may.
+    """Creates the memory limit of a pipeline's stages.
 
     Args:
-        layers: In their order.
-        shape: Of the pipeline.
-        num_copies: Of its weights on each stage; see
-            :func:`.num_copies`.
-        cap_bytes: Of each rank; stages that share one get an equal part each.
+        layers: Costs of the layers, in order.
+        shape: Shape of the pipeline.
+        num_copies: Copies of the weights on each stage; see :func:`.num_copies`.
+        cap_bytes: Limit of each rank, which its stages share equally.
     """
     return MemoryLimit(
         cap_bytes / shape.stages_per_rank,

@@ -1,7 +1,7 @@
-"""What the ranks of a mesh would hold and send, as numbers and as text.
+"""The bytes that the ranks of a mesh would hold and send, as numbers and as text.
 
-On a large mesh most ranks are alike: places along the data and tensor-parallel axes hold equal
-parts, and stages with equal layers do too. So there is one row for each kind of rank.
+On a large mesh most ranks are alike: ranks along the data and tensor-parallel axes hold equal
+shards, and stages with equal layers do too. So there is one row for each kind of rank.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class RankKind:
     """Ranks that hold and send the same.
 
     Attributes:
-        stages: Of the pipeline, on which they are.
-        num_ranks: How many they are.
-        parameter_bytes: A rank's part of the parameters.
-        gradient_bytes: Of that part's gradients.
-        optimizer_state_bytes: Of that part's optimizer state.
+        stages: Stages of the pipeline with such ranks.
+        num_ranks: Number of such ranks.
+        parameter_bytes: Bytes of a rank's shard of the parameters.
+        gradient_bytes: Bytes of that shard's gradients.
+        optimizer_state_bytes: Bytes of that shard's optimizer state.
         traffic: A rank's messages in a training step.
     """
 
@@ -37,17 +37,17 @@ class RankKind:
 
     @property
     def held_bytes(self) -> int:
-        """What stays from step to step."""
+        """Bytes that stay from step to step."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_state_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DryRunSummary:
-    """What each rank of a mesh would hold and send; as text, two tables.
+    """The bytes that each rank of a mesh would hold and send; as text, two tables.
 
     Attributes:
-        mesh: The sizes.
-        kinds: Of ranks, by their first stage.
+        mesh: Sizes of the mesh.
+        kinds: Kinds of ranks, in the order of their first stages.
         rank_of_stage: The rank of each stage, in the pipeline.
     """
 
@@ -56,7 +56,7 @@ class DryRunSummary:
     rank_of_stage: tuple[int, ...]
 
     def kind_of(self, rank: int) -> RankKind:
-        """Finds what a rank holds and sends.
+        """Returns the kind of a rank.
 
         Args:
             rank: Global rank.
@@ -65,7 +65,7 @@ class DryRunSummary:
         return next(kind for kind in self.kinds if stage in kind.stages)
 
     def __str__(self) -> str:
-        """Draws the tables."""
+        """Returns the tables as text."""
         held: list[tuple[str, ...]] = [
             ("stage", "ranks", "parameters", "gradients", "optimizer state", "in all")
         ]
@@ -78,10 +78,10 @@ class DryRunSummary:
 
 
 def collapse(kinds: Iterable[RankKind]) -> tuple[RankKind, ...]:
-    """Makes equal kinds one.
+    """Merges equal kinds of ranks.
 
     Args:
-        kinds: By stage.
+        kinds: Kinds of ranks, one per stage.
     """
     groups: dict[RankKind, list[RankKind]] = {}
     for kind in kinds:
@@ -109,7 +109,7 @@ def _sent(kind: RankKind, traffic: Traffic) -> tuple[str, ...]:
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """Writes 0, 2, 3, 4 as ``0, 2-4``."""
+    """Returns numbers as text, 0, 2, 3, 4 as ``0, 2-4``."""
     ends = [place for place, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1]
     bounds = pairwise([0, *ends, len(numbers)])
     runs = [numbers[start:end] for start, end in bounds]

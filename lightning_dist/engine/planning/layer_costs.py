@@ -1,8 +1,8 @@
-"""What the layers of a pipelined module cost, wherever they are, and what stages of them would.
+"""The costs of a pipelined module's layers, wherever they are, and of stages made of them.
 
-A stage's forward is that of its layers and of what each stage does beside them: the user's step up
-to the pipelined module. The last stage has the rest of the step too, the loss. So a cut changes
-what a stage costs by its layers only.
+A stage's forward is that of its layers and of a part that each stage has: the user's step up to the
+pipelined module. The last stage has the rest of the step too, the loss. So a partition changes a
+stage's costs by its layers only.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from lightning_dist.engine.schedules.simulator import StageCosts
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """One layer, for one micro-batch.
+    """The costs of one layer, for one micro-batch.
 
     Attributes:
-        name: In the pipelined module.
-        forward_seconds: Of its forward.
-        backward_seconds: Of its whole backward.
-        boundary_bytes: Of what it hands to the next layer.
-        parameter_bytes: Of its trainable parameters.
-        activation_bytes: What its forward keeps for its backward, its parameters left out.
-        resident_bytes: What it holds at all times: parameters, gradients of two updates, buffers
-            and optimizer state; in half precision the present copy of the parameters too.
-        version_bytes: Of one more version of its trainable parameters.
+        name: Name of the layer in the pipelined module.
+        forward_seconds: Time of the layer's forward.
+        backward_seconds: Time of the layer's whole backward.
+        boundary_bytes: Bytes of the layer's output.
+        parameter_bytes: Bytes of the layer's trainable parameters.
+        activation_bytes: Bytes that the forward keeps for the backward, without the parameters.
+        resident_bytes: Bytes that the layer always holds: parameters, gradients of two updates,
+            buffers and optimizer state; in half precision the present copy of the parameters too.
+        version_bytes: Bytes of one more version of the trainable parameters.
     """
 
     name: str
@@ -43,15 +43,16 @@ class LayerCosts:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Time of forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
     @classmethod
     def of_parts(cls, parts: Sequence[LayerCosts]) -> LayerCosts:
-        """Adds up what the submodules of one layer cost.
+        """Creates a layer's costs from those of its submodules.
 
         Args:
-            parts: In the order in which they run; the last one's output is the layer's.
+            parts: Costs of the submodules in the order in which they run; the last submodule's
+                output is the layer's.
         """
         return cls(
             ", ".join(part.name for part in parts),
@@ -67,14 +68,14 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class RankProfile:
-    """What one rank knows of a training step; medians over micro-batches.
+    """One rank's measurements of a training step; medians over micro-batches.
 
     Attributes:
-        layers: This rank's, by their place in the pipelined module.
-        own_forward_seconds: What each of its stages does in a forward beside its layers.
-        own_backward_seconds: In a backward.
-        update_seconds: One optimizer update; 0 where there was none.
-        step_seconds: From one update to the next; nan where there were not two.
+        layers: Costs of this rank's layers, by their index in the pipelined module.
+        own_forward_seconds: Time of a forward without its layers, by stage of this rank.
+        own_backward_seconds: Time of a backward without its layers, by stage of this rank.
+        update_seconds: Time of one optimizer update; 0 if there was none.
+        step_seconds: Time from one update to the next; nan if there were not two.
     """
 
     layers: Mapping[int, LayerCosts]
@@ -86,15 +87,15 @@ class RankProfile:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """A training step on a pipeline.
+    """The costs of a training step on a pipeline.
 
     Attributes:
-        layers: In their order.
-        own_forward_seconds: What each stage does in a forward beside its layers.
-        own_backward_seconds: In a backward.
-        loss_forward_seconds: What the last stage does beyond that in a forward.
-        loss_backward_seconds: In a backward.
-        update_seconds: One optimizer update.
+        layers: Costs of the layers, in order.
+        own_forward_seconds: Time of each stage's forward without its layers.
+        own_backward_seconds: Time of each stage's backward without its layers.
+        loss_forward_seconds: Further time of the last stage's forward.
+        loss_backward_seconds: Further time of the last stage's backward.
+        update_seconds: Time of one optimizer update.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -106,10 +107,10 @@ class StepCosts:
 
     @classmethod
     def of_ranks(cls, profiles: Sequence[RankProfile]) -> StepCosts:
-        """Joins what all ranks have measured; replicas of a layer are averaged.
+        """Creates the costs from all ranks' profiles; replicas of a layer are averaged.
 
         Args:
-            profiles: Of all ranks of all replicas.
+            profiles: Profiles of all ranks of all replicas.
         """
         num_layers = 1 + max(index for profile in profiles for index in profile.layers)
         layers = [[p.layers[i] for p in profiles if i in p.layers] for i in range(num_layers)]
@@ -125,10 +126,10 @@ class StepCosts:
         )
 
     def of_stages(self, layers_per_stage: Sequence[int]) -> StageCosts:
-        """Adds up what the stages of a cut cost.
+        """Returns the costs of the stages of a partition.
 
         Args:
-            layers_per_stage: The cut.
+            layers_per_stage: The partition.
         """
         ends = list(accumulate(layers_per_stage))
         stages = [self.layers[end - n : end] for end, n in zip(ends, layers_per_stage, strict=True)]
@@ -139,14 +140,14 @@ class StepCosts:
         return StageCosts(tuple(forward), tuple(backward), update_seconds=self.update_seconds)
 
     def best_cut(self, num_stages: int, memory: MemoryLimit | None = None) -> tuple[int, ...]:
-        """Finds the cut whose slowest stage is fastest.
+        """Returns the partition whose slowest stage is fastest.
 
         Args:
-            num_stages: Stages of the pipeline.
-            memory: What no stage may exceed.
+            num_stages: Number of stages of the pipeline.
+            memory: Limit that no stage may exceed.
 
         Raises:
-            ValueError: More stages than layers, or no cut fits into the memory.
+            ValueError: There are more stages than layers, or no partition fits into the memory.
         """
         costs = [layer.seconds for layer in self.layers]
         costs[-1] += self.loss_forward_seconds + self.loss_backward_seconds
@@ -162,7 +163,7 @@ def _mean_of(same: Sequence[LayerCosts]) -> LayerCosts:
 
 
 def _split_off_loss(by_rank: Sequence[Mapping[int, float]]) -> tuple[float, float]:
-    """Tells what each stage does beside its layers from what the last one does alone."""
+    """Returns the seconds that each stage needs besides its layers, and those of the last alone."""
     by_stage: dict[int, list[float]] = {}
     for own in by_rank:
         for stage, seconds in own.items():

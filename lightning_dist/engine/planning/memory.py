@@ -1,11 +1,11 @@
-"""How many bytes a rank needs to train, by kind, before any machine has been rented.
+"""The bytes that a rank needs to train, by kind, before any machine has been rented.
 
-Integers in, integers out; no model is built. The activations are given, not computed: what a layer
-keeps for its backward is the layer's own business, and easily measured on one process.
+Integers in, integers out; no model is built. The activations are given, not computed: only a layer
+knows what its backward needs, and one process can easily measure that.
 
-The worst moment is the end of the forward: all activations are there, and so are the gradients of
-the step before, for Lightning zeroes them between forward and backward. A loop that zeroes them
-before the forward needs less. Not counted: what an update or a checkpoint needs for a moment, whole
+The worst moment is the end of the forward. Then all activations are there, and the gradients of the
+step before, which Lightning zeroes between forward and backward. A loop that zeroes gradients
+before the forward needs less. Not counted: temporary memory of an update or a checkpoint, whole
 gradients that FSDP accumulates over micro-steps, and the libraries themselves.
 """
 
@@ -16,17 +16,17 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class TrainedPart:
-    """What one rank would train if nobody shared it: the model, or a pipeline's stage.
+    """The model, or a pipeline's stage, that a rank would train without sharding.
 
     Attributes:
-        parameter_bytes: Of all trainable parameters, whole.
-        activation_bytes: The most that a forward and backward of one micro-batch hold beside
-            parameters and their gradients.
+        parameter_bytes: Bytes of all trainable parameters, unsharded.
+        activation_bytes: Largest number of bytes that a forward and backward of one micro-batch
+            hold besides parameters and their gradients.
         states_per_parameter: Tensors of a parameter's size that the optimizer keeps: 2 for Adam, 1
             for momentum, 0 for plain SGD.
 
     Raises:
-        ValueError: A number below zero.
+        ValueError: A number is below zero.
     """
 
     parameter_bytes: int
@@ -45,13 +45,13 @@ class RankMemory:
     """Bytes of one rank at the worst moment of its training.
 
     Attributes:
-        parameters: Its share.
-        gradients: Of its share.
-        optimizer_state: Of its share.
-        activations: Of all micro-batches in flight.
-        unsharded: Parameters of other ranks, gathered to compute with.
-        buffers: What gradients are copied to on their way, beyond their own memory.
-        stash: Older versions of the weights.
+        parameters: Bytes of the rank's shard of the parameters.
+        gradients: Bytes of the shard's gradients.
+        optimizer_state: Bytes of the shard's optimizer state.
+        activations: Bytes of the activations of all micro-batches in flight.
+        unsharded: Bytes of gathered parameters of other ranks.
+        buffers: Bytes of copies of gradients for communication.
+        stash: Bytes of older versions of the weights.
     """
 
     parameters: int
@@ -64,18 +64,18 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """All kinds together."""
+        """Bytes of all kinds together."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 def replicated(part: TrainedPart, num_replicas: int, *, accumulates: bool = False) -> RankMemory:
-    """Counts a rank of DDP.
+    """Returns the memory of a DDP rank.
 
-    Its gradients are in the buckets that travel, but for those that are accumulated before.
+    Gradients are in the buckets that are all-reduced, but for accumulated gradients.
 
     Args:
         part: The model.
-        num_replicas: Ranks.
+        num_replicas: Number of ranks.
         accumulates: Whether an update has several batches.
 
     Raises:
@@ -94,18 +94,18 @@ def replicated(part: TrainedPart, num_replicas: int, *, accumulates: bool = Fals
 def sharded(
     part: TrainedPart, shard_size: int, peak_whole_bytes: int, largest_unit_bytes: int
 ) -> RankMemory:
-    """Counts a rank of FSDP; replicas of the shards (HSDP) change nothing.
+    """Returns the memory of an FSDP rank; replicas of the shards (HSDP) change nothing.
 
-    When the backward begins the shards of the old gradients are gone. Instead there are a unit's
-    new gradient, whole, and the one before it, copied to be reduced. Two units may be more than a
-    share of all.
+    When the backward begins, the shards of the old gradients are gone. Instead there are a unit's
+    new unsharded gradient, and a copy of the previous unit's for the reduce-scatter. Two units may
+    be more than a rank's shard of the model.
 
     Args:
         part: The model.
-        shard_size: Ranks that share it.
-        peak_whole_bytes: The most that is gathered at a time:
+        shard_size: Number of ranks that shard the model.
+        peak_whole_bytes: Largest number of gathered bytes at a time:
             ``FSDPStrategy.describe().peak_whole_bytes``.
-        largest_unit_bytes: The largest of ``describe().rows``, whole.
+        largest_unit_bytes: Unsharded bytes of the largest of ``describe().rows``.
 
     Raises:
         ValueError: There is no rank.
@@ -128,17 +128,17 @@ def pipelined(
     num_versions: int = 1,
     version_bytes: int | None = None,
 ) -> RankMemory:
-    """Counts a rank of a pipeline.
+    """Returns the memory of a pipeline's rank.
 
-    Its backwards are over before Lightning zeroes the gradients of the step before, so that there
-    are two sets of them.
+    Its backwards are over before Lightning zeroes the gradients of the step before, so there are
+    two sets of gradients.
 
     Args:
         stage: This rank's layers.
-        num_microbatches_in_flight: Forwards whose backward is still to come.
-        num_versions: Of the weights, the present one among them.
-        version_bytes: Of each older one; None takes those of the parameters. Half precision has
-            less.
+        num_microbatches_in_flight: Number of forwards whose backward is still to come.
+        num_versions: Number of versions of the weights, the present one included.
+        version_bytes: Bytes of each older version, fewer in half precision; None takes the
+            parameters' bytes.
 
     Raises:
         ValueError: There is no micro-batch, or no version.

@@ -6,11 +6,12 @@ section 3.1, uses the same recurrence).
 
 Its step is ``best[j] = min over i of max(before[i], cost of the layers i..j)``, where ``before[i]``
 is the bottleneck of the first ``i`` layers on the stages before, and of the link behind them. The
-cost falls with ``i``. Were ``before`` to rise, the best ``i`` would be where the two cross; links
-and memory make it jump. But an ``i`` with a later one that is no worse before it can be forgotten,
-and those that are left do rise. They are a stack that grows with ``j``.
+cost falls with ``i``. If ``before`` rose with ``i``, the best ``i`` would be where the two cross,
+but links and memory make ``before`` jump. If a later ``i`` has a ``before`` that is no worse, the
+earlier ``i`` can be dropped. The remaining values of ``before`` rise. They are a stack that grows
+with ``j``.
 
-Which layers change their rank when a pipeline is cut anew.
+:func:`find_moves` lists the layers that change their rank when a pipeline is repartitioned.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A layer on its way.
+    """A layer's move between ranks.
 
     Attributes:
         layer_index: The layer.
-        source: The rank that has it, in the pipeline.
-        target: The rank that gets it.
+        source: The rank that has the layer, in the pipeline.
+        target: The rank that gets the layer, in the pipeline.
     """
 
     layer_index: int
@@ -39,11 +40,11 @@ class Move:
 def find_moves(
     before: Sequence[int], after: Sequence[int], rank_of_stage: Sequence[int]
 ) -> tuple[Move, ...]:
-    """Lists the layers that must be sent, in their order; the others stay where they are.
+    """Returns the moves between two partitions, in the order of the layers.
 
     Args:
-        before: Layers per stage.
-        after: Layers per stage, of as many layers and stages.
+        before: Layers per stage now.
+        after: Layers per stage afterwards, for as many layers and stages.
         rank_of_stage: The rank of each stage.
     """
     assert len(before) == len(after) == len(rank_of_stage)
@@ -66,15 +67,15 @@ _INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """What the stages may hold.
+    """The memory that stages need and may use.
 
     Attributes:
-        cap_bytes: Of each rank.
-        resident_bytes: Of each layer, wherever it is: parameters, gradients, optimizer state.
-        flight_bytes: Of each layer for each micro-batch in flight: activations.
-        in_flight: The most micro-batches in flight on each stage.
-        copy_bytes: Of each layer for each copy of its weights.
-        num_copies: The most of these on each stage.
+        cap_bytes: Limit of each stage.
+        resident_bytes: Bytes that each layer always holds: parameters, gradients, optimizer state.
+        flight_bytes: Bytes of each layer for each micro-batch in flight: activations.
+        in_flight: Largest number of micro-batches in flight on each stage.
+        copy_bytes: Bytes of each layer for each copy of its weights.
+        num_copies: Largest number of copies of the weights on each stage.
     """
 
     cap_bytes: float
@@ -93,22 +94,22 @@ def partition_layers(
     bandwidth_bytes_per_second: float | None = None,
     memory: MemoryLimit | None = None,
 ) -> list[int]:
-    """Finds an optimal contiguous partition.
+    """Returns an optimal contiguous partition.
 
     Args:
-        costs: Of each layer, in seconds or any other unit.
-        num_stages: Stages, each of at least one layer.
-        boundary_bytes: Bytes of the activation behind each layer; sent forward, and its gradient
-            back.
-        bandwidth_bytes_per_second: Of the link between stages; the costs are seconds then.
-        memory: What no stage may exceed.
+        costs: Cost of each layer, in seconds or any other unit.
+        num_stages: Number of stages, each of at least one layer.
+        boundary_bytes: Bytes of each layer's output, which is sent forward, and its gradient back.
+        bandwidth_bytes_per_second: Bandwidth of the link between stages; if given, the costs must
+            be in seconds.
+        memory: Limit that no stage may exceed.
 
     Returns:
         The number of layers of each stage.
 
     Raises:
-        ValueError: More stages than layers, a cost that is negative or not finite, a boundary
-            without a bandwidth, or no partition that fits into the memory.
+        ValueError: There are more stages than layers, a cost is negative or not finite, a boundary
+            has no bandwidth, or no partition fits into the memory.
     """
     _check(costs, num_stages, boundary_bytes, bandwidth_bytes_per_second)
     num_layers = len(costs)
@@ -137,15 +138,15 @@ def _add_stage(
     """Extends the optimum of the first j layers by one stage.
 
     Args:
-        best: Of the stages before, by number of layers.
-        sums: Costs of the first j layers.
-        links: Costs of the link behind the first j layers.
-        first: For each j where a stage that ends there may begin.
+        best: Bottleneck of the first j layers on the stages before, for each j.
+        sums: Cost of the first j layers, for each j.
+        links: Cost of the link behind the first j layers, for each j.
+        first: First layer at which a stage that ends at j may begin, for each j.
     """
     before = [max(pair) for pair in zip(best, links, strict=True)]
     extended = [_INFINITY] * len(best)
     cut = [0] * len(best)
-    starts: list[int] = []  # each is worse before than the one in front of it
+    starts: list[int] = []  # with rising values of `before`
     for j in range(1, len(best)):
         while starts and before[starts[-1]] >= before[j - 1]:
             starts.pop()
@@ -164,7 +165,7 @@ def _crosses(before: Sequence[float], sums: Sequence[float], j: int) -> Callable
 
 
 def _first_layers(memory: MemoryLimit | None, num_layers: int, num_stages: int) -> list[list[int]]:
-    """Finds for each stage, and each end of it, where it may begin so as to fit."""
+    """Returns the first layer at which a stage may begin so as to fit, by stage and end."""
     if memory is None:
         return [[0] * (num_layers + 1)] * num_stages
     of_layers = (memory.resident_bytes, memory.flight_bytes, memory.copy_bytes)
@@ -201,14 +202,14 @@ def _sums(values: Sequence[float]) -> list[float]:
 
 
 def uniform_partition(num_layers: int, num_stages: int) -> list[int]:
-    """Gives each stage the same number of layers, the earlier ones one more if need be.
+    """Returns the partition into equal stages; earlier ones get one more layer if need be.
 
     Args:
-        num_layers: Layers.
-        num_stages: Stages.
+        num_layers: Number of layers.
+        num_stages: Number of stages.
 
     Raises:
-        ValueError: More stages than layers.
+        ValueError: There are more stages than layers.
     """
     _check([0.0] * num_layers, num_stages, None, None)
     share, rest = divmod(num_layers, num_stages)

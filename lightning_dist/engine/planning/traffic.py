@@ -1,6 +1,6 @@
-"""What a rank tells other ranks in a training step, by kind and by who they are.
+"""A rank's messages to other ranks in a training step, by kind and by mesh axes.
 
-Count what goes to other ranks where torch cannot see it.
+:class:`MessageCount` counts messages that torch cannot see.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from enum import StrEnum
 
 @dataclass(slots=True)
 class MessageCount:
-    """Messages through memory that two processes share; those by a socket are torch's operations.
+    """Count of messages through shared memory; messages by a socket are operations of torch.
 
     Attributes:
-        count: How many there have been.
-        num_bytes: Of all of them together.
+        count: Number of messages.
+        num_bytes: Bytes of all messages together.
     """
 
     count: int = 0
     num_bytes: int = 0
 
     def add(self, num_bytes: int) -> None:
-        """Enters a message.
+        """Adds a message.
 
         Args:
-            num_bytes: Of its packet.
+            num_bytes: Bytes of the message's packet.
         """
         self.count += 1
         self.num_bytes += num_bytes
@@ -49,11 +49,11 @@ class Traffic:
     """All messages of one kind over the same axes of a mesh.
 
     Attributes:
-        kind: Of the messages.
-        axes: Along which the ranks that exchange them differ.
+        kind: Kind of the messages.
+        axes: Axes along which the ranks that exchange the messages differ.
         count: Number of messages.
-        num_bytes: Of all of them together, each at its larger end: what an all-gather gives, what a
-            reduce-scatter takes. What that is on the wire depends on the algorithm.
+        num_bytes: Bytes of all messages together, each at its larger end: an all-gather's output, a
+            reduce-scatter's input. The bytes on the network depend on the algorithm.
     """
 
     kind: MessageKind
@@ -63,20 +63,20 @@ class Traffic:
 
 
 class TrafficLedger:
-    """Adds messages up."""
+    """Sums messages by kind and axes."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[MessageKind, tuple[str, ...]]] = Counter()
         self._bytes: Counter[tuple[MessageKind, tuple[str, ...]]] = Counter()
 
     def add(self, kind: MessageKind, axes: tuple[str, ...], num_bytes: int, count: int = 1) -> None:
-        """Enters a message, or some.
+        """Adds one or several messages.
 
         Args:
-            kind: Of the message.
-            axes: Along which the ranks that exchange it differ.
-            num_bytes: At its larger end; of all of them together.
-            count: How many.
+            kind: Kind of the messages.
+            axes: Axes along which the ranks that exchange the messages differ.
+            num_bytes: Bytes of all the messages together, each at its larger end.
+            count: Number of messages.
         """
         self._counts[kind, axes] += count
         self._bytes[kind, axes] += num_bytes

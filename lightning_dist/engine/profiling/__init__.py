@@ -1,1 +1,1 @@
-"""What a training step's time, messages and memory go to: measured on each rank, joined on one."""
+"""The profile of a training step's time, messages and memory: measured per rank, joined on one."""

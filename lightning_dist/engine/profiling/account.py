@@ -1,4 +1,4 @@
-"""Where one rank's time went, each second counted once."""
+"""The uses of one rank's time, with each second counted once."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_dist.engine.schedules.timeline import Span, SpanKind
 
 
 class Use(StrEnum):
-    """What time is used for; what comes first counts where two overlap."""
+    """What time is used for; if two uses overlap, the first one here counts."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
     WAITING = "waiting"
-    """For another rank."""
+    """Waiting for another rank."""
     COMMUNICATION = "communication"
-    """That no computing hides."""
+    """Communication that no computing hides."""
     DATA_LOADING = "data loading"
     CHECKPOINT = "checkpoint"
     OTHER = "other"
@@ -41,11 +41,11 @@ _OF_SPANS = {
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Of one rank, in seconds per step.
+    """The uses of one rank's time, in seconds per step.
 
     Attributes:
-        step_seconds: A whole step, validation left out.
-        seconds: By use; together a whole step.
+        step_seconds: Time of a whole step, without validation.
+        seconds: Time by use; the sum is a whole step.
     """
 
     step_seconds: float
@@ -53,18 +53,18 @@ class Account:
 
     @property
     def compute_seconds(self) -> float:
-        """Forward, backward and update."""
+        """Time of forward, backward and update."""
         return sum(self.seconds[use] for use in (Use.FORWARD, Use.BACKWARD, Use.UPDATE))
 
 
 def account_for(record: RankRecord) -> Account:
-    """Adds up what a rank did.
+    """Creates the account of a rank.
 
-    What is timed as a whole, such as a backward of DDP, has collectives in it. As much of it is
-    communication as was exposed in the step that was traced.
+    A part of the step that is timed as a whole, such as a DDP backward, contains collectives. Its
+    share of communication is the exposed share of the same part in the traced step.
 
     Args:
-        record: Of the rank; at least one step.
+        record: Record of the rank, with at least one step.
     """
     count = len(record.steps)
     validation = _intervals(p for p in record.phases if p.kind is PhaseKind.VALIDATION)
@@ -77,7 +77,7 @@ def account_for(record: RankRecord) -> Account:
 
 
 def _exposed(found: dict[Use, float], shares: Mapping[str, float]) -> dict[Use, float]:
-    """Takes what is exposed out of what it happened in."""
+    """Moves the exposed shares of forward, backward and update to communication."""
     moved = dict(found)
     for use in (Use.FORWARD, Use.BACKWARD, Use.UPDATE):
         part = shares.get(use.value, 0.0) * moved[use]

@@ -1,8 +1,8 @@
-"""The bubble of a pipeline: as it was, and as the simulator says it must be with these costs.
+"""The bubble of a pipeline: as measured, and as simulated with the measured costs.
 
-A synchronous pipeline is looked at step by step, from the first forward of any rank to the last
-update, for what lies between steps is the loop's and no bubble. An asynchronous one has no such
-ends: there it is the whole window.
+A synchronous pipeline is measured step by step, from the first forward of any rank to the last
+update. The time between steps is the loop's and no bubble. An asynchronous pipeline has no such
+ends, so it is measured over the whole window.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
 
 _BUSY = (SpanKind.COMPUTE, SpanKind.UPDATE)
 _FILLS = 3
-"""Times the pipeline's depth that an asynchronous one is simulated, beside filling and draining."""
+"""Length of an asynchronous simulation, without fill and drain, in pipeline depths."""
 
 
 def measured_bubble(records: Sequence[RankRecord], shape: PipelineShape) -> float:
-    """Tells what share of the ranks' time they neither computed nor updated.
+    """Returns the share of the ranks' time without compute or update.
 
     Args:
-        records: Of all ranks, on one clock.
-        shape: Of the pipeline.
+        records: Records of all ranks, on one clock.
+        shape: Shape of the pipeline.
     """
     spans = [span for record in records for span in record.spans]
     if find_schedules(shape.schedule).update_rule is not UpdateRule.FLUSHED:
@@ -39,11 +39,11 @@ def measured_bubble(records: Sequence[RankRecord], shape: PipelineShape) -> floa
 
 
 def step_timeline(records: Sequence[RankRecord], step: int) -> Timeline:
-    """Cuts one step out, by when each rank began and ended it.
+    """Returns the timeline of one step, between its begin and end on each rank.
 
     Args:
-        records: Of all ranks, on one clock.
-        step: Its place among the timed ones.
+        records: Records of all ranks, on one clock.
+        step: Index of the step among the timed ones.
     """
     found: list[Span] = []
     for record in records:
@@ -53,12 +53,13 @@ def step_timeline(records: Sequence[RankRecord], step: int) -> Timeline:
 
 
 def steady(timeline: Timeline) -> Timeline:
-    """Leaves out where an asynchronous pipeline fills and drains.
+    """Returns the timeline of an asynchronous pipeline without its fill and drain.
 
-    It is full when each rank has begun its first backward, and until one has done its last forward.
+    The pipeline is full from when each rank has begun its first backward until one rank has done
+    its last forward.
 
     Args:
-        timeline: Of a pipeline that batches follow each other in.
+        timeline: Timeline of the pipeline.
     """
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
@@ -75,14 +76,14 @@ def steady(timeline: Timeline) -> Timeline:
 
 
 def measured_costs(spans: Sequence[Span], num_stages: int) -> StageCosts | None:
-    """Gives what stages cost: medians over micro-batches, and over replicas.
+    """Returns the costs of stages: medians over micro-batches, and over replicas.
 
     Args:
-        spans: Of all ranks.
-        num_stages: Of the pipeline.
+        spans: Spans of all ranks.
+        num_stages: Number of stages of the pipeline.
 
     Returns:
-        None if some stage has not run forward and backward.
+        The costs; None if some stage has not run forward and backward.
     """
     forward = _medians(spans, ActionKind.FORWARD)
     whole = _medians(spans, ActionKind.BACKWARD)
@@ -103,14 +104,15 @@ def measured_costs(spans: Sequence[Span], num_stages: int) -> StageCosts | None:
 
 
 def predicted_timeline(shape: PipelineShape, costs: StageCosts) -> Timeline:
-    """Plays the schedule with measured costs, and messages that cost nothing.
+    """Simulates the schedule with measured costs, and transfers that take no time.
 
     Args:
-        shape: Of the pipeline.
-        costs: Of its stages.
+        shape: Shape of the pipeline.
+        costs: Costs of the pipeline's stages.
 
     Returns:
-        One batch; or some batches of an asynchronous pipeline between filling and draining.
+        The timeline of one batch; for an asynchronous pipeline of some batches between fill and
+        drain.
     """
     schedules, homes = find_schedules(shape.schedule), shape.rank_of_stage
     if schedules.update_rule is UpdateRule.FLUSHED:

@@ -1,6 +1,6 @@
-"""How long collectives took in a traced step, and how much of that nothing hid.
+"""The time of collectives in a traced step, and the part of it that no compute hid.
 
-Lengths of times that overlap.
+The functions here compute unions, differences and lengths of time intervals.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Joins what overlaps or touches.
+    """Joins intervals that overlap or touch.
 
     Args:
-        intervals: In any order; empty ones are left out.
+        intervals: Intervals in any order; empty ones are left out.
 
     Returns:
-        In order, with gaps between.
+        The joined intervals in order, with gaps between.
     """
     joined: list[Interval] = []
     for start, end in sorted(intervals):
@@ -33,16 +33,16 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Adds up how long at least one of some intervals lasts."""
+    """Returns the length of the union of some intervals."""
     return sum(end - start for start, end in union(intervals))
 
 
 def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """Gives what of some intervals none of others hides, in order.
+    """Returns the parts of some intervals that are in none of the others, in order.
 
     Args:
-        intervals: What is left.
-        others: What hides it.
+        intervals: The intervals.
+        others: Intervals to subtract.
     """
     hidden = union(others)
     left: list[Interval] = []
@@ -59,22 +59,22 @@ def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[I
 
 
 def overlap(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Adds up how long at least one of some intervals and one of others last at a time.
+    """Returns the length of the intersection of two unions of intervals.
 
     Args:
-        intervals: The ones.
-        others: The others.
+        intervals: Intervals of the first union.
+        others: Intervals of the second union.
     """
     ones, twos = union(intervals), union(others)
     return length(ones) + length(twos) - length([*ones, *twos])
 
 
 def length_outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Adds up how long at least one of some intervals lasts while none of others does.
+    """Returns the length of the parts of some intervals that are in none of the others.
 
     Args:
-        intervals: What is counted.
-        others: What hides it.
+        intervals: The intervals.
+        others: Intervals to subtract.
     """
     hidden = union(others)
     return length([*union(intervals), *hidden]) - length(hidden)
@@ -85,11 +85,11 @@ class Exposure:
     """One rank's collectives in one step.
 
     Attributes:
-        seconds_by_kind: How long at least one of a kind was under way.
-        seconds: How long any was.
-        exposed_seconds: How long any was while this rank computed nothing.
-        shares: What share of a part of the step they were exposed, by the part's name. Tracing
-            makes parts longer, so shares say more than seconds.
+        seconds_by_kind: Time for which at least one collective of a kind was under way.
+        seconds: Time for which any collective was under way.
+        exposed_seconds: Time for which any collective was under way and this rank computed nothing.
+        shares: Exposed time as a share of a part of the step, by the part's name. Tracing makes
+            parts longer, so shares say more than seconds.
     """
 
     seconds_by_kind: Mapping[str, float] = field(default_factory=dict)
@@ -104,12 +104,12 @@ class Exposure:
         computing: Iterable[Interval],
         parts: Mapping[str, Sequence[Interval]],
     ) -> Exposure:
-        """Compares when collectives were under way with when there was something to compute.
+        """Creates the exposure from the times of collectives and of compute.
 
         Args:
-            collectives: In seconds, by kind.
-            computing: In seconds.
-            parts: Of the step, in seconds, by name.
+            collectives: Intervals of collectives in seconds, by kind.
+            computing: Intervals of compute in seconds.
+            parts: Intervals of the step's parts in seconds, by name.
         """
         every = [interval for intervals in collectives.values() for interval in intervals]
         exposed = outside(every, computing)

@@ -1,12 +1,12 @@
-"""What one rank has measured of some training steps, in a form that travels.
+"""One rank's measurements of some training steps, to be sent to another rank.
 
-By how much another host's clock is ahead, from messages that went there and back.
+:func:`estimate_offset` estimates how far another host's clock is ahead, from round trips.
 
 The answer was written somewhere between the sending and the receiving, so half of the round trip
-bounds the error, whatever the two ways took. The quickest round trip of several bounds it best
-(D. L. Mills, RFC 5905; F. Cristian, Distributed Computing 3, 1989).
+bounds the error, whatever time each way took. The quickest of several round trips gives the best
+bound (D. L. Mills, RFC 5905; F. Cristian, Distributed Computing 3, 1989).
 
-What the training loop does around the steps; a schedule knows nothing of it.
+A :class:`Phase` is work of the training loop around the steps, of which a schedule knows nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_dist.engine.schedules.timeline import Span
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """A message there and back, in seconds.
+    """A question and its answer, in seconds.
 
     Attributes:
-        sent: By the clock of who asks.
-        answered: By the clock of who answers.
-        received: By the clock of who asks.
+        sent: When the question was sent, by the asking rank's clock.
+        answered: When the question was answered, by the answering rank's clock.
+        received: When the answer was received, by the asking rank's clock.
     """
 
     sent: float
@@ -40,7 +40,7 @@ class Ping:
 
     @property
     def round_trip_seconds(self) -> float:
-        """There and back."""
+        """Time of question and answer together."""
         return self.received - self.sent
 
 
@@ -49,8 +49,8 @@ class ClockOffset:
     """How far one clock is ahead of another.
 
     Attributes:
-        seconds: The estimate.
-        uncertainty_seconds: The truth is no farther from it than this.
+        seconds: Estimate of the offset.
+        uncertainty_seconds: Bound of the estimate's error.
     """
 
     seconds: float = 0.0
@@ -58,10 +58,10 @@ class ClockOffset:
 
 
 def estimate_offset(pings: Sequence[Ping]) -> ClockOffset:
-    """Tells by how much the clock of who answers is ahead of that of who asks.
+    """Returns how far the answering rank's clock is ahead of the asking rank's.
 
     Args:
-        pings: At least one.
+        pings: At least one ping.
     """
     best = min(pings, key=lambda ping: ping.round_trip_seconds)
     middle = (best.sent + best.received) / 2
@@ -69,7 +69,7 @@ def estimate_offset(pings: Sequence[Ping]) -> ClockOffset:
 
 
 class PhaseKind(StrEnum):
-    """What the loop does."""
+    """Kind of the loop's work."""
 
     DATA_LOADING = "data loading"
     """Waits for the next batch, and moves it to the device."""
@@ -79,13 +79,13 @@ class PhaseKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One thing that one rank's loop did.
+    """One phase of a rank's training loop.
 
     Attributes:
-        rank: Who.
-        kind: What.
-        start_seconds: When it began.
-        end_seconds: When it ended.
+        rank: The rank.
+        kind: Kind of the loop's work.
+        start_seconds: Begin of the phase.
+        end_seconds: End of the phase.
     """
 
     rank: int
@@ -95,7 +95,7 @@ class Phase:
 
     @property
     def duration_seconds(self) -> float:
-        """How long it took."""
+        """Length of the phase."""
         return self.end_seconds - self.start_seconds
 
 
@@ -104,17 +104,17 @@ _Timed = TypeVar("_Timed", Span, Phase)
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Who a rank is.
+    """A rank's place in the run.
 
     Attributes:
-        rank: Its number.
-        host: Name of its machine.
-        device: Name of its device; ``"cpu"`` for a CPU.
-        precision: As the Trainer's.
-        stage_group: Equal on ranks that do the same work: the place among the stages.
-        data_index: Equal on ranks that read the same batches.
+        rank: Global rank.
+        host: Name of the rank's machine.
+        device: Name of the rank's device; ``"cpu"`` for a CPU.
+        precision: The Trainer's precision.
+        stage_group: Place among the stages, equal on ranks that do the same work.
+        data_index: Index of the data, equal on ranks that read the same batches.
         strategy: Name of the strategy.
-        shape: Of the pipeline; None where there is none.
+        shape: Shape of the pipeline; None without a pipeline.
     """
 
     rank: int
@@ -129,13 +129,13 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class StepCount:
-    """What was counted in the steps that nobody timed, per step.
+    """The counts per step, from steps that were not timed.
 
     Attributes:
         flops: Operations of matrix products, convolutions and attention, recomputed ones too.
         traffic: Messages to other ranks.
-        activation_bytes: The most that was kept for backwards at a time.
-        forward_bytes: What one forward keeps.
+        activation_bytes: Largest number of bytes kept for backwards at a time.
+        forward_bytes: Bytes that one forward keeps.
     """
 
     flops: int = 0
@@ -149,9 +149,9 @@ class MemoryUse:
     """Bytes of a rank, measured and predicted.
 
     Attributes:
-        measured: The most of each kind.
-        predicted: The planner's; None where it has no formula.
-        allocated_bytes: The most that the device's allocator has had in use; None on a CPU.
+        measured: Largest measured bytes of each kind.
+        predicted: The planner's prediction; None if the planner has no formula.
+        allocated_bytes: Largest number of bytes in use by the device's allocator; None on a CPU.
     """
 
     measured: RankMemory
@@ -164,16 +164,16 @@ class RankRecord:
     """One rank's steps, in seconds of its own clock.
 
     Attributes:
-        place: Who it is.
-        steps: Begin and end of each timed step; one begins where the one before ends.
-        spans: What it did in them.
-        phases: What its loop did around them.
-        num_samples: That it has read in them.
-        num_tokens: That it has read in them; None where batches do not say.
-        count: Of one step.
-        memory: Bytes.
-        exposure: Of a traced step; None where nobody has traced one.
-        layers: What its layers cost for a micro-batch, by their place in the pipelined module.
+        place: The rank's place in the run.
+        steps: Begin and end of each timed step; a step begins where the previous one ends.
+        spans: Spans of the rank in the steps.
+        phases: Phases of the rank's training loop around the steps.
+        num_samples: Number of samples that the rank has read in the steps.
+        num_tokens: Number of tokens that the rank has read in the steps; None if it is unknown.
+        count: Counts of one step.
+        memory: Memory of the rank.
+        exposure: Exposure in a traced step; None if no step was traced.
+        layers: Costs of the rank's layers for a micro-batch, by index in the pipelined module.
     """
 
     place: RankPlace
@@ -188,10 +188,10 @@ class RankRecord:
     layers: Mapping[int, LayerCosts] = field(default_factory=dict)
 
     def on_clock(self, offset: ClockOffset) -> RankRecord:
-        """Gives the same in seconds of another clock.
+        """Returns the same record in seconds of another clock.
 
         Args:
-            offset: By how much this rank's is ahead of that one.
+            offset: How far this rank's clock is ahead of the other one.
         """
         ahead = offset.seconds
 

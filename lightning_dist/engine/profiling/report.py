@@ -1,9 +1,10 @@
-"""What all ranks have measured, joined: the answers, and the numbers for loggers.
+"""The joined measurements of all ranks: the results, and the numbers for loggers.
 
-The most operations per second that a device can do, by its name.
+:func:`find_peak_flops` returns a device's peak operations per second, by the device's name.
 
-Dense matrix products, from NVIDIA's data sheets. MFU (Chowdhery et al., 2022, appendix B) is what a
-run does of that. A device that is not here has no MFU, and a CPU never has.
+The peaks are those of dense matrix products, from NVIDIA's data sheets. MFU (Chowdhery et al.,
+2022, appendix B) is a run's share of the peak. A device that is not listed has no MFU, and a CPU
+never has one.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from lightning_dist.engine.schedules.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class PeakFlops:
-    """Of one device, in FLOPs per second.
+    """The peak of one device, in FLOPs per second.
 
     Attributes:
-        float32: In fp32.
-        half: In bf16 or fp16 on tensor cores.
+        float32: Peak in fp32.
+        half: Peak in bf16 or fp16 on tensor cores.
     """
 
     float32: float
@@ -43,7 +44,7 @@ class PeakFlops:
 _TERA = 1e12
 _PEAKS = MappingProxyType(
     {
-        # A name that holds another one must come first.
+        # A name that contains another one must come first.
         "H200": PeakFlops(66.9 * _TERA, 989.4 * _TERA),
         "H100 PCIe": PeakFlops(51.2 * _TERA, 756.0 * _TERA),
         "H100": PeakFlops(66.9 * _TERA, 989.4 * _TERA),
@@ -58,14 +59,14 @@ _PEAKS = MappingProxyType(
 
 
 def find_peak_flops(device_name: str, precision: str) -> float | None:
-    """Looks a device up.
+    """Returns the peak of a device.
 
     Args:
-        device_name: As ``torch.cuda.get_device_name`` gives it; ``"cpu"`` has no peak.
-        precision: As the Trainer's, such as ``"bf16-mixed"`` or ``"32-true"``.
+        device_name: Name from ``torch.cuda.get_device_name``; ``"cpu"`` has no peak.
+        precision: The Trainer's precision, such as ``"bf16-mixed"`` or ``"32-true"``.
 
     Returns:
-        FLOPs per second; None where nobody has looked them up.
+        FLOPs per second; None if the device or the precision is not listed.
     """
     words = device_name.replace("-", " ").split()
     for name, peak in _PEAKS.items():
@@ -75,9 +76,9 @@ def find_peak_flops(device_name: str, precision: str) -> float | None:
 
 
 _STRAGGLES = 1.15
-"""A rank that takes so many times as long as ranks with the same work is a straggler, ..."""
+"""A straggler takes at least this many times as long as ranks with the same work, ..."""
 _FELT = 0.05
-"""... if that is such a share of a step."""
+"""... and longer by at least this share of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +86,26 @@ class Straggler:
     """A rank that computes longer than others with the same work.
 
     Attributes:
-        place: Which.
-        ratio: Its time over theirs.
+        place: The rank.
+        ratio: The rank's time over the others' time.
     """
 
     place: RankPlace
     ratio: float
 
     def __str__(self) -> str:
-        """Names it."""
+        """Returns the rank, its host and the ratio as text."""
         return f"rank {self.place.rank} on {self.place.host} ({self.ratio:.2f} x its peers)"
 
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """Some training steps of all ranks.
+    """The profile of some training steps of all ranks.
 
     Attributes:
-        records: By rank, on the clock of rank 0.
-        offsets: By how much each rank's clock is ahead.
-        first_batch: Which batch the first of the steps was.
+        records: Records by rank, on the clock of rank 0.
+        offsets: Offset of each rank's clock from that of rank 0.
+        first_batch: Index of the first step's batch.
     """
 
     records: tuple[RankRecord, ...]
@@ -115,22 +116,22 @@ class ProfileReport:
     def join(
         cls, records: Sequence[RankRecord], offsets: Sequence[ClockOffset], first_batch: int
     ) -> ProfileReport:
-        """Puts what the ranks measured on one clock.
+        """Creates the report, with all ranks' records on one clock.
 
         Args:
-            records: By rank, each on its own.
-            offsets: By rank.
-            first_batch: Which batch the first of the steps was.
+            records: Records by rank, each on the rank's own clock.
+            offsets: Offset of each rank's clock from that of rank 0.
+            first_batch: Index of the first step's batch.
         """
         pairs = zip(records, offsets, strict=True)
         moved = tuple(record.on_clock(offset) for record, offset in pairs)
         return cls(moved, tuple(offsets), first_batch)
 
     def batches(self, count: int | None = None) -> str:
-        """Names the first batches that were timed, or all.
+        """Returns a text with the first timed batches, or all.
 
         Args:
-            count: How many; None for all.
+            count: Number of batches; None for all.
         """
         number = self.num_steps if count is None else count
         first, last = self.first_batch, self.first_batch + number - 1
@@ -145,36 +146,36 @@ class ProfileReport:
 
     @cached_property
     def accounts(self) -> tuple[Account, ...]:
-        """Where each rank's time went."""
+        """The uses of each rank's time."""
         return tuple(account_for(record) for record in self.records)
 
     @property
     def num_steps(self) -> int:
-        """Steps that were timed."""
+        """Number of timed steps."""
         return len(self.records[0].steps)
 
     @property
     def step_seconds(self) -> float:
-        """Of a step, on average over steps and ranks."""
+        """Time of a step, on average over steps and ranks."""
         return fmean(account.step_seconds for account in self.accounts)
 
     def share(self, use: Use) -> float:
-        """Gives what share of the ranks' time had a use.
+        """Returns the share of the ranks' time that had a use.
 
         Args:
-            use: Which.
+            use: The use.
         """
         return fmean(account.seconds[use] for account in self.accounts) / self.step_seconds
 
     @cached_property
     def timeline(self) -> Timeline:
-        """What the ranks did, on one clock."""
+        """The spans of all ranks, on one clock."""
         spans = tuple(span for record in self.records for span in record.spans)
         return Timeline(len(self.records), spans)
 
     @cached_property
     def predicted_timeline(self) -> Timeline | None:
-        """What the simulator makes of the measured costs; None without a pipeline."""
+        """The simulator's timeline for the measured costs; None without a pipeline."""
         shape = self.records[0].place.shape
         if shape is None:
             return None
@@ -183,25 +184,25 @@ class ProfileReport:
 
     @cached_property
     def bubble_fraction(self) -> float | None:
-        """Measured; None without a pipeline."""
+        """The measured bubble; None without a pipeline."""
         shape = self.records[0].place.shape
         return None if shape is None else measured_bubble(self.records, shape)
 
     @property
     def predicted_bubble_fraction(self) -> float | None:
-        """By the simulator, with the measured costs; None without a pipeline."""
+        """The simulator's bubble for the measured costs; None without a pipeline."""
         timeline = self.predicted_timeline
         return None if timeline is None else timeline.bubble_fraction
 
     @cached_property
     def slowest(self) -> RankPlace:
-        """The rank that computes longest: the others wait for it."""
+        """The rank that computes longest, for which the others wait."""
         seconds = [account.compute_seconds for account in self.accounts]
         return self.records[seconds.index(max(seconds))].place
 
     @cached_property
     def stragglers(self) -> tuple[Straggler, ...]:
-        """Ranks that take clearly longer than others with the same work; empty without others."""
+        """Ranks that take clearly longer than others with the same work, slowest first."""
         groups: dict[int, list[int]] = {}
         for rank, record in enumerate(self.records):
             groups.setdefault(record.place.stage_group, []).append(rank)
@@ -219,12 +220,12 @@ class ProfileReport:
 
     @property
     def samples_per_second(self) -> float:
-        """Of all ranks that read different data."""
+        """Samples per second of all ranks that read different data."""
         return self._per_second([record.num_samples for record in self.records])
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Likewise; None where batches do not say how many tokens they have."""
+        """Tokens per second of all ranks that read different data; None if they are unknown."""
         counts = [record.num_tokens for record in self.records]
         known = [count for count in counts if count is not None]
         return self._per_second(known) if len(known) == len(counts) else None
@@ -236,12 +237,12 @@ class ProfileReport:
 
     @property
     def flops(self) -> int:
-        """Of a step, on all ranks together."""
+        """FLOPs of a step, on all ranks together."""
         return sum(record.count.flops for record in self.records)
 
     @property
     def mfu(self) -> float | None:
-        """What share of the devices' peak that is; None where a peak is unknown."""
+        """The run's share of the devices' peak FLOPs; None if a peak is unknown."""
         places = [record.place for record in self.records]
         peaks = [find_peak_flops(place.device, place.precision) for place in places]
         known = [peak for peak in peaks if peak is not None]
@@ -251,7 +252,7 @@ class ProfileReport:
 
     @cached_property
     def bytes_by_kind(self) -> dict[MessageKind, int]:
-        """What the ranks say to each other in a step, on all ranks together."""
+        """Bytes of a step's messages by kind, on all ranks together."""
         counts: Counter[MessageKind] = Counter()
         for record in self.records:
             for traffic in record.count.traffic:
@@ -260,14 +261,14 @@ class ProfileReport:
 
     @property
     def exposed_share(self) -> float | None:
-        """What share of a traced step's collectives nothing hid; None without any."""
+        """Share of a traced step's collectives that no compute hid; None without any."""
         found = [record.exposure for record in self.records if record.exposure is not None]
         total = sum(exposure.seconds for exposure in found)
         return sum(e.exposed_seconds for e in found) / total if total else None
 
     @cached_property
     def layers(self) -> tuple[LayerCosts, ...]:
-        """What layers cost for a micro-batch, in their order; empty where nobody timed them."""
+        """Costs of the layers for a micro-batch, in order; empty if they were not timed."""
         found = {i: costs for record in self.records for i, costs in record.layers.items()}
         return tuple(found[index] for index in sorted(found))
 

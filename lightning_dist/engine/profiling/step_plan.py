@@ -1,7 +1,7 @@
-"""Which batches are looked at, and how.
+"""The choice of batches to profile.
 
-Counting operations and tracing collectives slow a step down, so they get steps of their own, before
-the ones that are timed.
+Counting operations and tracing collectives slow a step down. So there are separate steps for that,
+before the timed ones.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a batch is for."""
+    """Role of a batch in the profile."""
 
     NOTHING = "nothing"
     COUNTED = "counted"
-    """Operations, messages and what is kept for the backward are counted; once in a run."""
+    """Operations, messages and activations are counted; once in a run."""
     EXAMINED = "examined"
     """Layers are timed, or collectives traced; once before the timed batches."""
     TIMED = "timed"
@@ -26,13 +26,13 @@ class StepPlan:
     """The roles of all batches of a run.
 
     Attributes:
-        every_n_steps: Batches from one begin to the next.
-        active_steps: Batches that are timed each time.
-        warmup_steps: Batches before the first that has a role.
-        num_counted: Batches that are counted, before the first that is examined.
+        every_n_steps: Number of batches from one begin to the next.
+        active_steps: Number of batches that are timed each time.
+        warmup_steps: Number of batches before the first with a role.
+        num_counted: Number of counted batches, before the first examined one.
 
     Raises:
-        ValueError: The batches do not fit.
+        ValueError: The numbers do not fit together.
     """
 
     every_n_steps: int
@@ -51,10 +51,10 @@ class StepPlan:
             )
 
     def role(self, batch: int) -> Role:
-        """Tells what a batch is for.
+        """Returns the role of a batch.
 
         Args:
-            batch: Counted from the first of the run.
+            batch: Index of the batch, counted from the first of the run.
         """
         place = batch - self.warmup_steps
         if place < 0:
@@ -67,11 +67,11 @@ class StepPlan:
         return Role.TIMED if place <= self.active_steps else Role.NOTHING
 
     def begins_timing(self, batch: int) -> bool:
-        """Whether a batch is the first of those that are timed together."""
+        """Returns whether a batch is the first of those that are timed together."""
         return self.role(batch) is Role.TIMED and self.role(batch - 1) is Role.EXAMINED
 
     def ends_timing(self, batch: int) -> bool:
-        """Whether a batch is the last of those that are timed together."""
+        """Returns whether a batch is the last of those that are timed together."""
         return self.role(batch) is Role.TIMED and self._place(batch) == self.active_steps
 
     def _place(self, batch: int) -> int:

@@ -11,10 +11,10 @@ from lightning_dist.engine.profiling.report import ProfileReport
 
 
 def summary_table(report: ProfileReport) -> Table:
-    """Lists what holds for the whole run.
+    """Returns the table of the numbers for the whole run.
 
     Args:
-        report: Of all ranks.
+        report: Report of all ranks.
     """
     first, last = report.first_batch, report.first_batch + report.num_steps - 1
     rows = [
@@ -38,10 +38,10 @@ def summary_table(report: ProfileReport) -> Table:
 
 
 def time_table(report: ProfileReport) -> Table:
-    """Lists where each rank's time goes, in milliseconds per step.
+    """Returns the table of each rank's uses of time, in milliseconds per step.
 
     Args:
-        report: Of all ranks.
+        report: Report of all ranks.
     """
     uses = [use for use in Use if any(a.seconds[use] > 0 for a in report.accounts)]
     rows = [
@@ -59,10 +59,10 @@ def time_table(report: ProfileReport) -> Table:
 
 
 def memory_table(report: ProfileReport) -> Table:
-    """Lists what each rank holds, and what the planner says.
+    """Returns the table of each rank's memory, measured and predicted.
 
     Args:
-        report: Of all ranks.
+        report: Report of all ranks.
     """
     uses = [record.memory for record in report.records]
     kinds = [

@@ -1,8 +1,8 @@
-"""The alphabet of schedules: what one rank does with one micro-batch on one stage.
+"""The alphabet of schedules: one rank's action on one micro-batch on one stage.
 
 An action is three values and has a short name: ``2F0`` is stage 2's forward of micro-batch 0. The
-same names serve the runtime, the simulator, the plots and the error messages, so what is executed
-is what is shown.
+runtime, the simulator, the plots and the error messages use the same names, so plots and messages
+show the executed actions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class ActionKind(StrEnum):
-    """What is done; the value is the name used in formatted actions."""
+    """Kind of an action; the value is the name used in formatted actions."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -33,7 +33,7 @@ class ActionKind(StrEnum):
 
     @property
     def is_compute(self) -> bool:
-        """Whether it runs the stage's layers."""
+        """Whether such an action runs the stage's layers."""
         return self in (
             ActionKind.FORWARD,
             ActionKind.BACKWARD,
@@ -43,12 +43,12 @@ class ActionKind(StrEnum):
 
     @property
     def is_receive(self) -> bool:
-        """Whether it may wait for another rank."""
+        """Whether such an action may wait for another rank."""
         return self in (ActionKind.RECV_F, ActionKind.RECV_B)
 
     @property
     def is_send(self) -> bool:
-        """Whether it hands something to another rank."""
+        """Whether such an action sends a message to another rank."""
         return self in (ActionKind.SEND_F, ActionKind.SEND_B)
 
 
@@ -63,7 +63,7 @@ class Action:
 
     Attributes:
         stage_index: The stage.
-        kind: What is done.
+        kind: Kind of the action.
         microbatch_index: The micro-batch; for ``REDUCE_GRAD`` and ``STEP`` the update.
     """
 
@@ -72,18 +72,18 @@ class Action:
     microbatch_index: int
 
     def __str__(self) -> str:
-        """Formats as stage, kind, micro-batch: ``2F0``."""
+        """Returns stage, kind and micro-batch: ``2F0``."""
         return f"{self.stage_index}{self.kind.value}{self.microbatch_index}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Reads what ``str`` writes.
+        """Creates an action from its text, the inverse of ``str``.
 
         Args:
-            text: For example ``"2F0"`` or ``"1SEND_B3"``.
+            text: Text of an action, for example ``"2F0"`` or ``"1SEND_B3"``.
 
         Raises:
-            ValueError: It is not an action.
+            ValueError: The text is not an action.
         """
         match = _FORMAT.fullmatch(text.strip())
         if match is None:
@@ -94,9 +94,9 @@ class Action:
         return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 
     def shifted(self, offset: int) -> Action:
-        """Gives the same action of a later micro-batch.
+        """Returns the same action of a later micro-batch.
 
         Args:
-            offset: Added to the micro-batch index.
+            offset: Number to add to the micro-batch index.
         """
         return replace(self, microbatch_index=self.microbatch_index + offset)

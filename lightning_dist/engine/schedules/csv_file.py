@@ -1,7 +1,8 @@
 """Schedules in files: a row per rank, an action per cell, as torch writes and reads them.
 
-``torch.distributed.pipelining`` dumps its schedules so, with or without communication; what is not
-a forward or backward follows from the rest and is left out here. Blank cells are pauses for people.
+``torch.distributed.pipelining`` writes its schedules so, with or without communication. Actions
+other than forwards and backwards follow from the rest and are left out here. Blank cells show
+readers a pause, and mean nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from pathlib import Path
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError, UpdateRule
 
-# What torch's lowered schedules have besides, for communication and for sharded parameters.
+# Further actions of torch's lowered schedules, for communication and for sharded parameters.
 _DERIVED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFile:
-    """A schedule from a file, which has its sizes.
+    """A schedule from a file, which determines the sizes.
 
     Attributes:
-        name: As the user has written it, with ``file:``.
-        schedule: What the file says.
+        name: Name as the user has written it, with ``file:``.
+        schedule: The schedule in the file.
         update_rule: When gradients are applied.
     """
 
@@ -36,19 +37,19 @@ class ScheduleFile:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backwards are parted in two."""
+        """Whether backwards are split in two."""
         part = ActionKind.BACKWARD_INPUT
         return any(action.kind is part for rank in self.schedule.ranks for action in rank)
 
     def num_ranks(self, num_stages: int, stages_per_rank: int | None = None) -> int:
-        """Gives the file's ranks.
+        """Returns the number of the file's ranks.
 
         Args:
-            num_stages: Stages of the pipeline.
-            stages_per_rank: Stages on each, or None.
+            num_stages: Number of stages of the pipeline.
+            stages_per_rank: Number of stages on each rank, or None.
 
         Raises:
-            ValueError: The file has other stages.
+            ValueError: The file has another number of stages.
         """
         if num_stages != self.schedule.num_stages:
             raise ValueError(
@@ -58,11 +59,11 @@ class ScheduleFile:
         return len(self.schedule.ranks)
 
     def rank_of_stage(self, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-        """Gives the rank of each stage.
+        """Returns the rank of each stage.
 
         Args:
-            num_ranks: Ranks of the pipeline.
-            stages_per_rank: Stages on each, or None.
+            num_ranks: Number of ranks of the pipeline.
+            stages_per_rank: Number of stages on each rank, or None.
 
         Raises:
             ValueError: The file is for another number of ranks, or of stages.
@@ -87,10 +88,10 @@ class ScheduleFile:
         return found
 
     def default_microbatches(self, num_ranks: int) -> int:
-        """Gives the file's number of micro-batches.
+        """Returns the file's number of micro-batches.
 
         Args:
-            num_ranks: Ranks of the pipeline.
+            num_ranks: Number of ranks of the pipeline.
         """
         return self.schedule.num_microbatches
 
@@ -98,8 +99,8 @@ class ScheduleFile:
         """Checks the number of micro-batches of a batch.
 
         Args:
-            num_ranks: Ranks of the pipeline.
-            count: Micro-batches.
+            num_ranks: Number of ranks of the pipeline.
+            count: Number of micro-batches.
 
         Raises:
             ValueError: The file has another number.
@@ -111,23 +112,23 @@ class ScheduleFile:
             )
 
     def most_microbatches(self, num_ranks: int, limit: int) -> int:
-        """Gives the file's number of micro-batches.
+        """Returns the file's number of micro-batches.
 
         Args:
-            num_ranks: Ranks of the pipeline.
-            limit: At least 1.
+            num_ranks: Number of ranks of the pipeline.
+            limit: Largest number wanted, at least 1; the file's number may exceed it.
         """
         return self.schedule.num_microbatches
 
     def build(
         self, rank_of_stage: tuple[int, ...], num_microbatches: int, num_batches: int = 1
     ) -> Schedule:
-        """Gives the schedule.
+        """Returns the file's schedule.
 
         Args:
             rank_of_stage: The rank of each stage.
-            num_microbatches: Of each batch.
-            num_batches: Batches between two drains.
+            num_microbatches: Number of micro-batches of each batch.
+            num_batches: Number of batches between two drains.
         """
         return self.schedule
 
@@ -136,10 +137,11 @@ def read_schedule(path: str | Path) -> Schedule:
     """Reads and validates a schedule.
 
     Args:
-        path: Of a CSV file with cells like ``0F0``, ``0B0``, ``0I0`` and ``0W0``.
+        path: Path of a CSV file with cells like ``0F0``, ``0B0``, ``0I0`` and ``0W0``.
 
     Raises:
-        ValueError: It cannot be read, a cell is no action, or the schedule cannot be executed.
+        ValueError: The file cannot be read, a cell is no action, or the schedule cannot be
+            executed.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -167,8 +169,8 @@ def write_schedule(schedule: Schedule, path: str | Path) -> None:
     """Writes a schedule so that :func:`read_schedule` and torch can read it.
 
     Args:
-        schedule: Compute actions only.
-        path: The file.
+        schedule: A schedule of compute actions only.
+        path: Path of the file.
     """
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(schedule.ranks)

@@ -1,4 +1,4 @@
-"""A kind of schedule: an order of work and a placement, for all sizes that they make sense for."""
+"""A kind of schedule: an order of work and a placement of stages, for all sizes that fit."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _PER_RANK = 4
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchRule:
-    """Which numbers of micro-batches a family takes.
+    """The numbers of micro-batches that a family takes.
 
     Attributes:
-        fits: Takes ranks and micro-batches of a batch.
-        text: The rule, for people.
+        fits: Takes the numbers of ranks and of a batch's micro-batches; returns whether they fit.
+        text: The rule in words, for messages.
     """
 
     fits: Callable[[int, int], bool]
     text: str
 
     def nearest(self, num_ranks: int, count: int) -> list[int]:
-        """Lists the fitting numbers next to one that does not fit, below and above.
+        """Returns the fitting numbers next to one that does not fit, below and above.
 
         Args:
-            num_ranks: Ranks of the pipeline.
-            count: Micro-batches.
+            num_ranks: Number of ranks of the pipeline.
+            count: Number of micro-batches.
         """
         below = next((c for c in range(count - 1, 0, -1) if self.fits(num_ranks, c)), None)
         above = next(c for c in range(count + 1, count + 2 + num_ranks) if self.fits(num_ranks, c))
@@ -44,14 +44,14 @@ class ScheduleFamily:
     """A kind of schedule, for many sizes.
 
     Attributes:
-        name: Its name.
-        order: Makes one rank's order.
-        place: Says which rank has which stage.
-        fewest_stages: Per rank.
-        most_stages: Per rank; None for any number.
+        name: Name of the family.
+        order: Yields one rank's actions in order.
+        place: Returns the rank of each stage.
+        fewest_stages: Smallest number of stages per rank.
+        most_stages: Largest number of stages per rank; None for any number.
         update_rule: When gradients are applied.
-        microbatch_rule: Which numbers of micro-batches there can be.
-        splits_backward: Whether backwards are parted in two.
+        microbatch_rule: The numbers of micro-batches that fit.
+        splits_backward: Whether backwards are split in two.
     """
 
     name: str
@@ -64,14 +64,14 @@ class ScheduleFamily:
     splits_backward: bool = False
 
     def num_ranks(self, num_stages: int, stages_per_rank: int | None = None) -> int:
-        """Says how many ranks have some stages.
+        """Returns the number of ranks of a pipeline.
 
         Args:
-            num_stages: Stages of the pipeline.
-            stages_per_rank: Stages on each; None takes the fewest.
+            num_stages: Number of stages of the pipeline.
+            stages_per_rank: Number of stages on each rank; None takes the fewest.
 
         Raises:
-            ValueError: The stages cannot be shared out evenly.
+            ValueError: The stages cannot be distributed evenly.
         """
         per_rank = self.fewest_stages if stages_per_rank is None else stages_per_rank
         if num_stages % per_rank:
@@ -82,11 +82,11 @@ class ScheduleFamily:
         return num_stages // per_rank
 
     def rank_of_stage(self, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-        """Gives the rank of each stage.
+        """Returns the rank of each stage.
 
         Args:
-            num_ranks: Ranks of the pipeline.
-            stages_per_rank: Stages on each; None takes the fewest.
+            num_ranks: Number of ranks of the pipeline.
+            stages_per_rank: Number of stages on each rank; None takes the fewest.
 
         Raises:
             ValueError: The family takes another number of stages per rank.
@@ -101,13 +101,13 @@ class ScheduleFamily:
         return self.place(num_ranks, count)
 
     def default_microbatches(self, num_ranks: int) -> int:
-        """Gives the number of micro-batches for a user who does not care.
+        """Returns the default number of micro-batches.
 
         Args:
-            num_ranks: Ranks of the pipeline.
+            num_ranks: Number of ranks of the pipeline.
         """
         return {
-            # A bubble of a fifth under 1F1B; a rank alone waits for no other.
+            # A bubble of a fifth under 1F1B; a single rank waits for no other.
             UpdateRule.FLUSHED: _PER_RANK * num_ranks if num_ranks > 1 else 1,
             UpdateRule.EACH: 1,
             UpdateRule.LATE: num_ranks,
@@ -117,11 +117,11 @@ class ScheduleFamily:
         """Checks the number of micro-batches of a batch.
 
         Args:
-            num_ranks: Ranks of the pipeline.
-            count: Micro-batches.
+            num_ranks: Number of ranks of the pipeline.
+            count: Number of micro-batches.
 
         Raises:
-            ValueError: The family takes other numbers; names the nearest.
+            ValueError: The family takes other numbers; the message names the nearest.
         """
         if not self.microbatch_rule.fits(num_ranks, count):
             nearest = self.microbatch_rule.nearest(num_ranks, count)
@@ -131,11 +131,11 @@ class ScheduleFamily:
             )
 
     def most_microbatches(self, num_ranks: int, limit: int) -> int:
-        """Gives the largest number of micro-batches within a limit.
+        """Returns the largest number of micro-batches within a limit; the limit if none fits.
 
         Args:
-            num_ranks: Ranks of the pipeline.
-            limit: At least 1.
+            num_ranks: Number of ranks of the pipeline.
+            limit: The limit, at least 1.
         """
         counts = range(limit, 0, -1)
         return next((c for c in counts if self.microbatch_rule.fits(num_ranks, c)), limit)
@@ -147,8 +147,8 @@ class ScheduleFamily:
 
         Args:
             rank_of_stage: The rank of each stage.
-            num_microbatches: Of each batch.
-            num_batches: Batches between two drains.
+            num_microbatches: Number of micro-batches of each batch.
+            num_batches: Number of batches between two drains.
         """
         count = num_microbatches * num_batches
         ranks = tuple(tuple(self.order(seat, count)) for seat in seats(rank_of_stage))

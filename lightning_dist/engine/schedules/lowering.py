@@ -1,7 +1,7 @@
 """Passes that complete a schedule of compute actions: communication, reduction, updates.
 
-A generator says when a stage computes; that an activation has to be there before, and an update
-comes after, follows from it and is added here, once for all schedules.
+A generator of a schedule yields compute actions only. Their receives, sends and updates follow from
+the compute actions and are added here, once for all schedules.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _FULL_OR_WEIGHT = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """Applies all passes in their order.
+    """Returns a schedule with the actions of all passes.
 
     Args:
-        schedule: Compute actions only.
+        schedule: A schedule of compute actions only.
     """
     return add_communication(add_updates(schedule))
 
 
 def add_communication(schedule: Schedule) -> Schedule:
-    """Puts a receive before each action that needs a neighbour's data, and a send after it.
+    """Adds a receive before each action that needs another stage's data, and a send after it.
 
-    Neighbours on the same rank hand over in the same way.
+    Stages on the same rank get the same actions.
 
     Args:
-        schedule: Without communication.
+        schedule: A schedule without communication.
     """
     last = schedule.num_stages - 1
 
@@ -56,12 +56,12 @@ def add_communication(schedule: Schedule) -> Schedule:
 
 
 def add_updates(schedule: Schedule) -> Schedule:
-    """Puts a reduction where gradients are complete, and an update where they are applied.
+    """Adds a reduction where gradients are complete, and an update where they are applied.
 
-    An evaluation schedule stays as it is.
+    An evaluation schedule is returned unchanged.
 
     Args:
-        schedule: Compute actions only.
+        schedule: A schedule of compute actions only.
     """
     if not any(a.kind in _FULL_OR_WEIGHT for actions in schedule.ranks for a in actions):
         return schedule
@@ -89,11 +89,11 @@ def _after_each_backward(schedule: Schedule, actions: Sequence[Action]) -> Itera
 
 
 def _after_the_next_batch(schedule: Schedule, actions: Sequence[Action]) -> Iterator[Action]:
-    """Updates when a batch's last forward and the backward in step with it are done.
+    """Adds an update after the next batch's last forward and the backward paired with it.
 
-    Its own batch may have been complete long before, but the whole next batch shall see the weights
-    without it, on each stage alike. That also gives the stages the time to agree about all
-    gradients of the update (their norm, say) while they work on.
+    The gradients of the update's batch may be complete long before. But on each stage the whole
+    next batch has to see the weights without the update. Meanwhile the stages have time to agree
+    about all gradients of the update (their norm, say) while they work on.
     """
     size = schedule.microbatches_per_update
     forward = -1

@@ -13,8 +13,8 @@ With one stage per rank; four micro-batches on three ranks, a column per unit of
                .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
                .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-With several, a rank that waits for one stage works for another, and the bubble shrinks by as much.
-Four micro-batches on two ranks with two stages each:
+With several stages per rank, a rank that waits for one stage works for another, and the bubble
+shrinks by as much. Four micro-batches on two ranks with two stages each:
 
 .. code-block:: text
 
@@ -25,14 +25,14 @@ Four micro-batches on two ranks with two stages each:
     bfs           .  1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B3 3B2 3B1 3B0 1B3 1B2 1B1 1B0  .
 
 GPipe: Huang et al. 2019, section 2. 1F1B: Narayanan et al. 2021 (Megatron-LM), section 2.2.1, after
-PipeDream: Narayanan et al. 2019, section 3.2. Interleaved: the same, section 2.2.2; where the
-micro-batches are no multiple of the ranks, in rounds of more than that, as torch does. Breadth
+PipeDream: Narayanan et al. 2019, section 3.2. Interleaved: Narayanan et al. 2021, section 2.2.2. If
+the micro-batches are no multiple of the ranks, a round is larger than that, as in torch. Breadth
 first: Lamy-Poirier 2023, section 3.1.
 
-Orders that part a backward in two, and fill the bubble with the part that nobody waits for.
+Zero-bubble orders split a backward in two, and fill the bubble with the part that no rank awaits.
 
-The gradients of a stage's inputs (``I``) are what the stage before waits for; those of its weights
-(``W``) only the optimizer needs. Three ranks, five micro-batches, all actions equally long:
+The stage before waits for the gradients of a stage's inputs (``I``). Only the optimizer needs those
+of its weights (``W``). Three ranks, five micro-batches, all actions equally long:
 
 .. code-block:: text
 
@@ -55,25 +55,25 @@ from lightning_dist.engine.schedules.placement import RankStages
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 Order = Callable[[RankStages, int], Iterator[Action]]
-"""Takes a rank's place and the micro-batches."""
+"""Takes a rank's place and the number of micro-batches; yields the rank's actions in order."""
 
 
 def forward_only(seat: RankStages, count: int) -> Iterator[Action]:
-    """Runs each stage's forwards.
+    """Yields each stage's forwards.
 
     Args:
         seat: The rank.
-        count: Micro-batches.
+        count: Number of micro-batches.
     """
     yield from (Action(stage, F, index) for stage in seat.stages for index in range(count))
 
 
 def gpipe(seat: RankStages, count: int) -> Iterator[Action]:
-    """Runs all forwards, then all backwards.
+    """Yields all forwards, then all backwards.
 
     Args:
-        seat: The rank; has one stage.
-        count: Micro-batches.
+        seat: The rank, with one stage.
+        count: Number of micro-batches.
     """
     (stage,) = seat.stages
     yield from (Action(stage, F, index) for index in range(count))
@@ -81,11 +81,11 @@ def gpipe(seat: RankStages, count: int) -> Iterator[Action]:
 
 
 def looped_bfs(seat: RankStages, count: int) -> Iterator[Action]:
-    """Runs all micro-batches through a stage before the next one, and back.
+    """Yields all micro-batches of a stage before the next stage's, and back.
 
     Args:
         seat: The rank.
-        count: Micro-batches.
+        count: Number of micro-batches.
     """
     yield from forward_only(seat, count)
     for stage in reversed(seat.stages):
@@ -93,11 +93,11 @@ def looped_bfs(seat: RankStages, count: int) -> Iterator[Action]:
 
 
 def one_forward_one_backward(seat: RankStages, count: int) -> Iterator[Action]:
-    """Runs ahead by as many forwards as there are stages behind, then keeps in step.
+    """Yields one forward per later stage first, then forwards and backwards in turn.
 
     Args:
-        seat: The rank; has one stage.
-        count: Micro-batches.
+        seat: The rank, with one stage.
+        count: Number of micro-batches.
     """
     (stage,) = seat.stages
     warmup = min(seat.num_ranks - 1 - seat.rank, count)
@@ -109,11 +109,11 @@ def one_forward_one_backward(seat: RankStages, count: int) -> Iterator[Action]:
 
 
 def interleaved(seat: RankStages, count: int) -> Iterator[Action]:
-    """Runs a round of micro-batches through a stage, then through the rank's next one.
+    """Yields a round of micro-batches of a stage, then of the rank's next stage.
 
     Args:
         seat: The rank.
-        count: Micro-batches; they pass in equal rounds, each of as many as ranks or some more.
+        count: Number of micro-batches; they run in equal rounds, each of at least as many as ranks.
     """
     size = count // max(1, count // seat.num_ranks)
     forwards = list(_in_rounds(F, seat.stages, size, count))
@@ -140,14 +140,14 @@ F, I, W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEI
 
 
 def zb_h1(seat: RankStages, count: int) -> Iterator[Action]:
-    """Runs 1F1B, and holds each weight part back by as many micro-batches as ranks come before.
+    """Yields 1F1B, with each weights' part delayed by one micro-batch per earlier rank.
 
-    So each rank has as many micro-batches in flight as the first, and the last ones' weight parts
-    are left for the time in which 1F1B drains.
+    So each rank has as many micro-batches in flight as the first rank. The weights' parts of the
+    last micro-batches fill the time in which 1F1B drains.
 
     Args:
-        seat: The rank; has one stage.
-        count: Micro-batches.
+        seat: The rank, with one stage.
+        count: Number of micro-batches.
     """
     (stage,) = seat.stages
     warmup = min(seat.num_ranks - 1 - seat.rank, count)
@@ -162,20 +162,20 @@ def zb_h1(seat: RankStages, count: int) -> Iterator[Action]:
 
 
 def zbv(seat: RankStages, count: int) -> Iterator[Action]:
-    """Runs down one arm of the V and up the other.
+    """Yields the actions of the V schedule, down one arm of the V and up the other.
 
     Args:
-        seat: The rank; has two stages.
-        count: Micro-batches.
+        seat: The rank, with two stages.
+        count: Number of micro-batches.
     """
-    # A pipeline that is never full is one that is, without the micro-batches that are not there.
+    # With too few micro-batches to fill the pipeline: the full order without the missing ones.
     full = max(2 * seat.num_ranks - 1, count)
     return (action for action in _full_vee(seat, full) if action.microbatch_index < count)
 
 
 def _full_vee(seat: RankStages, count: int) -> Iterator[Action]:
     down, up = (_Arm(stage) for stage in seat.stages)
-    before, behind = seat.rank, seat.num_ranks - seat.rank  # `behind` counts this rank too
+    before, behind = seat.rank, seat.num_ranks - seat.rank  # `behind` includes this rank
     for _ in range(2 * behind - 1):
         yield down.next(F)
     for _ in range(before):
@@ -197,7 +197,7 @@ def _full_vee(seat: RankStages, count: int) -> Iterator[Action]:
 
 
 class _Arm:
-    """One stage, whose micro-batches come in their order."""
+    """Yields the actions of one stage, each kind with its micro-batches in order."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage

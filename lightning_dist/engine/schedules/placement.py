@@ -1,4 +1,4 @@
-"""Which stages a rank of a pipeline has."""
+"""The placement of a pipeline's stages on its ranks."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Placement = Callable[[int, int], tuple[int, ...]]
-"""Takes ranks and stages per rank; gives the rank of each stage."""
+"""Takes the numbers of ranks and of stages per rank; returns the rank of each stage."""
 
 
 def looped(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Deals the stages out like cards: stage ``s`` is on rank ``s % num_ranks``.
+    """Returns the round-robin placement: stage ``s`` is on rank ``s % num_ranks``.
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        stages_per_rank: Stages on each.
+        num_ranks: Number of ranks of the pipeline.
+        stages_per_rank: Number of stages on each rank.
     """
     return tuple(range(num_ranks)) * stages_per_rank
 
 
 def v_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Turns at each end, so that a rank has its next stage from the neighbour it sent to.
+    """Returns the V placement, which turns at each end.
 
-    The first rank has both the first stage and the last one of two.
+    A rank's next stage receives from the neighbour to which its previous stage sends. With two
+    stages per rank the first rank has both the first stage and the last one.
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        stages_per_rank: Stages on each.
+        num_ranks: Number of ranks of the pipeline.
+        stages_per_rank: Number of stages on each rank.
     """
     there = tuple(range(num_ranks))
     return sum((there[:: -1 if lap % 2 else 1] for lap in range(stages_per_rank)), start=())
@@ -37,9 +38,9 @@ class RankStages:
     """One rank's place in a pipeline.
 
     Attributes:
-        rank: The rank, in the pipeline.
-        num_ranks: Ranks of the pipeline.
-        stages: Its stages in ascending order.
+        rank: Index of the rank in the pipeline.
+        num_ranks: Number of ranks of the pipeline.
+        stages: The rank's stages in ascending order.
     """
 
     rank: int
@@ -48,7 +49,7 @@ class RankStages:
 
 
 def seats(rank_of_stage: tuple[int, ...]) -> tuple[RankStages, ...]:
-    """Gives each rank's place.
+    """Returns each rank's place.
 
     Args:
         rank_of_stage: The rank of each stage.

@@ -1,7 +1,6 @@
-"""The schedules by name: which order, on which placement of the stages, for which sizes.
+"""The schedules by name: the order, the placement of the stages, and the sizes of each.
 
-The orders themselves are drawn in :mod:`.schedules.orders` and
-:mod:`.schedules.zero_bubble`.
+The orders themselves are drawn in :mod:`.schedules.orders`.
 
 ====================  ===============  =======================================================
 name                  stages per rank  in short
@@ -16,7 +15,7 @@ name                  stages per rank  in short
 ``pipedream_2bw``     1                no bubble; an update per batch, one batch late
 ====================  ===============  =======================================================
 
-Which part of which pipeline a rank is.
+:class:`PipelineShape` describes a rank's part of a pipeline.
 """
 
 from __future__ import annotations
@@ -86,13 +85,13 @@ SCHEDULE_NAMES = tuple(FAMILIES)
 
 
 def find_schedules(name: str) -> ScheduleFamily | ScheduleFile:
-    """Finds a kind of schedule.
+    """Returns the kind of schedule of a name.
 
     Args:
         name: One of :data:`SCHEDULE_NAMES`, or ``"file:"`` and the path of a CSV file.
 
     Raises:
-        ValueError: There is none of that name, or the file cannot be read or executed.
+        ValueError: There is no schedule of that name, or the file cannot be read or executed.
     """
     if name.startswith(_FILE):
         return ScheduleFile(name, read_schedule(name.removeprefix(_FILE)))
@@ -118,14 +117,15 @@ def build_schedule(
 
     Args:
         name: One of :data:`SCHEDULE_NAMES`, or ``"file:"`` and the path of a CSV file.
-        num_stages: Stages of the pipeline, on all ranks together.
-        num_microbatches: Micro-batches per batch; for ``"pipedream"``, whose batches are its
-            micro-batches, those between two drains.
-        stages_per_rank: Stages on each rank; None takes the fewest that the schedule needs.
-        num_batches: Batches between two drains, for ``"pipedream_2bw"``.
+        num_stages: Number of stages of the pipeline, on all ranks together.
+        num_microbatches: Number of micro-batches per batch; for ``"pipedream"``, whose batches are
+            its micro-batches, the number between two drains.
+        stages_per_rank: Number of stages on each rank; None takes the fewest that the schedule
+            needs.
+        num_batches: Number of batches between two drains, for ``"pipedream_2bw"``.
 
     Raises:
-        ValueError: An unknown name, or sizes for which there is no such schedule.
+        ValueError: The name is unknown, or there is no such schedule for the sizes.
     """
     sizes = (num_stages, num_microbatches, num_batches, stages_per_rank)
     if any(size is not None and size < 1 for size in sizes):
@@ -145,7 +145,7 @@ def build_forward_schedule(rank_of_stage: tuple[int, ...], num_microbatches: int
 
     Args:
         rank_of_stage: The rank of each stage.
-        num_microbatches: Micro-batches of the batch.
+        num_microbatches: Number of micro-batches of the batch.
     """
     ranks = tuple(
         tuple(orders.forward_only(seat, num_microbatches)) for seat in seats(rank_of_stage)
@@ -155,17 +155,17 @@ def build_forward_schedule(rank_of_stage: tuple[int, ...], num_microbatches: int
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """One rank's part.
+    """One rank's part of a pipeline.
 
     Attributes:
         schedule: Name of the schedule.
-        num_microbatches: Micro-batches per batch; 1 for ``"pipedream"``.
+        num_microbatches: Number of micro-batches per batch; 1 for ``"pipedream"``.
         layers_per_stage: The partition.
-        rank: This rank, in the pipeline.
-        stages_per_rank: Stages on each rank.
+        rank: This rank's index in the pipeline.
+        stages_per_rank: Number of stages on each rank.
         may_use_fewer: Whether a batch of fewer samples is cut into as many micro-batches as it has
-            samples; else it is an error.
-        replica_index: This rank's data replica; only for the random numbers.
+            samples; otherwise such a batch is an error.
+        replica_index: Index of this rank's data replica, for the random numbers only.
     """
 
     schedule: str
@@ -178,12 +178,12 @@ class PipelineShape:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline."""
+        """Number of stages of the pipeline."""
         return len(self.layers_per_stage)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Number of ranks of the pipeline."""
         return self.num_stages // self.stages_per_rank
 
     @property

@@ -1,14 +1,15 @@
-"""What one rank does for each batch that comes: training, another size, evaluation, drain.
+"""One rank's actions for each batch: training, another batch size, evaluation, drain.
 
-A schedule is finite, training is not: cut an endless schedule into one round per batch.
+A schedule is finite, training is not. So :class:`Stream` cuts an endless schedule into one round
+per batch.
 
-Lightning hands over one batch at a time and does not say which is the last. For a synchronous
-schedule a round is the whole schedule. An asynchronous one is not flushed between batches: round k
-is what a rank does from the first forward of batch k until before the next batch's, and what then
-remains is the drain.
+Lightning passes one batch at a time and does not say which is the last. For a synchronous schedule
+a round is the whole schedule. An asynchronous schedule is not flushed between batches. Its round k
+has a rank's actions from the first forward of batch k until before the next batch's. The remaining
+actions are the drain.
 
 The rounds are cut out of generated schedules, so there is no second description of their order. The
-order of a rank for N batches is a prefix of fills and steady rounds and a tail of backwards; a
+order of a rank for N batches is a prefix of fills and steady rounds and a tail of backwards. A
 steady round is the same for each k but for the indices, so a short schedule holds them all.
 """
 
@@ -39,8 +40,8 @@ class Stream:
     Args:
         schedules: The kind of schedule.
         rank_of_stage: The rank of each stage.
-        num_microbatches: Micro-batches per batch.
-        rank: The rank.
+        num_microbatches: Number of micro-batches per batch.
+        rank: Index of the rank in the pipeline.
 
     Raises:
         ValueError: The kind of schedule takes another number of micro-batches.
@@ -79,10 +80,10 @@ class Stream:
         )
 
     def round(self, batch_index: int) -> Round:
-        """Gives what to do with a batch.
+        """Returns the round of a batch.
 
         Args:
-            batch_index: Counted since the last drain.
+            batch_index: Index of the batch, counted since the last drain.
         """
         if not self.asynchronous:
             return self._rounds[0]
@@ -90,10 +91,10 @@ class Stream:
         return self._shifted(self._rounds[known], batch_index - known)
 
     def drain(self, num_batches: int) -> tuple[Round, ...]:
-        """Gives what remains to be done after some batches.
+        """Returns the rounds that remain after some batches.
 
         Args:
-            num_batches: Rounds done since the last drain.
+            num_batches: Number of rounds done since the last drain.
 
         Returns:
             Rounds that each end in an update.
@@ -133,12 +134,12 @@ def _after_each_step(actions: Sequence[Action]) -> tuple[Round, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PartedRound:
-    """A round by who waits for what is done.
+    """A round, split by whether other ranks wait for the actions.
 
     Attributes:
-        until_last_send: Up to what a rank behind or before waits for, and the last forward.
-        local_tail: What then is left to this rank: weights' parts of backwards, most often nothing.
-        optimizer_actions: What the owner of the optimizer does.
+        until_last_send: Actions up to the last send and the last forward.
+        local_tail: The remaining actions of this rank: weights' parts of backwards, often none.
+        optimizer_actions: Actions of the optimizer's owner.
     """
 
     until_last_send: Round
@@ -150,10 +151,10 @@ class Rounds:
     """One rank's rounds of actions.
 
     Args:
-        shape: Which part of which pipeline this is.
+        shape: This rank's part of the pipeline.
 
     Raises:
-        ValueError: The schedule does not go with the sizes.
+        ValueError: The schedule does not fit the sizes.
     """
 
     def __init__(self, shape: PipelineShape) -> None:
@@ -180,7 +181,7 @@ class Rounds:
 
     @property
     def lag(self) -> int:
-        """By how many batches the first rank may be ahead of what the last one knows."""
+        """Number of batches by which the first rank may be ahead of the last rank's results."""
         return {
             UpdateRule.FLUSHED: 0,
             UpdateRule.EACH: self._shape.num_ranks - 1,
@@ -188,10 +189,10 @@ class Rounds:
         }[self.update_rule]
 
     def num_pieces(self, batch_size: int) -> int:
-        """Says into how many micro-batches a training batch is cut.
+        """Returns the number of micro-batches into which a training batch is cut.
 
         Args:
-            batch_size: Its samples.
+            batch_size: Number of the batch's samples.
         """
         count = self._shape.num_microbatches
         if not self._shape.may_use_fewer:
@@ -199,11 +200,12 @@ class Rounds:
         return self._schedules.most_microbatches(self._shape.num_ranks, min(count, batch_size))
 
     def training(self, batch_index: int, num_microbatches: int) -> Round:
-        """Gives what to do with a training batch.
+        """Returns the round of a training batch.
 
         Args:
-            batch_index: Counted since the last drain.
-            num_microbatches: Its pieces; other than usual only under a synchronous schedule.
+            batch_index: Index of the batch, counted since the last drain.
+            num_microbatches: Number of the batch's micro-batches; it may differ from the shape's
+                only under a synchronous schedule.
         """
         if num_microbatches == self._shape.num_microbatches:
             return self._stream.round(batch_index)
@@ -213,10 +215,10 @@ class Rounds:
         return self._other[num_microbatches]
 
     def evaluation(self, num_microbatches: int) -> Round:
-        """Gives what to do with a batch that is evaluated.
+        """Returns the round of an evaluated batch.
 
         Args:
-            num_microbatches: Its pieces.
+            num_microbatches: Number of the batch's micro-batches.
         """
         if num_microbatches not in self._forward:
             schedule = build_forward_schedule(self._shape.rank_of_stage, num_microbatches)
@@ -224,20 +226,20 @@ class Rounds:
         return self._forward[num_microbatches]
 
     def drain(self, num_batches: int) -> tuple[Round, ...]:
-        """Gives what remains to be done after some batches.
+        """Returns the rounds that remain after some batches.
 
         Args:
-            num_batches: Rounds done since the last drain.
+            num_batches: Number of rounds done since the last drain.
         """
         return self._stream.drain(num_batches)
 
     def parted(self, actions: Round) -> PartedRound:
-        """Parts a round by who waits for what is done.
+        """Splits a round by whether other ranks wait for the actions.
 
         Args:
             actions: The round.
         """
-        # Of a late update the gradients are complete long before it is due.
+        # The gradients of a late update are complete long before the update is due.
         late = self.update_rule is UpdateRule.LATE
         kinds = {ActionKind.STEP} if late else {ActionKind.REDUCE_GRAD, ActionKind.STEP}
         end = len(actions) - _num_at_the_end(actions, lambda action: action.kind in kinds)
@@ -245,7 +247,7 @@ class Rounds:
         return PartedRound(actions[: end - rest], actions[end - rest : end], actions[end:])
 
     def drawn(self) -> Schedule:
-        """Gives the schedule that errors draw, of some batches where they overlap."""
+        """Returns the schedule that errors draw; if batches overlap, one of several batches."""
         homes, count = self._shape.rank_of_stage, self._shape.num_microbatches
         num_batches = 1 + 2 * self._shape.num_stages // count if self.asynchronous else 1
         return self._schedules.build(homes, count, num_batches)

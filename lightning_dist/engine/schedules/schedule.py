@@ -1,8 +1,8 @@
 """A schedule is data: for each rank the order of its actions, and nothing else.
 
-Whether a schedule makes sense can be decided without running it. :class:`Execution` plays the
-actions by their rules of dependency, as far as they go; validation asks whether all of them went,
-the simulator asks when. So what is valid and what can be timed cannot differ.
+Whether a schedule is valid can be decided without running it. :class:`Execution` plays the actions
+by their dependencies, as far as possible. Validation asks whether all actions were possible, and
+the simulator asks when. So a schedule is valid exactly if it can be simulated.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Schedule:
     """The order of work of a pipeline.
 
     Attributes:
-        name: For people.
-        num_stages: Stages of the pipeline.
-        num_microbatches: Micro-batches, of all batches.
+        name: Name for messages and plots.
+        num_stages: Number of stages of the pipeline.
+        num_microbatches: Number of micro-batches of all batches.
         ranks: The actions of each rank in order.
         update_rule: When gradients are applied.
-        num_batches: Batches between two drains, where each has several micro-batches.
+        num_batches: Number of batches between two drains, if each has several micro-batches.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Schedule:
 
     @property
     def microbatches_per_update(self) -> int:
-        """Micro-batches whose gradients are applied together."""
+        """Number of micro-batches whose gradients are applied together."""
         each = self.update_rule is UpdateRule.EACH
         return 1 if each else self.num_microbatches // self.num_batches
 
     @property
     def stages_per_rank(self) -> int:
-        """The most stages that a rank has."""
+        """The largest number of stages on a rank."""
         return max(Counter(self.rank_of_stage).values())
 
     @property
@@ -73,7 +73,7 @@ class Schedule:
         return tuple(homes[stage] for stage in range(self.num_stages))
 
     def validate(self) -> Schedule:
-        """Checks that each action is there once, on one rank, and that all can be done.
+        """Checks that each action occurs once, on one rank, and that all actions are possible.
 
         Returns:
             The schedule itself.
@@ -94,7 +94,7 @@ class Schedule:
         """Counts the most micro-batches with their forward done and their backward not.
 
         Args:
-            rank: The rank; what is in flight on each of its stages counts for one.
+            rank: The rank; a micro-batch in flight on two of its stages counts twice.
         """
         present = peak = 0
         for action in self.ranks[rank]:
@@ -152,9 +152,9 @@ class Schedule:
         """Draws the compute actions as a table, a row per rank and a column per time slot.
 
         Args:
-            mark: An action to put between ``>`` and ``<``; a send or receive marks the forward or
-                backward that it belongs to.
-            max_columns: Slots to draw, around the mark.
+            mark: An action to put between ``>`` and ``<``; a send or receive marks its forward or
+                backward.
+            max_columns: Largest number of slots to draw, around the mark.
 
         Returns:
             Several lines of text.
@@ -214,7 +214,7 @@ class Execution:
     """Plays a schedule by its dependencies.
 
     Attributes:
-        schedule: What to play.
+        schedule: The schedule to play.
         done: Actions done so far.
     """
 
@@ -227,10 +227,10 @@ class Execution:
         self._present = {action for actions in self.schedule.ranks for action in actions}
 
     def run(self) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-        """Does all that can be done.
+        """Does all actions that are possible.
 
         Yields:
-            Rank, action and what the action had to wait for, in an order that respects it.
+            Rank, action and the actions it depends on, in an order that respects dependencies.
         """
         waiting: dict[Action, list[int]] = {}
         ready = list(range(len(self.schedule.ranks)))
@@ -248,10 +248,10 @@ class Execution:
                 yield rank, action, needed
 
     def raise_if_stuck(self) -> None:
-        """Raises if a rank could not finish.
+        """Checks that all ranks have finished.
 
         Raises:
-            ScheduleError: Names what each such rank waits for.
+            ScheduleError: A rank has not; the message names the actions that such ranks wait for.
         """
         stuck = []
         for rank in range(len(self.schedule.ranks)):
@@ -267,7 +267,7 @@ class Execution:
         return actions[place] if place < len(actions) else None
 
     def _needs(self, action: Action) -> tuple[Action, ...]:
-        """What must be done before an action: data from its own stage and from a neighbour."""
+        """Returns the actions that must be done before an action, on its stage and a neighbour."""
         stage, index = action.stage_index, action.microbatch_index
 
         def at(other_stage: int, kind: ActionKind) -> Action:

@@ -1,8 +1,7 @@
 """Predict a timeline from a schedule and the costs of its stages.
 
-The simulator plays the same dependencies that validation plays
-(:class:`.Execution`), and gives each action the first moment at
-which its rank is free and its data is there.
+The simulator plays the same dependencies as validation (:class:`.Execution`). Each action starts at
+the first moment at which its rank is free and its data has arrived.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """How long things take.
+    """The durations of a pipeline's actions.
 
     Attributes:
-        forward_seconds: Forward of one micro-batch, by stage.
-        backward_seconds: Full backward of one micro-batch, by stage.
-        transfer_seconds: From a send until its receive can end.
-        update_seconds: One optimizer update.
-        input_share: What part of a backward the gradients of the inputs are, where a schedule
-            parts it in two; the gradients of the weights are the rest.
+        forward_seconds: Time of one micro-batch's forward, by stage.
+        backward_seconds: Time of one micro-batch's full backward, by stage.
+        transfer_seconds: Time from a send until its receive can end.
+        update_seconds: Time of one optimizer update.
+        input_share: Share of the inputs' gradients in a backward's time, if a schedule splits the
+            backward; the weights' gradients take the rest.
     """
 
     forward_seconds: tuple[float, ...]
@@ -42,14 +41,14 @@ class StageCosts:
         transfer_seconds: float = 0.0,
         update_seconds: float = 0.0,
     ) -> StageCosts:
-        """Makes the costs of equal stages.
+        """Creates the costs of equal stages.
 
         Args:
-            num_stages: Stages of the pipeline.
-            forward_seconds: Of each stage.
-            backward_seconds: Of each stage.
-            transfer_seconds: Of each transfer.
-            update_seconds: Of each update.
+            num_stages: Number of stages of the pipeline.
+            forward_seconds: Time of each stage's forward.
+            backward_seconds: Time of each stage's backward.
+            transfer_seconds: Time of each transfer.
+            update_seconds: Time of each update.
         """
         return cls(
             (forward_seconds,) * num_stages,
@@ -59,10 +58,10 @@ class StageCosts:
         )
 
     def duration_seconds(self, action: Action) -> float:
-        """Gives the time that an action keeps its rank.
+        """Returns the time for which an action occupies its rank.
 
         Args:
-            action: Any; sends, receives and reductions keep their rank no time by themselves.
+            action: Any action; sends, receives and reductions take no time themselves.
         """
         if action.kind is ActionKind.FORWARD:
             return self.forward_seconds[action.stage_index]
@@ -77,14 +76,14 @@ class StageCosts:
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
-    """Plays a schedule.
+    """Simulates a schedule.
 
     Args:
-        schedule: Compute actions only, or lowered.
-        costs: One entry per stage.
+        schedule: A schedule of compute actions only, or a lowered one.
+        costs: Costs with one entry per stage.
 
     Returns:
-        A timeline that begins at zero. Waiting shows where a receive waits.
+        A timeline that begins at zero, with a wait span where a receive waits.
 
     Raises:
         ValueError: The costs are of another number of stages.

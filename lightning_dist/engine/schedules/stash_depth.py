@@ -1,8 +1,8 @@
-"""How many versions of its weights a stage holds beside the present one.
+"""The number of versions of its weights that a stage holds besides the present one.
 
-Counted by playing the schedule as the runtime executes it: a forward notes which weights it sees,
-and an update makes these old. Formulas would have to know that the last stage of ``pipedream_2bw``
-updates when nothing is in flight there, and the like.
+The number is counted by playing the schedule as the runtime executes it: a forward records its
+version, and an update adds a version. Formulas would have to know special cases, such as that the
+last stage of ``pipedream_2bw`` updates when nothing is in flight there.
 
 ==========================================  ======================================================
 weights                                     copies on stage s of n
@@ -37,18 +37,19 @@ def num_copies(
 ) -> tuple[int, ...]:
     """Counts the most copies of its weights that each stage holds at a time.
 
-    Who measures how far weights have moved holds a batch's until its update, which is not counted.
+    A measurement of how far weights have moved keeps a batch's weights until its update. Such
+    copies are not counted.
 
     Args:
-        shape: Of the pipeline.
-        weight_versions: As for :class:`~lightning_dist.PipelineStrategy`.
-        predicts: Whether forwards run on what the optimizer will make of the weights.
+        shape: Shape of the pipeline.
+        weight_versions: The setting of :class:`~lightning_dist.PipelineStrategy` of that name.
+        predicts: Whether forwards run on predicted weights.
     """
     schedules, size = find_schedules(shape.schedule), shape.num_microbatches
     rule = schedules.update_rule
     if rule is UpdateRule.FLUSHED or weight_versions == "none":
         return (0,) * shape.num_stages
-    num_batches = 2 + 2 * shape.num_stages // size  # until each stage does what it always does
+    num_batches = 2 + 2 * shape.num_stages // size  # until each stage is in its steady state
     schedule = add_updates(schedules.build(shape.rank_of_stage, size, num_batches))
     is_synced = weight_versions == "vertical_sync" and rule is UpdateRule.EACH
 
@@ -64,7 +65,7 @@ def num_copies(
 
 
 def _most_stashed(actions: Sequence[Action], age: int) -> int:
-    """Of versions that forwards share; they stay so many updates behind, if there were so many."""
+    """Counts versions that forwards share, which stay at most ``age`` updates behind."""
     present = most = 0
     used: dict[int, int] = {}
     for action in actions:
@@ -80,7 +81,7 @@ def _most_stashed(actions: Sequence[Action], age: int) -> int:
 
 
 def _most_predicted(actions: Sequence[Action], size: int) -> int:
-    """Of copies that each batch of a size makes for itself, unless the next update is its own."""
+    """Counts the copies of batches; a batch needs one unless the next update is its own."""
     num_updates = most = 0
     copied: set[int] = set()
     for action in actions:

@@ -1,6 +1,6 @@
-"""What happened when: measured by the runtime or predicted by the simulator, one type for both.
+"""Timelines, measured by the runtime or predicted by the simulator, with one type for both.
 
-Whatever draws, compares or summarises a timeline need not know where it came from.
+Code that draws, compares or summarises a timeline need not know where the timeline came from.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class SpanKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that one rank did.
+    """A span of one rank's time.
 
     Attributes:
-        rank: Who.
-        kind: What sort of thing.
-        action: Which action of the schedule.
-        start_seconds: When it began.
-        end_seconds: When it ended.
+        rank: The rank.
+        kind: What the rank did.
+        action: The action of the schedule.
+        start_seconds: Begin of the span.
+        end_seconds: End of the span.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class Span:
 
     @property
     def duration_seconds(self) -> float:
-        """How long it took."""
+        """Length of the span."""
         return self.end_seconds - self.start_seconds
 
 
@@ -49,8 +49,8 @@ class Timeline:
     """The spans of all ranks.
 
     Attributes:
-        num_ranks: Ranks, those without spans included.
-        spans: In any order.
+        num_ranks: Number of ranks, those without spans included.
+        spans: The spans, in any order.
     """
 
     num_ranks: int
@@ -68,7 +68,7 @@ class Timeline:
 
     @property
     def makespan_seconds(self) -> float:
-        """From the first begin to the last end."""
+        """Time from the first begin to the last end."""
         return self.end_seconds - self.start_seconds
 
     def busy_seconds(self, rank: int | None = None) -> float:
@@ -90,7 +90,7 @@ class Timeline:
         return (total - self.busy_seconds()) / total if total else 0.0
 
     def shifted_to_zero(self) -> Timeline:
-        """Gives the same timeline with its first span at zero."""
+        """Returns the same timeline with its first span at zero."""
         start = self.start_seconds
         return replace(
             self,
@@ -101,11 +101,11 @@ class Timeline:
         )
 
     def between(self, start_seconds: float, end_seconds: float) -> Timeline:
-        """Cuts a window out.
+        """Returns the part of the timeline in a window.
 
         Args:
-            start_seconds: Its begin.
-            end_seconds: Its end.
+            start_seconds: Begin of the window.
+            end_seconds: End of the window.
         """
         clipped = (
             replace(

@@ -1,11 +1,11 @@
-"""Versions of a stage's weights in half precision, whose masters nobody stashes.
+"""Versions of a stage's weights in half precision, without stashed masters.
 
-With fp32 masters a version *is* the cast: the optimizer writes to the masters, which no micro-batch
-computes with, so nothing has to be copied when it does. A version costs 2 bytes per parameter, and
-is gone when the last micro-batch in flight on it has had its backward. What stays fp32 (norms) is
-copied as it is, for the optimizer would write to that memory.
+With fp32 masters a version *is* the cast. The optimizer writes to the masters, with which no
+micro-batch computes, so a step needs no copy. A version costs 2 bytes per parameter, and is freed
+when the last micro-batch in flight on it has had its backward. Parameters that stay fp32 (norms)
+are copied, since the optimizer would write to their memory.
 
-A synchronous schedule has one version, from the first forward behind an update to the next update.
+A synchronous schedule has one version, from the first forward after an update to the next update.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ class HalfWeights:
     """How a stage's layers get their weights.
 
     Attributes:
-        dtype_of: What a parameter computes in.
-        is_in_graph: Whether the cast is part of the graph, so that gradients come to the
-            parameters; else versions are leaves of their own.
+        dtype_of: Returns the data type in which a parameter computes.
+        is_in_graph: Whether the cast is part of the autograd graph, so that gradients come to the
+            parameters; otherwise versions are leaves of their own.
     """
 
     dtype_of: Callable[[nn.Parameter], torch.dtype]
     is_in_graph: bool = False
 
     def casts(self, layers: nn.Module) -> bool:
-        """Tells whether any parameter of some layers computes in another precision than its own.
+        """Returns whether any parameter of some layers computes in another precision than its own.
 
         Args:
-            layers: Of a stage.
+            layers: Layers of a stage.
         """
         return any(self.dtype_of(p) != p.dtype for p in layers.parameters())
 
     def cast(self, parameter: nn.Parameter) -> Tensor:
-        """Gives what a parameter computes as; itself where that is its own precision.
+        """Returns the cast of a parameter; the parameter itself if the data type is the same.
 
         Args:
-            parameter: Of a stage.
+            parameter: Parameter of a stage.
         """
         return parameter.to(self.dtype_of(parameter))
 
 
 class HalfWeightStore(WeightStore):
-    """Makes versions by casting.
+    """Creates versions by casting.
 
     Args:
         parameters: The stage's parameters with their names, trainable or not.
-        half: How they are cast.
-        max_age: As for :class:`WeightStore`.
+        half: How the parameters are cast.
+        max_age: Steps by which forwards stay behind, as for :class:`WeightStore`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HalfWeightStore(WeightStore):
         super().restart()
         self._frozen.clear()
         if self._current is not None and not self._current.num_users:
-            self._current = None  # others than the optimizer may have written to the masters
+            self._current = None  # other code than the optimizer may have written to the masters
 
     @override
     def _aliases(self) -> Mapping[str, Tensor]:
@@ -106,4 +106,4 @@ class HalfWeightStore(WeightStore):
 
     @override
     def _part_from_current(self) -> None:
-        """Does nothing: the optimizer writes to the masters."""
+        """Does nothing, since the optimizer writes to the masters."""

@@ -1,16 +1,16 @@
 """The learning rate of step b belongs to update b, on each stage.
 
 Under an asynchronous schedule a stage applies the update of a batch some batches after Lightning
-has stepped the schedulers for it. What users change in parameter groups between two steps (by a
-scheduler, a callback or by hand) is therefore noted with the batch, and put in place for its
-update. What a step changes there itself (``k`` and ``weight_sum`` of schedule-free optimizers,
-``d`` of Prodigy) belongs to no batch, and stays.
+has stepped the schedulers for it. Between two steps a scheduler, a callback or the user may change
+parameter groups. These changes are recorded with the batch, and applied for its update. Values that
+a step itself changes (``k`` and ``weight_sum`` of schedule-free optimizers, ``d`` of Prodigy)
+belong to no batch, and stay.
 
-Between steps the groups show the newest values, for schedulers compute the next ones from them. The
-rate may be smaller where the stage's weights are stale: Lightning and the schedulers never see
-that.
+Between steps the groups show the newest values, since schedulers compute the next ones from them.
+If the stage's weights are stale, an update may use a smaller rate. Lightning and the schedulers
+never see that rate.
 
-Smaller learning rates where weights are stale, at the beginning of a training.
+:class:`RateCorrection` lowers the learning rate of stale weights at the beginning of a training.
 
 PipeMare (Yang et al., MLSys 2021, section 3.1, technique 1): with a delay of tau updates the
 largest stable rate shrinks with tau, and early in a training weights move the most. So stage ``s``
@@ -35,21 +35,21 @@ from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
 @dataclass(frozen=True, slots=True)
 class RateCorrection:
-    """The correction of one stage.
+    """The correction of one stage's learning rate.
 
     Attributes:
         staleness: Updates between the weights of a batch and those that its update is added to.
-        num_steps: Updates until there is none any more.
+        num_steps: Number of updates after which the correction ends.
     """
 
     staleness: int
     num_steps: int
 
     def factor(self, step: int) -> float:
-        """Gives by what the learning rate is multiplied.
+        """Returns the factor of the learning rate.
 
         Args:
-            step: The update, counted from the beginning of the training.
+            step: Index of the update, counted from the beginning of the training.
         """
         remaining = 1.0 - min(step / self.num_steps, 1.0)
         return float(max(self.staleness, 1) ** -remaining)
@@ -63,7 +63,7 @@ _CONTAINERS = (Tensor, list, tuple, dict)
 
 @dataclass(slots=True)
 class _Noted:
-    """What a batch brings for its update: changed values by group, and a factor for the rate."""
+    """A batch's settings for its update: changed values by group, and a factor for the rate."""
 
     changes: _Groups
     rate_factor: float
@@ -73,8 +73,8 @@ class HyperparameterHistory:
     """The changes of parameter groups by batch, from the batch to its update.
 
     Args:
-        rate_factor: Gives by what the present learning rates are multiplied; None leaves them, and
-            optimizers that have none, alone.
+        rate_factor: Returns the factor of the present learning rates; None leaves rates unchanged,
+            and allows optimizers without rates.
     """
 
     def __init__(self, rate_factor: Callable[[], float] | None = None) -> None:
@@ -82,16 +82,16 @@ class HyperparameterHistory:
         self._noted: deque[_Noted] = deque()
         self._applied: _Groups = []
         self._shown: _Groups = []
-        self._newest: _Groups = []  # changes behind the newest batch
+        self._newest: _Groups = []  # changes after the newest batch
 
     def remember(self, optimizer: Optimizer) -> None:
-        """Notes what has been changed since the batch before, for the update of a new batch.
+        """Records the changes since the previous batch, for the update of a new batch.
 
         Args:
-            optimizer: Whose groups to read.
+            optimizer: The optimizer whose groups to read.
 
         Raises:
-            ValueError: The optimizer has got, or lost, a group since a batch without an update.
+            ValueError: The number of groups has changed since a batch without an update.
         """
         factor = 1.0 if self._rate_factor is None else self._rate_factor()
         if self._noted:
@@ -117,18 +117,18 @@ class HyperparameterHistory:
 
     @contextmanager
     def of_next_update(self, optimizer: Optimizer) -> Iterator[None]:
-        """Puts the values of the oldest batch without an update in place for a while.
+        """Sets the groups to the values of the oldest batch without an update for a while.
 
-        What is changed meanwhile stays changed.
+        Changes that are made meanwhile persist.
 
         Args:
-            optimizer: Whose groups to write.
+            optimizer: The optimizer whose groups to write.
 
         Yields:
             Nothing.
 
         Raises:
-            ValueError: As for :meth:`remember`.
+            ValueError: The number of groups has changed since a batch without an update.
         """
         noted = self._noted[0]
         self._note(optimizer)
@@ -149,7 +149,7 @@ class HyperparameterHistory:
             self._shown = group_values(optimizer)
 
     def end_update(self) -> None:
-        """Notes that the oldest batch has got its update."""
+        """Removes the oldest batch, after its update."""
         self._noted.popleft()
 
     def clear(self) -> None:
@@ -158,10 +158,10 @@ class HyperparameterHistory:
 
 
 def group_values(optimizer: Optimizer) -> _Groups:
-    """Copies what is in an optimizer's parameter groups, without the parameters.
+    """Returns copies of the values in an optimizer's parameter groups, without the parameters.
 
     Args:
-        optimizer: Any.
+        optimizer: Any optimizer.
     """
     return [
         {key: _copy_of(value) for key, value in group.items() if key not in _PARAMETERS}
@@ -170,7 +170,7 @@ def group_values(optimizer: Optimizer) -> _Groups:
 
 
 def changes_of_groups(before: _Groups, after: _Groups) -> _Groups:
-    """Gives the values that differ, or were not there before, for each group.
+    """Returns the values that differ, or were missing before, for each group.
 
     Args:
         before: Values of some groups.

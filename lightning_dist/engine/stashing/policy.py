@@ -1,4 +1,4 @@
-"""Which weights a micro-batch's forward and its backward see.
+"""The policies that choose the weights for a micro-batch's forward and its backward.
 
 ==================  =================================  ============================
 policy              forward of b                       backward of b
@@ -7,13 +7,13 @@ policy              forward of b                       backward of b
 :class:`Stashed`    the newest version, or one that    the version of its forward
                     all stages have (vertical sync)
 :class:`Unstashed`  the newest version                 the newest version then
-:class:`Predicted`  what the optimizer will about      the version of its forward
-                    make of it until its update
+:class:`Predicted`  the newest version, extrapolated   the version of its forward
+                    to the update of b
 ==================  =================================  ============================
 
-In half precision with masters forwards and backwards see casts of these. Synchronous schedules are
-:class:`Stashed` then, and :class:`UnstashedHalf` stands for :class:`Unstashed`, for parameters
-themselves are what nobody computes with.
+In half precision with masters forwards and backwards see casts of these, since no micro-batch
+computes with the parameters themselves. Then synchronous schedules use :class:`Stashed`, and
+:class:`UnstashedHalf` replaces :class:`Unstashed`.
 
 A stage asks its policy; the schedule decides which policy is needed.
 """
@@ -34,7 +34,7 @@ from lightning_dist.engine.tensors.patch import has_gradient_hooks
 
 WeightVersions = Literal["stash", "vertical_sync", "none"]
 Predict = Callable[[Mapping[str, nn.Parameter], int], Mapping[str, Tensor]]
-"""Takes parameters by name and a number of updates."""
+"""Takes parameters by name and a number of updates; returns copies as of so many updates later."""
 Parameters = Callable[[], Mapping[str, nn.Parameter]]
 
 
@@ -44,19 +44,19 @@ class WeightPolicy(Protocol):
     recomputes: bool
 
     def acquire(self) -> WeightVersion:
-        """Gives the weights for a forward; no aliases stand for the parameters themselves."""
+        """Returns the weights for a forward; no aliases mean the parameters themselves."""
 
     def look(self) -> WeightVersion:
-        """Gives the weights for a forward that has no backward."""
+        """Returns the weights for a forward that has no backward."""
 
     def release(self, version: WeightVersion) -> None:
-        """Takes them back after the backward."""
+        """Releases weights from :meth:`acquire` after the backward."""
 
     def before_step(self) -> None:
         """Prepares for the optimizer's writes."""
 
     def restart(self) -> None:
-        """Notes that nothing is in flight, after a drain."""
+        """Restarts with no micro-batch in flight, after a drain."""
 
     @property
     def num_steps(self) -> int:
@@ -76,10 +76,10 @@ class WeightPolicy(Protocol):
 
 
 class Current:
-    """Synchronous schedules: nothing is written while a micro-batch is in flight.
+    """Policy of synchronous schedules: nothing is written while a micro-batch is in flight.
 
     Args:
-        hooked: Gives the parameters whose hooks must not run for each micro-batch.
+        hooked: Returns the parameters whose hooks must not run for each micro-batch.
     """
 
     recomputes = False
@@ -92,21 +92,21 @@ class Current:
         self._hooked = hooked
 
     def acquire(self) -> WeightVersion:
-        """Gives the parameters themselves, but for hooked ones."""
+        """Returns the parameters themselves, but aliases of hooked ones."""
         return WeightVersion(self.num_steps, self._aliases())
 
     def _aliases(self) -> Mapping[str, Tensor]:
         return {name: p.data.requires_grad_() for name, p in self._hooked().items()}
 
     def look(self) -> WeightVersion:
-        """Gives the parameters themselves."""
+        """Returns the parameters themselves."""
         return WeightVersion(self.num_steps)
 
     def release(self, version: WeightVersion) -> None:
         """Does nothing."""
 
     def before_step(self) -> None:
-        """Counts."""
+        """Counts the step."""
         self.num_steps += 1
 
     def restart(self) -> None:
@@ -114,14 +114,15 @@ class Current:
 
 
 class Unstashed(Current):
-    """Asynchronous without stashing: the backward sees weights that its forward did not.
+    """Asynchronous policy without stashing: the backward sees other weights than its forward.
 
-    The backward runs the layers again on the stashed input with the weights of that moment, and
-    differentiates that. Only to study what stashing buys (PipeDream, section 3.3).
+    The backward runs the layers again on the stashed input with the present weights, and
+    differentiates that run. The policy only serves to study what stashing buys (PipeDream, section
+    3.3).
 
     Args:
-        remembered: Gives the parameters to copy at a forward, for comparisons.
-        hooked: As for :class:`Current`.
+        remembered: Returns the parameters to copy at a forward, for comparisons.
+        hooked: Returns the parameters whose hooks must not run for each micro-batch.
     """
 
     recomputes = True
@@ -132,7 +133,7 @@ class Unstashed(Current):
 
     @override
     def acquire(self) -> WeightVersion:
-        """Gives the parameters themselves, but for hooked ones."""
+        """Returns the parameters themselves, but aliases of hooked ones."""
         copies = {name: p.detach().clone() for name, p in self._remembered().items()}
         return WeightVersion(self.num_steps, self._aliases(), copies=copies)
 
@@ -141,7 +142,7 @@ class Stashed:
     """PipeDream's weight stashing: the backward sees the version of its forward.
 
     Args:
-        store: The versions; it decides which one a forward gets.
+        store: Keeps the versions, and chooses the one for a forward.
     """
 
     recomputes = False
@@ -150,23 +151,23 @@ class Stashed:
         self.store = store
 
     def acquire(self) -> WeightVersion:
-        """Gives the newest version."""
+        """Returns the store's version for a forward."""
         return self.store.acquire()
 
     def look(self) -> WeightVersion:
-        """Gives the newest weights."""
+        """Returns the newest weights."""
         return self.store.look()
 
     def release(self, version: WeightVersion) -> None:
-        """Takes a version back."""
+        """Releases a version."""
         self.store.release(version)
 
     def before_step(self) -> None:
-        """Moves the parameters to fresh memory where a micro-batch still uses the present one."""
+        """Moves the parameters to fresh memory if a micro-batch still uses the present memory."""
         self.store.before_step()
 
     def restart(self) -> None:
-        """Makes the next forward use the newest version."""
+        """Restarts with the newest version."""
         self.store.restart()
 
     @property
@@ -191,11 +192,11 @@ class Stashed:
 
 
 class UnstashedHalf(Stashed):
-    """What :class:`Unstashed` is, on casts of masters.
+    """Policy like :class:`Unstashed`, on casts of masters.
 
     Args:
         store: Casts the newest version, once for each update.
-        remembers: Whether a micro-batch keeps what its forward saw, for comparisons.
+        remembers: Whether a micro-batch keeps its forward's weights, for comparisons.
     """
 
     recomputes = True
@@ -207,7 +208,7 @@ class UnstashedHalf(Stashed):
     @override
     def acquire(self) -> WeightVersion:
         version = self.store.acquire()
-        self.store.release(version)  # nobody waits for its backward
+        self.store.release(version)  # the backward uses another version
         copies = version.aliases if self._remembers else {}
         return WeightVersion(version.index, version.aliases, copies=copies)
 
@@ -228,30 +229,30 @@ def choose_policy(
     *,
     hides_hooks: bool = False,
 ) -> WeightPolicy:
-    """Gives the policy that a schedule and a user ask for.
+    """Creates the policy that a schedule and the user's settings require.
 
     Args:
-        layers: Of the stage.
-        stage: Its number.
-        update_rule: The schedule's.
-        versions: Which weights an asynchronous backward sees.
-        predict: Gives copies of the trainable parameters as they will be some updates later.
-        remembers: Whether what forwards have seen can be compared later.
-        half: How layers compute in half precision; None where they do not.
-        microbatches_per_update: Of those that see the same weights.
-        hides_hooks: Whether autograd shall not run hooks of parameters.
+        layers: Layers of the stage.
+        stage: Index of the stage.
+        update_rule: The schedule's update rule.
+        versions: Weights that an asynchronous backward sees.
+        predict: Returns copies of the trainable parameters as they will be some updates later.
+        remembers: Whether the weights of forwards are kept for comparisons.
+        half: How layers compute in half precision; None if they do not.
+        microbatches_per_update: Number of micro-batches that see the same predicted weights.
+        hides_hooks: Whether autograd must not run hooks of parameters.
     """
-    # What stage s has is s updates newer than what the first one has for the same minibatch,
-    # unless updates come in the same round everywhere.
+    # For the same minibatch stage s has weights that are s updates newer than the first stage's,
+    # unless updates come in the same round on all stages.
     is_apart = update_rule is UpdateRule.EACH
     age = stage if is_apart and versions == "vertical_sync" else 0
     if half is not None and not half.casts(layers):
         half = None
 
-    def trainable() -> dict[str, nn.Parameter]:  # now: they may be frozen and thawed
+    def trainable() -> dict[str, nn.Parameter]:  # as of the call: users freeze and thaw parameters
         return {name: p for name, p in layers.named_parameters() if p.requires_grad}
 
-    named = list(layers.named_parameters())  # once: micro-batches are many, and so may modules be
+    named = list(layers.named_parameters())  # once: there are many micro-batches and modules
 
     def hooked() -> dict[str, nn.Parameter]:
         return {name: p for name, p in named if p.requires_grad and has_gradient_hooks(p)}

@@ -1,15 +1,15 @@
-"""Weights as the optimizer will about have made them when a batch's update is applied.
+"""Predicted weights: an estimate of the weights to which a batch's update will be added.
 
-The micro-batches of a batch share copies of their own, forwards and backwards alike; see
-:mod:`.stashing.extrapolation` for what is predicted. How many updates that is over
-is counted, not derived from a schedule: those of batches that have begun and are not applied yet.
-Under a full ``pipedream`` pipeline that makes ``n - 1 - s``, under ``pipedream_2bw`` one.
+The micro-batches of a batch share predicted copies, in forwards and backwards alike; see
+:func:`extrapolated`. The number of updates to predict over is counted, not derived from a schedule.
+Updates of batches that have begun and are not applied yet count. A full ``pipedream`` pipeline has
+``n - 1 - s`` of them, ``pipedream_2bw`` one.
 
-Where an optimizer will have moved weights some updates from now, as far as it knows today.
+:func:`extrapolated` estimates where an optimizer will move weights in some updates.
 
-An optimizer with momentum goes on in its direction when gradients stay away, so its own state says
-where weights will about be when a batch's update is applied (SpecTrain: Chen et al. 2018, section
-3.2; XPipe: Guan et al. 2019, section 4). Weight decay is left out. ``lr`` is the rate of the next
+Without new gradients an optimizer with momentum goes on in its direction. So its state tells about
+where weights will be when a batch's update is applied (SpecTrain: Chen et al. 2018, section 3.2;
+XPipe: Guan et al. 2019, section 4). Weight decay is left out. ``lr`` is the rate of the next
 update.
 
 ==================  ==================================================================
@@ -37,13 +37,13 @@ _ADAMS = (Adam, NAdam, RAdam)  # AdamW is an Adam
 
 
 def check_extrapolation(optimizer: Optimizer) -> None:
-    """Checks that an optimizer's next updates can be foreseen.
+    """Checks that an optimizer's next updates can be predicted.
 
     Args:
-        optimizer: Any.
+        optimizer: Any optimizer.
 
     Raises:
-        ValueError: They cannot.
+        ValueError: The updates cannot be predicted.
     """
     has_momentum = isinstance(optimizer, SGD) and all(g["momentum"] for g in optimizer.param_groups)
     if not has_momentum and not isinstance(optimizer, _ADAMS):
@@ -58,12 +58,12 @@ def check_extrapolation(optimizer: Optimizer) -> None:
 def extrapolated(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], num_updates: int
 ) -> dict[str, Tensor]:
-    """Gives copies of parameters as they will be about some updates later.
+    """Returns copies of parameters, extrapolated over some updates.
 
     Args:
-        optimizer: Theirs.
-        parameters: By name; those of other ranks are not looked at.
-        num_updates: How many.
+        optimizer: Optimizer of the parameters.
+        parameters: Parameters by name; the optimizer's other parameters are left out.
+        num_updates: Number of updates.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     found: dict[str, Tensor] = {}
@@ -83,7 +83,7 @@ def extrapolated(
 def _coast(
     weight: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], num_updates: int
 ) -> None:
-    """Moves a weight as SGD does when gradients stay away."""
+    """Moves a weight as SGD does without new gradients."""
     buffer, momentum = state.get("momentum_buffer"), group["momentum"]
     if buffer is not None:
         way = sum(momentum**i for i in range(1, num_updates + 1))
@@ -94,7 +94,7 @@ def _coast(
 def _go_on(
     weight: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], num_updates: int
 ) -> None:
-    """Moves a weight as Adam does when gradients stay what they were on average."""
+    """Moves a weight as Adam does when gradients stay at their average."""
     if "exp_avg" not in state:
         return
     beta1, beta2 = group["betas"]
@@ -106,13 +106,13 @@ def _go_on(
 
 
 class Predicted:
-    """The forward sees weights as they will about be when its update is applied.
+    """Policy under which a forward sees weights predicted for the time of its update.
 
     Args:
-        parameters: The stage's with their names, trainable or not.
-        predict: Gives copies of the trainable ones as they will be some updates later.
-        batch_size: Micro-batches of an update, which see the same weights.
-        half: Casts these; None where layers compute in the parameters' own precision.
+        parameters: The stage's parameters with their names, trainable or not.
+        predict: Returns copies of the trainable parameters as they will be some updates later.
+        batch_size: Number of micro-batches of an update, which see the same weights.
+        half: Casts the weights; None if layers compute in the parameters' own precision.
     """
 
     recomputes = False
@@ -136,7 +136,7 @@ class Predicted:
         self._peak_stash_bytes = 0
 
     def acquire(self) -> WeightVersion:
-        """Predicts over the updates that the batch's own will find applied beside those of now."""
+        """Returns weights predicted over the pending updates before the batch's own."""
         batch, place = divmod(self._num_acquired, self._batch_size)
         if place == 0:
             self._newest = self._version(batch - (self.num_steps - self._steps_before_restart))
@@ -154,7 +154,7 @@ class Predicted:
         return version
 
     def look(self) -> WeightVersion:
-        """Gives the parameters as they are."""
+        """Returns the present parameters."""
         if self._half is None:
             return WeightVersion(self.num_steps)
         return WeightVersion(self.num_steps, self._aliases({}))
@@ -172,7 +172,7 @@ class Predicted:
         return parameter.dtype if self._half is None else self._half.dtype_of(parameter)
 
     def release(self, version: WeightVersion) -> None:
-        """Takes a version back."""
+        """Releases a version."""
         version.num_users -= 1
         has_more = version is self._newest and self._num_acquired % self._batch_size > 0
         if not version.num_users and not has_more:
@@ -180,11 +180,11 @@ class Predicted:
             self._newest = None if version is self._newest else self._newest
 
     def before_step(self) -> None:
-        """Counts; what is in flight has weights of its own."""
+        """Counts the step; micro-batches in flight have weights of their own."""
         self.num_steps += 1
 
     def restart(self) -> None:
-        """Begins to count anew: the next batch meets weights that no other will have changed."""
+        """Restarts the count: no other update comes before the next batch's own."""
         self._num_acquired, self._steps_before_restart = 0, self.num_steps
 
     @property

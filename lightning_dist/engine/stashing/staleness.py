@@ -1,14 +1,14 @@
-"""How old the weights are whose gradients a stage applies, measured at each update.
+"""The staleness of a stage's updates, measured at each update.
 
 The staleness of an update is the number of updates between the weights that its forwards used and
-those that it is added to. The schedules say what it must be (``n - 1 - s`` under a full
-``pipedream`` pipeline, 1 under ``pipedream_2bw``, 0 under a synchronous schedule), but here it is
-counted: each forward notes the version that it got, and the update compares.
+those that it is added to. The schedule determines the staleness: ``n - 1 - s`` under a full
+``pipedream`` pipeline, 1 under ``pipedream_2bw``, 0 under a synchronous schedule. Here it is
+counted: the meter records each forward's version, and compares at the update.
 
-How much that matters depends on how far the weights move meanwhile. So who asks for it is told the
-discrepancy ``||w_forward - w_now|| / ||w_now||`` over the stage's trainable parameters too. That
-takes two passes over them per update, waits for a GPU, and keeps a batch's weights until then:
-under ``pipedream_2bw`` the last stage has a second version like all others.
+How much staleness matters depends on how far the weights move meanwhile. So on request the meter
+also measures the discrepancy ``||w_forward - w_now|| / ||w_now||`` over the stage's trainable
+parameters. That takes two passes over the parameters per update, waits for a GPU, and keeps a
+batch's weights until then. Under ``pipedream_2bw`` the last stage then has a second version, too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_dist.engine.stashing.versions import WeightVersion
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What one stage knows of one of its updates.
+    """A stage's report of one update.
 
     Attributes:
-        staleness: Updates between the weights that its forwards used and those it is added to.
+        staleness: Updates between the weights of its forwards and those that it is added to.
         stash_bytes: Bytes held beyond the parameters while the optimizer writes.
-        discrepancy: ``||w_forward - w_now|| / ||w_now||``; None where nobody has asked.
+        discrepancy: ``||w_forward - w_now|| / ||w_now||``; None if it is not measured.
     """
 
     staleness: int
@@ -43,7 +43,7 @@ class StalenessMeter:
     """Compares the weights of forwards with those that their update is added to, on one stage.
 
     Args:
-        release: Takes a version back that nobody looks at any more.
+        release: Releases a version that is not needed any more.
         history: The staleness of earlier updates.
         measures_discrepancy: Whether to compare values too.
     """
@@ -67,11 +67,11 @@ class StalenessMeter:
         return tuple(self._history)
 
     def end_backward(self, version: WeightVersion, update: int) -> None:
-        """Notes what a micro-batch has used; of several versions the oldest counts.
+        """Records the version of a micro-batch; of several versions the oldest counts.
 
         Args:
-            version: What its forward ran on; released, at once or after the comparison.
-            update: What its gradients are for.
+            version: Version of the forward; released at once, or after the comparison.
+            update: Index of the update that the micro-batch's gradients are for.
         """
         self._indices[update] = min(version.index, self._indices.get(update, version.index))
         if self._measures_discrepancy:
@@ -82,12 +82,12 @@ class StalenessMeter:
     def measure(
         self, update: int, num_steps: int, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[int, float | None]:
-        """Compares, right before the optimizer writes.
+        """Measures an update's staleness, right before the optimizer writes.
 
         Args:
-            update: Which.
+            update: Index of the update.
             num_steps: Updates that the parameters have seen.
-            parameters: The stage's trainable ones, by name.
+            parameters: The stage's trainable parameters, by name.
 
         Returns:
             The staleness in updates, and the discrepancy.
@@ -106,7 +106,7 @@ class StalenessMeter:
         return staleness, discrepancy
 
     def clear(self) -> None:
-        """Forgets what was noted, after a failure."""
+        """Forgets the recorded versions, after a failure."""
         self._indices.clear()
         self._kept.clear()
 

@@ -1,11 +1,11 @@
-"""Run something while a stage's layers have the weights of another version.
+"""Run a function while a stage's layers have the weights of another version.
 
-A forward needs that, and so does its backward: layers that compute their activations anew
-(``torch.utils.checkpoint``) read their weights then, when the optimizer has written newer ones. The
-gradients would still come out for the old version, but of activations that it never gave.
+Forwards and backwards need that. In a backward, layers that recompute their activations
+(``torch.utils.checkpoint``) read their weights again, when the optimizer has written newer ones.
+The gradients would then be those of the old version, but at activations of the new one.
 
-The user's step sees the same weights: what it computes from a parameter itself, such as a penalty,
-adds to the gradient of that version.
+The user's step sees the same weights. If it computes a value from a parameter itself, such as a
+penalty, that value adds to the gradient of that version.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ T = TypeVar("T")
 
 
 class SwappedWeights(nn.Module):
-    """Lends versions of weights to layers.
+    """Swaps the weights of layers for those of a version.
 
     Args:
-        layers: Of a stage.
-        root: Other modules in it that have parameters of the layers are lent to as well.
+        layers: Layers of a stage.
+        root: A module that contains them; its other modules with the same parameters get the
+            version's weights as well.
     """
 
     def __init__(self, layers: nn.Module, root: nn.Module | None = None) -> None:
@@ -38,16 +39,16 @@ class SwappedWeights(nn.Module):
         self._elsewhere = [] if root is None else _places_elsewhere(layers, root)
 
     def run(self, version: WeightVersion | None, function: Callable[[], T]) -> T:
-        """Runs a function with the weights of a version in the place of the layers' own.
+        """Runs a function with the weights of a version in place of the layers' own.
 
         Args:
-            version: None, or one without aliases, leaves the layers their own.
-            function: Runs the layers, or what they run in.
+            version: The version; None, or one without aliases, leaves the layers' weights.
+            function: Runs the layers, or a step that runs them.
         """
         if version is None or not version.aliases:
             return function()
-        # Not by torch's `tie_weights`: where a module has two names, that takes what it has lent by
-        # the first for the module's own, and leaves it there.
+        # Not by torch's `tie_weights`: if a module has two names, that takes the alias set under
+        # the first name for the module's own weight, and leaves the alias there.
         lent = {
             f"layers.{place}": alias
             for name, alias in version.aliases.items()
@@ -60,12 +61,12 @@ class SwappedWeights(nn.Module):
     def backward(
         self, version: WeightVersion | None, roots: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Has autograd run with the weights of a version in the place of the layers' own.
+        """Runs autograd with the weights of a version in place of the layers' own.
 
         Args:
-            version: As for :meth:`run`.
-            roots: Of the graph.
-            gradients: One for each root.
+            version: The version, as for :meth:`run`.
+            roots: Roots of the autograd graph.
+            gradients: One gradient for each root.
         """
         self.run(version, lambda: torch.autograd.backward(roots, gradients))
 
@@ -75,13 +76,13 @@ class SwappedWeights(nn.Module):
 
 
 def _places(layers: nn.Module) -> dict[str, list[str]]:
-    """Lists where each parameter and buffer is, once for each module that has it.
+    """Returns the paths of each parameter and buffer, one for each module that has it.
 
     Args:
-        layers: Any.
+        layers: Any module.
 
     Returns:
-        Paths, by the first of them.
+        All paths of a tensor, by its first path.
     """
     known: dict[int, list[str]] = {}
     for path, part in layers.named_modules():
@@ -92,11 +93,11 @@ def _places(layers: nn.Module) -> dict[str, list[str]]:
 
 
 Place = tuple[dict[str, nn.Parameter | None], str, str]
-"""A module's parameters, the name of one there, and its name in the stage."""
+"""A module's parameters, the name of one in that module, and its name in the stage."""
 
 
 def _places_elsewhere(layers: nn.Module, root: nn.Module) -> list[Place]:
-    """Lists where modules beside the layers have a parameter of theirs."""
+    """Returns the places where other modules have a parameter of the layers."""
     names = {id(parameter): name for name, parameter in layers.named_parameters()}
     own = {id(part._parameters) for part in layers.modules()}
     return [

@@ -1,15 +1,15 @@
 """Versions of a stage's parameters, kept as long as a micro-batch needs them.
 
-PipeDream (Narayanan et al., SOSP 2019, section 3.3, "weight stashing") runs the backward of a
-minibatch with the weights that its forward used, while newer ones already exist. Copying the
+A backward of a minibatch runs with the weights that its forward used, while newer ones already
+exist (PipeDream: Narayanan et al., SOSP 2019, section 3.3, "weight stashing"). Copying the
 parameters at each forward would cost a copy per minibatch and a load at each backward. Here the
 forward runs on *aliases*: tensors that share the parameters' memory and are leaves of that
-forward's graph. Only when the optimizer is about to write, and only if a micro-batch in flight
-still uses the present memory, do the parameters move to a fresh copy: copy-on-write, at most one
+forward's autograd graph. If a micro-batch in flight still uses the present memory when the
+optimizer is about to write, the parameters move to a fresh copy. That is copy-on-write: at most one
 copy per step, and none on the last stage.
 
-Under vertical sync (the same section) a minibatch meets the same version on each stage. The later
-a stage, the newer its weights, so it keeps some versions that its forwards have yet to use.
+Under vertical sync (the same section) a minibatch uses the same version on each stage. The later
+a stage, the newer its weights, so a stage keeps some versions for its next forwards.
 
 Overwriting the memory under a live graph instead would be silently wrong for convolutions and
 norms, which save their weights without a version check through ``.data``.
@@ -35,11 +35,11 @@ def version_bytes(
     parameters: Iterable[nn.Parameter],
     dtype_of: Callable[[nn.Parameter], torch.dtype] = _own_dtype,
 ) -> int:
-    """Counts what one version of some weights takes on this rank.
+    """Returns the bytes of one version of some weights on this rank.
 
     Args:
-        parameters: Frozen ones, which all versions share, do not count.
-        dtype_of: What a parameter computes in.
+        parameters: The weights; frozen ones, which all versions share, do not count.
+        dtype_of: Returns the data type in which a parameter computes.
     """
     trainable = [p for p in parameters if p.requires_grad]
     return sum(local_part(p.detach()).numel() * dtype_of(p).itemsize for p in trainable)
@@ -51,10 +51,10 @@ class WeightVersion:
 
     Attributes:
         index: Optimizer steps that this version has seen.
-        aliases: Leaf tensors by parameter name, on the memory of this version; none for what the
-            layers have of the parameters themselves.
-        num_users: Micro-batches in flight on it.
-        copies: What the parameters were, for comparisons, where there are no aliases that stay.
+        aliases: Leaf tensors by parameter name, in this version's memory; a parameter without an
+            alias is used itself.
+        num_users: Number of micro-batches in flight on this version.
+        copies: Copies of the parameters, for comparisons, if the aliases do not stay.
     """
 
     index: int
@@ -64,17 +64,17 @@ class WeightVersion:
 
     @property
     def seen(self) -> Mapping[str, Tensor]:
-        """The values that a forward has met, by parameter name."""
+        """The values that a forward has used, by parameter name."""
         return self.copies or self.aliases
 
 
 class WeightStore:
-    """Hands out the newest version and keeps the older ones that are in use.
+    """Returns the newest version to forwards, and keeps the older versions that are in use.
 
     Args:
         parameters: The stage's parameters with their names, trainable or not.
-        max_age: How many steps behind the newest version forwards stay, as soon as there were so
-            many since the last :meth:`restart`.
+        max_age: Number of steps by which forwards stay behind the newest version, as soon as there
+            were that many since the last :meth:`restart`.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], max_age: int = 0) -> None:
@@ -119,20 +119,20 @@ class WeightStore:
         return self._peak_stash_bytes
 
     def acquire(self) -> WeightVersion:
-        """Gives a forward its version; pair it with :meth:`release`."""
+        """Returns the version for a forward; call :meth:`release` after the backward."""
         version = self._aging[0] if self._aging else self._newest()
         version.num_users += 1
         return version
 
     def look(self) -> WeightVersion:
-        """Gives the weights for a forward that has no backward; nobody takes them back."""
+        """Returns the weights for a forward that has no backward, so without :meth:`release`."""
         return WeightVersion(self._num_steps)
 
     def release(self, version: WeightVersion) -> None:
-        """Takes a version back after the backward that needed it.
+        """Releases a version after the backward that needed it.
 
         Args:
-            version: What :meth:`acquire` gave.
+            version: A version from :meth:`acquire`.
         """
         assert version.num_users > 0
         version.num_users -= 1
@@ -140,10 +140,10 @@ class WeightStore:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Moves the parameters to fresh memory if a micro-batch in flight uses the present one.
+        """Moves the parameters to fresh memory if a micro-batch in flight uses the present memory.
 
-        Call it right before the optimizer writes. A step that the optimizer then skips still makes
-        a version, for the versions are counted in minibatches.
+        Call it right before the optimizer writes. If the optimizer then skips the step, there still
+        is a new version, since versions are counted in minibatches.
         """
         if self._max_age > 0:
             self._aging.append(self._newest())
@@ -157,7 +157,7 @@ class WeightStore:
         self._num_steps += 1
 
     def restart(self) -> None:
-        """Makes the next forward use the newest version, after a drain."""
+        """Restarts with the newest version, after a drain."""
         while self._aging:
             self._drop_if_unused(self._aging.popleft())
 
@@ -167,13 +167,13 @@ class WeightStore:
         return self._current
 
     def _aliases(self) -> Mapping[str, Tensor]:
-        """Gives what the layers compute with."""
+        """Returns the tensors with which the layers compute, by parameter name."""
         return {
             name: p.data.requires_grad_(p.requires_grad) for name, p in self._parameters.items()
         }
 
     def _part_from_current(self) -> None:
-        """Leaves the memory of the newest version to those who use it."""
+        """Moves the parameters to fresh memory, away from the newest version's."""
         for parameter in self._parameters.values():
             if parameter.requires_grad:
                 parameter.data = parameter.data.clone()

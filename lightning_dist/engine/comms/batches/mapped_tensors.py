@@ -1,10 +1,10 @@
 """Large tensors that processes of one host share: written once, and mapped by all others.
 
-A batch of images that goes from rank to rank by a socket is copied four times on its way to each,
-and most stages never look at it. Here it is written once, and a message says where. A tensor whose
-elements a rank does not touch costs that rank a mapping, whatever its size.
+A batch of images that goes from rank to rank by a socket is copied four times on its way to each.
+Most stages never read the batch. Here a batch is written once, and a message names the place. If a
+rank does not touch a tensor's elements, the tensor costs that rank a mapping, whatever its size.
 
-Mappings are private: what a rank writes into its batch, no other rank sees.
+Mappings are private: no other rank sees a rank's writes into its batch.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from lightning_dist.engine.comms.batches.memory_file import (
 from lightning_dist.engine.comms.packet import PacketLayout, TensorInfo
 
 MOST_UNREAD_FILES = 64
-"""Files that may wait for their readers: a process may have 1,024 of all kinds by default."""
+"""Files that may wait for their readers: a process may have 1,024 open files by default."""
 
 LARGE_BYTES = 1 << 20
 """Smaller tensors travel in their message: a file costs more than their bytes."""
 
 _NAME = "lightning_dist_batch"
-# Of what a packet begins with, behind the secret: whether all ranks have mapped the file.
+# Offset after the secret, in the packet's header: whether all ranks have mapped the file.
 _MAPPED_BY_ALL = SECRET_BYTES
 _HEADER_STEP_BYTES = 1024  # so that most headers are as long as the one before
 
 
 @dataclass(frozen=True, slots=True)
 class MappedFile:
-    """Where other processes of the host find tensors.
+    """The place where other processes of the host find tensors.
 
     Attributes:
-        process: Id of the process that has written them.
-        descriptor: Number of the open file there.
-        secret: Of that process, and what the file begins with: another host may have such a
-            process, too.
-        infos: Of the tensors.
+        process: Id of the process that has written the tensors.
+        descriptor: Number of the open file in that process.
+        secret: Secret of that process and first bytes of the file, since another host may have a
+            process of that id, too.
+        infos: Infos of the tensors.
     """
 
     process: int
@@ -63,7 +63,7 @@ class MappedFile:
             is_last: Whether no other process will map the file: its owner may close it then.
 
         Raises:
-            OSError: The file cannot be opened here, or is another one.
+            OSError: This process cannot open the file, or it is another file.
         """
         layout = PacketLayout(self.infos)
         descriptor = open_file(self.process, self.descriptor, _NAME)
@@ -84,7 +84,7 @@ class TensorFiles:
     """The files that a process has written and that others have not mapped yet.
 
     Attributes:
-        secret: What all of them begin with.
+        secret: First bytes of all the files.
     """
 
     def __init__(self) -> None:
@@ -95,10 +95,10 @@ class TensorFiles:
         """Copies tensors into a file.
 
         Args:
-            tensors: Of the CPU.
+            tensors: CPU tensors.
 
         Returns:
-            None where this system has no such files, or no room for one more.
+            The file; None if this system has no such files, or no room for one more.
         """
         self._unread = [descriptor for descriptor in self._unread if not _close_read(descriptor)]
         if not can_make_files() or len(self._unread) >= MOST_UNREAD_FILES:
@@ -118,8 +118,8 @@ class TensorFiles:
 
     def _fill(self, descriptor: int, layout: PacketLayout, tensors: Sequence[Tensor]) -> None:
         os.ftruncate(descriptor, layout.num_bytes)
-        # Written, not copied into a mapping: that takes twice the time, for the system clears each
-        # page first.
+        # Written, not copied into a mapping, which takes twice the time, since the system clears
+        # each page first.
         with os.fdopen(descriptor, "wb", closefd=False) as file:
             file.write(self.secret)
             for tensor, begin in zip(tensors, layout.begins, strict=True):
@@ -127,7 +127,7 @@ class TensorFiles:
                 file.write(_bytes_of(tensor))
 
     def close(self) -> None:
-        """Closes the files; what has mapped one keeps its tensors."""
+        """Closes the files; a process that has mapped one keeps its tensors."""
         for descriptor in self._unread:
             os.close(descriptor)
         self._unread = []
@@ -138,7 +138,7 @@ class MessageFiles:
 
     Args:
         mappable: Secrets of the processes whose files the next rank of the chain can map.
-        files: Of this rank.
+        files: Files of this rank.
     """
 
     def __init__(self, mappable: frozenset[bytes], files: TensorFiles) -> None:
@@ -149,7 +149,7 @@ class MessageFiles:
         """Creates a message for the next rank.
 
         Args:
-            tensors: Any.
+            tensors: Any tensors.
         """
         places: list[int] = []
         if self._files.secret in self._mappable:
@@ -161,10 +161,10 @@ class MessageFiles:
         return [_as_tensor(_Absent(file, tuple(places))), *left]
 
     def get(self, message: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
-        """Returns the tensors of a message, and whether the next rank can have it as it is.
+        """Returns the tensors of a message, and whether the next rank can use it unchanged.
 
         Args:
-            message: What :meth:`put` of any rank before has returned.
+            message: A message from :meth:`put` of an earlier rank.
         """
         absent: _Absent = pickle.loads(message[0].numpy().tobytes())
         tensors = list(message[1:])
@@ -183,11 +183,11 @@ class MessageFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Absent:
-    """What a message begins with.
+    """The header of a message.
 
     Attributes:
-        file: Holds tensors that are not in the message.
-        places: Of those tensors among all.
+        file: File with tensors that are not in the message.
+        places: Indices of those tensors among all.
     """
 
     file: MappedFile | None
@@ -206,14 +206,14 @@ def _is_large(tensor: Tensor) -> bool:
 
 
 def find_mappable(files: TensorFiles, group: dist.ProcessGroup) -> frozenset[bytes]:
-    """Finds whose files the next rank of a group can map. Collective: every rank must call it.
+    """Returns the ranks whose files the next rank can map. Collective: every rank must call it.
 
     Args:
-        files: Of this rank.
+        files: Files of this rank.
         group: A gloo group.
 
     Returns:
-        The secrets of those ranks; none on the last rank.
+        The secrets of those ranks; empty on the last rank.
     """
     probe = files.write([])
     probes: list[MappedFile | None] = [None] * dist.get_world_size(group)
@@ -240,7 +240,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _close_read(descriptor: int) -> bool:
-    """Closes a file that all ranks have mapped, and tells whether they have."""
+    """Closes a file if all ranks have mapped it, and returns whether they have."""
     if os.pread(descriptor, 1, _MAPPED_BY_ALL) != b"\1":
         return False
     os.close(descriptor)

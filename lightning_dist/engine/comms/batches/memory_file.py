@@ -1,9 +1,9 @@
 """Files in memory that processes of one host share.
 
-A file has no name, so nothing is left behind when a process is killed. Another process opens it by
-the number that it has in the process that made it. On another host, in another container, as
-another user or without Linux that fails; and where it does not, a secret at the begin of the file
-says whether it is the right one.
+A file has no name, so nothing is left behind when a process is killed. Another process opens the
+file by its number in the process that created it. On another host, in another container, as another
+user or without Linux that fails. If it does not fail there, a secret at the begin of the file shows
+whether the file is the right one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SECRET_BYTES = 16
 
 
 def can_make_files() -> bool:
-    """Checks whether this system has such files."""
+    """Returns whether this system has such files."""
     return hasattr(os, "memfd_create")
 
 
@@ -22,18 +22,18 @@ def open_file(process: int, descriptor: int, name: str) -> int:
     """Opens a file of another process.
 
     Args:
-        process: Id of the process that has made it.
-        descriptor: Number of the open file there.
-        name: That it was made with.
+        process: Id of the process that created the file.
+        descriptor: Number of the open file in that process.
+        name: Name with which the file was created.
 
     Returns:
-        Its number here, open for reading and writing.
+        Number of the file in this process, open for reading and writing.
 
     Raises:
-        OSError: It cannot be opened here, or is a file of another name.
+        OSError: This process cannot open the file, or it has another name.
     """
     path = path_of(process, descriptor)
-    # Looked at first: to open what is not such a file may wait for ever, or do something.
+    # Checked first, since opening a file of another kind may wait for ever, or have effects.
     if os.readlink(path).split(" ")[0] != f"/memfd:{name}":
         raise OSError(f"{path} is another file.")
     return os.open(path, os.O_RDWR)

@@ -1,7 +1,7 @@
-"""Objects as tensors: one with all that is no tensor, and the tensors in them.
+"""Objects as tensors: the plain tensors of an object, and one tensor with the pickled rest.
 
-A batch is whatever the user's collate function returns. Pickle knows how to rebuild each class, so
-no class has to be known here; only plain tensors are taken out, for their bytes need no pickling.
+A batch is any object that the user's collate function returns. Pickle can rebuild each class, so no
+class has to be known here. Only plain tensors are taken out, since their bytes need no pickling.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def pack(value: Any) -> list[Tensor]:
     """Turns an object into tensors.
 
     Args:
-        value: Anything that can be pickled.
+        value: Any object that can be pickled.
 
     Returns:
-        The pickled rest, and the plain tensors that were in it; not copied.
+        The pickled rest, and the object's plain tensors; not copied.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -33,10 +33,10 @@ def pack(value: Any) -> list[Tensor]:
 
 
 def unpack(packed: list[Tensor]) -> Any:
-    """Turns tensors into the object that they were made of; the inverse of :func:`pack`.
+    """Turns tensors back into an object; the inverse of :func:`pack`.
 
     Args:
-        packed: What :func:`pack` has returned, in any memory; the object's tensors are in it.
+        packed: The tensors from :func:`pack`, in any memory; the object shares that memory.
     """
     rest, *tensors = packed
     return _Unpickler(io.BytesIO(rest.numpy().tobytes()), tensors).load()
@@ -49,7 +49,7 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Takes a plain tensor out, and names its place."""
+        """Takes a plain tensor out, and returns its index; None for other objects."""
         if type(obj) is not Tensor or not _is_plain(obj):
             return None
         place = self._places.setdefault(id(obj), len(self.tensors))
@@ -64,11 +64,11 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def persistent_load(self, pid: int) -> Tensor:
-        """Puts a tensor back."""
+        """Returns the tensor of an index."""
         return self._tensors[pid]
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is what its shape, dtype and elements say."""
+    """Returns whether shape, dtype and elements describe a tensor fully."""
     odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta
     return tensor.layout == torch.strided and not odd

@@ -1,14 +1,13 @@
 """The channel from the rank that reads a data replica's batches to the replica's other ranks.
 
-The ranks form a chain, in the order of the pipeline: each hands on what it receives as soon as it
-asks for it, before the user's code can change it. So no rank copies a batch more than twice, and no
-rank waits for longer than for the activations, which go the same way. The chain is bounded by the
-schedule: a rank reads its next batch only when its step of the one before is over. On one host
-large tensors do not travel: a rank that looks at one finds it in :mod:`a file in memory
-<.batches.mapped_tensors>`.
+The ranks form a chain, in the order of the pipeline. Each rank forwards a batch as soon as it
+receives the batch, before the user's code can change it. So no rank copies a batch more than twice,
+and no rank waits longer than for the activations, which go the same way. The schedule bounds the
+chain: a rank reads its next batch only when its step on the previous one is over. On one host large
+tensors do not travel: a rank finds them in :mod:`a file in memory <.batches.mapped_tensors>`.
 
-A message carries the reader's random numbers, too. What hooks and steps draw between two batches is
-therefore what one device would draw, on each rank, whatever the reading of a batch has drawn.
+A message carries the reader's random states, too. So on each rank hooks and steps between two
+batches draw the same numbers as on one device, whatever the reading of a batch has drawn.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from lightning_dist.engine.tensors.rng import random_states, set_random_states
 
 
 class Event(Enum):
-    """What the reader tells of."""
+    """An event that the reader reports."""
 
     FOUND = auto()
     """A loader is about to be used."""
@@ -48,13 +47,13 @@ class Event(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the reader has done.
+    """A report of the reader.
 
     Attributes:
         loader: Number of the loader, counted alike on all ranks.
-        epoch: How many iterators of that loader were made before, and this one.
-        event: What has happened.
-        content: What belongs to the event.
+        epoch: Number of iterators of that loader so far, this one included.
+        event: The event.
+        content: The event's content, a batch for example.
     """
 
     loader: int
@@ -67,10 +66,10 @@ class ReplicaChannel:
     """One rank's place in the chain.
 
     Args:
-        device: Whose random numbers travel along, beside the host's.
-        sender: To the next rank; None on the last.
-        receiver: From the rank before; None on the reader.
-        files: For tensors that ranks of one host need not send.
+        device: Device whose random state travels along, besides the host's.
+        sender: Sender to the next rank; None on the last rank.
+        receiver: Receiver from the rank before; None on the reader.
+        files: Files for tensors that ranks of one host need not send.
     """
 
     def __init__(
@@ -88,14 +87,14 @@ class ReplicaChannel:
 
     @property
     def is_reader(self) -> bool:
-        """Whether this rank reads."""
+        """Whether this rank reads the batches."""
         return self._receiver is None
 
     def send(self, reading: Reading) -> None:
-        """Hands over what this rank, the reader, has read; returns at once.
+        """Sends a report of this rank, the reader; returns at once.
 
         Args:
-            reading: Its tensors may be written to afterwards.
+            reading: The report; its tensors may be written to afterwards.
 
         Raises:
             ValueError: A batch cannot be pickled.
@@ -113,13 +112,13 @@ class ReplicaChannel:
             self._sender.send(self._files.put(packed))
 
     def receive(self, loader: int, epoch: int) -> Reading:
-        """Waits for what the reader has done next.
+        """Waits for the reader's next report on a loader.
 
-        What is left of iterators that the reader went on with, and this rank did not, is dropped.
+        Reports on iterators that this rank has left earlier than the reader are dropped.
 
         Args:
             loader: Number of the loader.
-            epoch: Of that loader.
+            epoch: Number of the loader's iterator.
 
         Raises:
             ValueError: The reader has read another loader.
@@ -148,7 +147,7 @@ class ReplicaChannel:
         return reading
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes each waiting or later receive raise.
+        """Raises an error in each waiting or later receive.
 
         Args:
             error: What to raise.
@@ -157,7 +156,7 @@ class ReplicaChannel:
             self._receiver.interrupt(error)
 
     def close(self) -> None:
-        """Ends the channel; each rank of the chain must call it."""
+        """Closes the channel. Collective: every rank of the chain must call it."""
         if self._sender is not None:
             self._sender.close()
         if self._receiver is not None:
@@ -168,11 +167,12 @@ class ReplicaChannel:
 def open_channel(
     group: dist.ProcessGroup, device: torch.device, timeout_seconds: float
 ) -> ReplicaChannel:
-    """Opens this rank's place in the chain; each rank of the group must call it.
+    """Opens this rank's place in the chain. Collective: every rank of the group must call it.
 
     Args:
-        group: A gloo group of a replica's ranks, whose timeout never comes. The first one reads.
-        device: As for :class:`ReplicaChannel`.
+        group: A gloo group of a replica's ranks, with a timeout that is never reached. The first
+            rank reads.
+        device: Device whose random state travels along, besides the host's.
         timeout_seconds: How long a rank waits for a batch.
     """
     ranks = dist.get_process_group_ranks(group)

@@ -1,17 +1,17 @@
-"""Tell a rank that hangs from one that computes.
+"""Distinguish a rank that hangs from one that computes.
 
-A process that is stopped, or whose file system does not answer, closes no connection: the others
-would wait for the process group's timeout, and then name what they waited for. So each rank tells
-its predecessor every few seconds that it lives, and what its main thread is doing.
+A process that is stopped, or whose file system does not answer, closes no connection. The other
+ranks would wait for the process group's timeout, and then report only the operation that timed out.
+So each rank sends its predecessor a beat every few seconds, with its main thread's activity.
 
 Two states count as a standstill. A *silent* rank sends no beats: it is stopped, its host is gone,
-or something holds the interpreter's lock. An *idle* rank sends beats, but its main thread waits for
-something that is no other rank, such as a disk, while the process uses next to no processor time. A
-rank that computes is never reported, however long it takes, nor one that waits for another rank. A
-standstill is a message, not a failure, for a rank may go on. Only a silent rank that has not
+or something holds the interpreter's lock. An *idle* rank sends beats, but uses next to no processor
+time, and its main thread waits for something that is no other rank, such as a disk. A rank that
+computes is never reported, however long it takes, nor one that waits for another rank. A
+standstill is a message, not a failure, since a rank may go on. Only a silent rank that has not
 answered for the run's timeout ends the run.
 
-Time is counted in a rank's own wake-ups, not read from a clock. A process that was itself stopped
+Time is counted in a rank's own wake-ups, not read from a clock. If a process was itself stopped, it
 has slept once, so it accuses no other rank when it goes on.
 """
 
@@ -39,7 +39,7 @@ _INSTALLED = tuple(
     os.path.realpath(sysconfig.get_path(name))
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-# A thread waits in these on behalf of what has called them.
+# A thread waits in these on behalf of their caller.
 _WAITS = ("threading", "queue", "concurrent.futures", "contextlib", "selectors")
 # In these packages a thread may wait for another rank, but for the modules that use the disk.
 _RANKS_MEET_IN = (
@@ -57,12 +57,12 @@ _DISK_IN = ("torch.serialization", "torch.utils", "torch.distributed.checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """How often ranks tell that they live, and when they are missed.
+    """The interval of beats, and the time limits of standstills.
 
     Attributes:
-        interval_seconds: Between two beats.
-        patience_seconds: After how long a standstill is reported.
-        limit_seconds: After how long a silent rank ends the run.
+        interval_seconds: Time between two beats.
+        patience_seconds: Time after which a standstill is reported.
+        limit_seconds: Time after which a silent rank ends the run.
     """
 
     interval_seconds: float
@@ -82,12 +82,12 @@ class Rhythm:
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """Where a rank runs.
+    """The process in which a rank runs.
 
     Attributes:
         rank: The rank.
-        host: Its host's name.
-        pid: Its process ID there.
+        host: Name of the rank's host.
+        pid: Process ID on that host.
     """
 
     rank: int
@@ -96,7 +96,7 @@ class RankProcess:
 
     @classmethod
     def own(cls, rank: int) -> RankProcess:
-        """Describes this process.
+        """Creates the description of this process.
 
         Args:
             rank: This rank.
@@ -104,11 +104,11 @@ class RankProcess:
         return cls(rank, socket.gethostname(), os.getpid())
 
     def __str__(self) -> str:
-        """Names rank, process and host."""
+        """Returns the names of rank, process and host."""
         return f"Rank {self.rank} (process {self.pid} on {self.host})"
 
     def kill_child(self) -> None:
-        """Kills the process if this one has started it; a stopped one does not end by itself."""
+        """Kills the process if it is this one's child; a stopped process does not end by itself."""
         if self.host != socket.gethostname():
             return
         try:
@@ -120,11 +120,11 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Tells that a rank lives.
+    """A message that a rank lives.
 
     Attributes:
         process: The rank.
-        activity: What its main thread is doing.
+        activity: What the rank's main thread is doing.
     """
 
     process: RankProcess
@@ -133,13 +133,13 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """Tells that a rank does not go on.
+    """A message that a rank does not go on.
 
     Attributes:
         process: The rank.
-        activity: What its main thread was doing last.
-        seconds: For how long.
-        is_silent: Whether nothing comes from it, or else its main thread waits.
+        activity: What the rank's main thread was doing last.
+        seconds: Duration of the standstill.
+        is_silent: Whether the rank sends no beats; otherwise its main thread waits.
     """
 
     process: RankProcess
@@ -148,7 +148,7 @@ class Standstill:
     is_silent: bool
 
     def __str__(self) -> str:
-        """Names the rank and what it was doing, on one line."""
+        """Returns a line with the rank and its activity."""
         seconds = f"{self.seconds:.0f} s"
         if self.is_silent:
             return f"{self.process} has not answered for {seconds}. It was {self.activity}"
@@ -158,18 +158,18 @@ class Standstill:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Tells that a rank goes on.
+    """A message that a rank goes on.
 
     Attributes:
         process: The rank.
-        seconds: How long it stood still.
+        seconds: Duration of the standstill.
     """
 
     process: RankProcess
     seconds: float
 
     def __str__(self) -> str:
-        """Names the rank, on one line."""
+        """Returns a line with the rank."""
         return f"{self.process} goes on after {self.seconds:.0f} s."
 
 
@@ -180,8 +180,8 @@ class Silence:
     """Counts how long nothing has come from the successor.
 
     Args:
-        rhythm: Of the run.
-        successor: Its rank.
+        rhythm: Rhythm of the run.
+        successor: Rank of the successor.
     """
 
     def __init__(self, rhythm: Rhythm, successor: int) -> None:
@@ -194,10 +194,10 @@ class Silence:
         """Takes a beat.
 
         Args:
-            beat: The successor's.
+            beat: The successor's beat.
 
         Returns:
-            What to report, if anything.
+            The message to report, or None.
         """
         seconds, was_reported = self._seconds, self._is_reported
         self._last, self._seconds, self._is_reported = beat, 0.0, False
@@ -207,7 +207,7 @@ class Silence:
         """Counts an interval in which nothing has come.
 
         Returns:
-            What to report, if anything.
+            The message to report, or None.
         """
         self._seconds += self._rhythm.interval_seconds
         if self._is_reported or self._seconds < self._rhythm.patience_seconds:
@@ -217,7 +217,7 @@ class Silence:
 
     @property
     def standstill(self) -> Standstill:
-        """What is known of the successor."""
+        """The successor's standstill so far."""
         return Standstill(self._last.process, self._last.activity, self._seconds, True)
 
     @property
@@ -227,12 +227,12 @@ class Silence:
 
 
 class Pulse:
-    """Makes the beats of this rank. Created by the thread that is watched.
+    """Creates the beats of this rank. The watched thread must create it.
 
     Args:
-        rhythm: Of the run.
+        rhythm: Rhythm of the run.
         process: This rank.
-        progress: Says in a few words where the run is; called on another thread.
+        progress: Returns a few words on where the run is; called on another thread.
     """
 
     def __init__(self, rhythm: Rhythm, process: RankProcess, progress: Callable[[], str]) -> None:
@@ -245,10 +245,10 @@ class Pulse:
         self._is_reported = False
 
     def look(self) -> tuple[Beat, Notice | None]:
-        """Looks at the watched thread; called once in each interval.
+        """Inspects the watched thread; called once in each interval.
 
         Returns:
-            This interval's beat, and what to report, if anything.
+            This interval's beat, and the message to report, or None.
         """
         frame = sys._current_frames().get(self._thread)
         beat = Beat(self._process, f"{self._progress()}, {place_of(frame)}.")
@@ -270,10 +270,10 @@ class Pulse:
 
 
 def may_wait_for_rank(frame: FrameType | None) -> bool:
-    """Tells whether a thread that does nothing may be waiting for another rank.
+    """Returns whether an idle thread may be waiting for another rank.
 
     Args:
-        frame: Its innermost frame.
+        frame: Innermost frame of the thread.
     """
     for caller in _outwards(frame):
         name: str = caller.f_globals.get("__name__", "")
@@ -283,10 +283,10 @@ def may_wait_for_rank(frame: FrameType | None) -> bool:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Describes where a thread is: its innermost function, and the innermost of the user's.
+    """Returns where a thread is: its innermost function, and the innermost one of the user's code.
 
     Args:
-        frame: Its innermost frame.
+        frame: Innermost frame of the thread; None if the thread has ended.
     """
     if frame is None:
         return "which has ended"

@@ -1,9 +1,9 @@
-"""A process that was launched by another one ends with it, as long as the two have not met.
+"""End a launched process when its launcher is lost before the ranks have met.
 
-Once ranks have met, each knows when one is lost (:mod:`.failures.failure_ring`).
-Before that a rank sits in the rendezvous, half an hour by default. The launcher kills it where
-another child has failed, but nobody would where the launcher itself is killed, by a SIGTERM too,
-which only later ends training as it should. The rank can see that its parent is another one now.
+Once ranks have met, each knows when another is lost (:mod:`.failures.peer_failure`). Before that a
+rank sits in the rendezvous, half an hour by default. If another child fails, the launcher kills the
+rank. If the launcher itself is killed (by SIGTERM too, which ends a training in order only later),
+nothing would kill the rank. But the rank can see that it has another parent process now.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.5
 
 @contextmanager
 def known_to_children() -> Iterator[None]:
-    """Lets processes that are started inside know who has launched them.
+    """Passes this process's ID to the child processes that are started inside.
 
     Yields:
         Nothing.
@@ -34,7 +34,7 @@ def known_to_children() -> Iterator[None]:
 
 @contextmanager
 def ending_with_launcher() -> Iterator[None]:
-    """Ends this process if the one that launched it is lost meanwhile, or was before.
+    """Ends this process if its launcher is lost meanwhile, or was before.
 
     Yields:
         Nothing.

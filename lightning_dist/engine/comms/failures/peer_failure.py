@@ -1,24 +1,24 @@
-"""How all ranks learn of one rank's failure, at once and with the true cause.
+"""Report one rank's failure to all ranks, at once and with the true cause.
 
 When a rank dies, the others would sit in a receive until the process group's timeout, half an hour
 by default, and then report the timeout. So each rank has a thread that waits for a message from its
 successor and is idle otherwise. A rank that raises sends its traceback to its predecessor, which
-passes it on around the ring. A rank that is killed sends nothing, but the kernel closes its
-connection, which its predecessor sees within milliseconds and passes on likewise. Nothing depends
-on a rank that may be the lost one.
+passes the traceback on around the ring. A killed rank sends nothing, but the kernel closes its
+connection. Its predecessor sees that within milliseconds and passes the loss on likewise. Nothing
+depends on a rank that may be the lost one.
 
-A rank that hangs does neither. Beats go the same way (:mod:`.failures.heartbeat`),
-and what they tell of a rank that stands still goes around the ring, too.
+A rank that hangs neither raises nor closes its connection. Beats go the same way
+(:mod:`.failures.heartbeat`), and messages on standstills go around the ring, too.
 
-End a process in which a thread waits for a rank that will never answer.
+:func:`exit_after_grace` ends a process in which a thread waits for a rank that will never answer.
 
 A rank that learns of a failure normally raises where it waits for its pipeline neighbour. A main
-thread inside of a collective or of the user's own code cannot be interrupted; after a grace the
-process prints the true cause and exits, rather than wait for the process group's timeout.
+thread inside of a collective or of the user's own code cannot be interrupted. After a grace period
+the process prints the true cause and exits, and does not wait for the process group's timeout.
 
-Nor can the threads that gloo keeps for asynchronous collectives. A process group joins them when it
-is destroyed, at the latest while Python exits, and survivors of a failure may each wait for the
-other's connection to close. So after a failure the groups are never destroyed.
+Gloo's threads for asynchronous collectives cannot be interrupted either. A process group joins
+these threads when it is destroyed, at the latest while Python exits. Survivors of a failure may
+each wait for the other's connection to close. So after a failure the groups are never destroyed.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ class RemoteTraceback(Exception):  # noqa: N818  (it is the text of one)
     """The traceback of another process, printed before the error that it caused."""
 
     def __str__(self) -> str:
-        """Gives the text on lines of its own."""
+        """Returns the text on lines of its own."""
         return f'\n"""\n{self.args[0]}"""'
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a run ends.
+    """The failure that ends a run.
 
     Attributes:
         rank: The rank that failed first.
-        summary: One line.
+        summary: One line on the failure.
         details: The traceback, if there is one.
-        is_value_error: Whether it was the user's input, so that each rank says so alike.
-        unanswering: The process, if the rank has failed by not answering any more.
+        is_value_error: Whether the user's input is wrong, so that all ranks raise the same error.
+        unanswering: The rank's process, if the rank has stopped answering.
     """
 
     rank: int
@@ -85,11 +85,11 @@ class Failure:
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException) -> Failure:
-        """Describes an exception of this process.
+        """Creates the failure of an exception in this process.
 
         Args:
             rank: This rank.
-            error: What was raised.
+            error: The exception.
         """
         summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
         details = "".join(traceback.format_exception(error))
@@ -97,10 +97,10 @@ class Failure:
 
     @classmethod
     def from_standstill(cls, standstill: Standstill, details: str = "") -> Failure:
-        """Describes a rank that all others have waited for in vain.
+        """Creates the failure of a rank that all others have waited for in vain.
 
         Args:
-            standstill: What is known of it.
+            standstill: Standstill of the rank.
             details: The traceback of a rank that has waited.
         """
         process = standstill.process
@@ -108,11 +108,11 @@ class Failure:
         return cls(process.rank, str(standstill), details, unanswering=unanswering)
 
     def __str__(self) -> str:
-        """Says who failed and why, on one line."""
+        """Returns a line with the failed rank and the cause."""
         return f"Rank {self.rank} failed first: {self.summary}"
 
     def to_exception(self) -> Exception:
-        """Makes the exception that the other ranks raise."""
+        """Creates the exception that the other ranks raise."""
         if self.is_value_error:
             return ValueError(f"{self.summary}\n(raised on rank {self.rank})")
         error = RankFailedError(str(self))
@@ -122,17 +122,17 @@ class Failure:
 
 
 class FailureRing:
-    """One rank's place in the ring. Created by the thread that trains.
+    """One rank's place in the ring. The training thread must create it.
 
     Args:
-        group: A gloo group of all ranks whose timeout never comes.
+        group: A gloo group of all ranks, with a timeout that is never reached.
         rank: This rank.
-        world_size: All ranks.
-        rhythm: How often ranks tell that they live.
-        progress: Says in a few words where this rank's run is; called on another thread.
+        world_size: Number of all ranks.
+        rhythm: Interval of the beats and time limits.
+        progress: Returns a few words on where this rank's run is; called on another thread.
         on_failure: Called once, on the listening thread, with another rank's failure.
-        on_notice: Called on threads of the ring where ranks stand still or go on. Rank 0 is told of
-            all, other ranks of what rank 0 cannot hear.
+        on_notice: Called on threads of the ring when a rank stands still or goes on. Rank 0 gets
+            all notices; another rank gets those on rank 0 that it was the first to find.
     """
 
     def __init__(
@@ -177,29 +177,29 @@ class FailureRing:
 
     @property
     def standstill(self) -> Standstill | None:
-        """A rank that is known to stand still, the first one of several."""
+        """The standstill of a rank, the first one of several; None if there is none."""
         return next(iter(self._standstills.copy().values()), None)
 
     def wait_for_news(self, seconds: float) -> None:
-        """Waits until another rank's failure is known, but not for long.
+        """Waits until another rank's failure is known, for a limited time.
 
         Args:
-            seconds: How long at most.
+            seconds: How long to wait at most.
         """
         self._has_news.wait(seconds)
 
     def announce(self, failure: Failure) -> None:
-        """Tells the others, unless they have been told of an earlier failure.
+        """Sends a failure to the other ranks, unless an earlier failure is known.
 
         Args:
-            failure: This rank's own.
+            failure: This rank's failure.
         """
         if self._is_first(failure):
             self._send(failure)
             self._say_goodbye()
 
     def close(self) -> None:
-        """Says goodbye, so that this rank's exit is not taken for a failure."""
+        """Sends a goodbye, so that this rank's exit is not taken for a failure."""
         self._say_goodbye()
         self._receiver.close()
         for thread in self._threads:
@@ -240,7 +240,7 @@ class FailureRing:
         self._on_failure(failure)
         self._has_news.set()
         # Not in `close`: this rank may sit in a collective that only the predecessor's end can
-        # break, and the predecessor does not end before it has heard a goodbye.
+        # break, and the predecessor does not end before it has received a goodbye.
         self._say_goodbye()
 
     def _is_first(self, failure: Failure) -> bool:
@@ -259,7 +259,7 @@ class FailureRing:
             self._is_closed.wait(self._rhythm.interval_seconds)
 
     def _report(self, found: Notice | None) -> None:
-        """Spreads what this rank was the first to find."""
+        """Spreads a message that this rank was the first to find."""
         if found is not None:
             self._spread(found, is_first=True)
 
@@ -294,11 +294,11 @@ _POLL_SECONDS = 0.1
 
 
 def exit_after_grace(failure: Failure, has_left: Callable[[], bool]) -> None:
-    """Ends the process after a grace, unless its run has ended by then.
+    """Ends the process after a grace period, unless its run has ended by then.
 
     Args:
-        failure: What to print.
-        has_left: Whether the run has ended by itself.
+        failure: The failure to print.
+        has_left: Returns whether the run has ended by itself.
     """
     thread = threading.Thread(
         target=_wait_and_exit, args=(failure, has_left), name="last-resort", daemon=True
@@ -326,6 +326,6 @@ def never_destroy(objects: Iterable[Any]) -> None:
         objects: Process groups, whose destructors would wait for other ranks.
     """
     for kept in objects:
-        # One reference that nobody gives back. Python lets go of every other one while it exits,
+        # One reference that is never released. Python releases every other one while it exits,
         # those of modules and of frames too.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

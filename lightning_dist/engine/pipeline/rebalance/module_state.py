@@ -1,8 +1,8 @@
-"""Put a module back as it was, whatever a step has left in it.
+"""Restore a module's state after a step that may have changed it.
 
 A step may count, append to a list, or update a metric; norms update their statistics. All of that
-is in the attributes of the modules, so these are kept: what an attribute is, and what is in it, as
-far as tensors, lists, dicts, sets and deques go. Parameters are left alone.
+is in the attributes of the modules, so the attributes are saved and restored. Tensors, lists,
+dicts, sets and deques are restored in place, with their contents. Parameters are left alone.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _Undo = Callable[[], object]
 
 @contextmanager
 def state_kept(module: nn.Module) -> Iterator[None]:
-    """Puts the attributes of a module and of its parts back at the end.
+    """Restores the attributes of a module and of its submodules at the end.
 
     Args:
-        module: Any.
+        module: Any module.
 
     Yields:
         Nothing.
@@ -38,7 +38,7 @@ def state_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _keep(value: Any) -> _Undo:
-    """Looks at a value, and gives what makes it what it was."""
+    """Returns the callable that restores a value."""
     if isinstance(value, nn.Parameter):
         return _nothing
     if isinstance(value, Tensor):
@@ -67,5 +67,4 @@ def _refill(clear: _Undo, fill: _Undo, inside: Any) -> _Undo:
     return lambda: [put_back() for put_back in undo]
 
 
-def _nothing() -> None:
-    """Does nothing."""
+def _nothing() -> None: ...

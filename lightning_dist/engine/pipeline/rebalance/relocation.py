@@ -1,21 +1,21 @@
 """Move layers between the ranks of a pipeline while it is empty.
 
-Each rank sends off the layers that leave it and forgets their values, then takes in those that
-come, one by one. With a layer goes its optimizer's state, so that the next update is the one that
-it would have been where it came from. Layers that stay are not touched.
+Each rank sends the layers that leave it and frees their values. Then the rank receives the layers
+that come, one by one. A layer's optimizer state moves with the layer, so that the layer's next
+update is the same as on its old rank. Layers that stay are not touched.
 
-Every rank of the pipeline makes a :class:`Relocation` of the same two cuts and runs it. Sends never
-wait, so no order of ranks can make them wait for each other.
+Every rank of the pipeline creates a :class:`Relocation` of the same two partitions and runs it.
+Sends never wait, so no order of ranks can deadlock.
 
-What a layer holds, taken out of its modules and put into others, in place.
+:class:`LayerValues` holds a layer's values; :class:`Exchanged` removes and fills them in place.
 
-A layer that moves leaves its structure behind and finds it at the other end, where it has stood
-since the model was cut. So what travels is values: parameters, buffers (those that no checkpoint
-has, too), gradients that wait for an update, and what a training loop may have changed on this rank
-alone: which parameters are frozen, which parts are in training, and a module's ``extra_state``.
+A layer that moves leaves its structure behind. The receiving rank has had the same structure since
+the model was cut. So only values travel: parameters, buffers (non-persistent ones, too) and
+gradients that wait for an update. What a training loop may have changed on this rank alone travels
+too: which parameters are frozen, which parts are in training, and a module's ``extra_state``.
 
-The modules stay the objects that they are, with their hooks, and a module that has been left holds
-no memory, whoever may still refer to it.
+The modules stay the same objects, with their hooks. A module whose layer has left holds no memory,
+even if other objects still refer to it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class LayerValues:
     """The values of some modules, as a tree that channels can send.
 
     Attributes:
-        parameters: By name; they require grad if they are trained.
-        buffers: By name.
-        gradients: Of parameters, by name.
-        is_training: Of all parts, by name.
-        extra_states: Of the parts that have one, by name.
+        parameters: Parameters by name; trained ones require grad.
+        buffers: Buffers by name.
+        gradients: Gradients of the parameters, by name.
+        is_training: ``training`` of all submodules, by name.
+        extra_states: ``extra_state`` of the submodules that have one, by name.
     """
 
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
@@ -55,16 +55,16 @@ class LayerValues:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         held = (self.parameters, self.buffers, self.gradients)
         return sum(tensor.nbytes for tensors in held for tensor in tensors.values())
 
 
 def values_of(modules: nn.Module, *, with_gradients: bool) -> LayerValues:
-    """Looks at what modules hold; nothing is copied.
+    """Returns the values of modules, without a copy.
 
     Args:
-        modules: Any, as one module.
+        modules: Any modules, as one module.
         with_gradients: Whether gradients wait for an update.
     """
     parameters = dict(modules.named_parameters(remove_duplicate=False))
@@ -83,10 +83,10 @@ def values_of(modules: nn.Module, *, with_gradients: bool) -> LayerValues:
 
 
 class Exchanged:
-    """Puts tensors in the places of others; what was one tensor at several places stays one.
+    """Replaces tensors in modules; a tensor shared by several places stays shared.
 
     Args:
-        device: Of the new ones with values.
+        device: Device of the new tensors with values.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,21 +94,21 @@ class Exchanged:
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its id lasts
 
     def strip(self, modules: nn.Module) -> None:
-        """Leaves modules their structure, on the meta device.
+        """Moves modules' tensors to the meta device, which frees their values.
 
         Args:
-            modules: Changed in place.
+            modules: Modules, changed in place.
         """
         for name, tensor in _tensors_of(modules):
             _set(modules, name, self._once(tensor, lambda t: torch.empty_like(t, device="meta")))
 
     @torch.no_grad()
     def fill(self, modules: nn.Module, values: LayerValues) -> None:
-        """Gives modules values.
+        """Fills modules with values.
 
         Args:
-            modules: What :meth:`strip` has left, or a copy of the structure; changed in place.
-            values: Of such modules, of the same names.
+            modules: Modules after :meth:`strip`, or a copy of the structure; changed in place.
+            values: Values of modules of the same structure and names.
         """
         places = dict(_tensors_of(modules))
         for name, value in (*values.parameters.items(), *values.buffers.items()):
@@ -154,18 +154,18 @@ def _set(modules: nn.Module, name: str, tensor: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MoveLinks:
-    """The channels of one rank to those that it exchanges layers with.
+    """The channels of one rank to the ranks that it exchanges layers with.
 
     Attributes:
-        outgoing: By the other's rank in the pipeline.
-        incoming: By the other's rank in the pipeline.
+        outgoing: Sending ends, by the peer's rank in the pipeline.
+        incoming: Receiving ends, by the peer's rank in the pipeline.
     """
 
     outgoing: Mapping[int, Sender] = field(default_factory=dict)
     incoming: Mapping[int, Receiver] = field(default_factory=dict)
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes each waiting or later receive raise.
+        """Raises an error in each waiting or later receive.
 
         Args:
             error: What to raise.
@@ -174,7 +174,7 @@ class MoveLinks:
             receiver.interrupt(error)
 
     def close(self) -> None:
-        """Waits until all has arrived, and ends the channels; each rank must call it."""
+        """Waits until all has arrived, and closes the channels. Collective: all ranks call it."""
         for sender in self.outgoing.values():
             sender.close()
         for receiver in self.incoming.values():
@@ -186,10 +186,10 @@ class _Parcel:
     """A layer as it travels.
 
     Attributes:
-        values: What its parts hold.
-        beside: What it uses beside that.
-        optimizer: Its parameters' state by name; of each tensor whether it is where the parameter
-            is, for a count of steps stays on the host.
+        values: Values of the layer's parts.
+        beside: Tensors that the layer uses besides its own values.
+        optimizer: Optimizer state of the layer's parameters by name. With each entry goes whether
+            it is on the parameter's device, since a count of steps stays on the host.
     """
 
     values: LayerValues
@@ -198,15 +198,15 @@ class _Parcel:
 
 
 class Relocation:
-    """One rank's part in a change of the cut.
+    """One rank's part in a change of the partition.
 
     Args:
-        layers: Of the pipelined module, which has been cut.
-        before: Layers per stage as they are.
-        after: As they shall be.
+        layers: Layers of the pipelined module, which has been cut.
+        before: Layers per stage now.
+        after: Layers per stage afterwards.
         rank_of_stage: The rank of each stage.
-        rank: This one, in the pipeline.
-        device: Where it computes.
+        rank: This rank's index in the pipeline.
+        device: Device on which this rank computes.
     """
 
     def __init__(
@@ -242,14 +242,14 @@ class Relocation:
     def run(
         self, links: MoveLinks, optimizers: Iterable[Optimizer], *, with_gradients: bool = False
     ) -> None:
-        """Moves the layers; the pipeline must be empty, and let go of the module.
+        """Moves the layers; the pipeline must be empty, and detached from the module.
 
-        The optimizers' groups are the caller's to put right.
+        The caller must update the optimizers' groups.
 
         Args:
-            links: To :attr:`targets` and from :attr:`sources`.
-            optimizers: Of this rank's parameters; they lose the state of what leaves, and get that
-                of what comes.
+            links: Channels to :attr:`targets` and from :attr:`sources`.
+            optimizers: Optimizers of this rank's parameters; they lose the state of the layers that
+                leave, and get the state of the layers that come.
             with_gradients: Whether ``p.grad`` waits for an update.
         """
         states = [optimizer.state for optimizer in optimizers]
@@ -259,7 +259,7 @@ class Relocation:
         self._forget(states)
         coming = {move.layer_index for move in self._coming}
         own = self._own_layers()
-        # Before a wait that may end in an error: nobody finds a layer without values in its place.
+        # Before a wait that may raise, so that no layer without values stands in the module.
         recut(self._layers, self._after, [layer for layer in own if layer not in coming])
         exchanged, beside = Exchanged(self._device), dict[str, Tensor]()
         for move in self._coming:
@@ -270,7 +270,7 @@ class Relocation:
         self._layers.settle(own, beside)
 
     def _parts(self, layer_index: int) -> nn.ModuleDict:
-        """Gives a layer's submodules as one module."""
+        """Returns a layer's submodules as one module."""
         all_parts = self._layers.parts()
         parts = [structure_of(p.module) for p in all_parts if p.layer_index == layer_index]
         return nn.ModuleDict({str(place): module for place, module in enumerate(parts)})
@@ -323,5 +323,5 @@ def _located(value: Any, parameter: Tensor) -> tuple[Any, bool]:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    # A copy, for what is received lies in memory of the channel's own.
+    # A copy, since received tensors lie in the channel's own memory.
     return value.to(device, copy=True) if isinstance(value, Tensor) else value

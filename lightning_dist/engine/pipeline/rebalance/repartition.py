@@ -1,7 +1,7 @@
-"""Cut a pipeline anew while it trains: agree, exchange layers, go on.
+"""Repartition a pipeline while it trains: agree, exchange layers, go on.
 
-What stays open is as large as can be. Channels, the recorder, the log, the optimizer and whatever
-holds it outlive the change; only the stages are made anew, on the layers that are here then.
+As much as possible stays open. Channels, the recorder, the log, and the optimizer with its owner
+outlive the change. Only the stages are created anew, on the layers that this rank has then.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _ONE_BY_ONE = (
 
 @dataclass(frozen=True, slots=True)
 class Repartition:
-    """A change of the cut.
+    """A change of the partition.
 
     Attributes:
-        layers_per_stage: The cut from now on.
-        moves: The layers that have changed their rank, all of the pipeline.
-        seconds: What it took on this rank, with the drain.
+        layers_per_stage: The partition from now on.
+        moves: All layers of the pipeline that have changed their rank.
+        seconds: Duration of the change on this rank, with the drain.
     """
 
     layers_per_stage: tuple[int, ...]
@@ -48,7 +48,7 @@ class Repartition:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        """Says what has moved, on one line."""
+        """Returns a line that lists the moves."""
         routes = ", ".join(f"{m.layer_index} (rank {m.source} to {m.target})" for m in self.moves)
         return (
             f"The pipeline has {list(self.layers_per_stage)} layers per stage now. Moved in"
@@ -59,15 +59,16 @@ class Repartition:
 def agree_on_cut(
     split: PipelineSplit, wanted: Sequence[int], everyone: dist.ProcessGroup
 ) -> tuple[int, ...]:
-    """Checks a cut, on all ranks alike.
+    """Checks that all ranks want the same possible partition. Collective: every rank must call it.
 
     Args:
-        split: As it is.
-        wanted: Layers per stage.
-        everyone: A gloo group of all ranks, each of which must call it.
+        split: The present split.
+        wanted: Layers per stage that this rank wants.
+        everyone: A gloo group of all ranks.
 
     Raises:
-        ValueError: It does not fit, ranks want different ones, or stages share parameters.
+        ValueError: The partition does not fit, ranks want different ones, or stages share
+            parameters.
     """
     cuts: list[Any] = [None] * dist.get_world_size(everyone)
     dist.all_gather_object(cuts, [int(count) for count in wanted], group=everyone)
@@ -85,13 +86,13 @@ def agree_on_cut(
 
 
 def refuse_shared_parameters(layers: Layers) -> None:
-    """Refuses layers that would have to stay together, or to be copied.
+    """Checks that no two layers share a parameter, since layers move one by one.
 
     Args:
-        layers: Of the pipelined module.
+        layers: Layers of the pipelined module.
 
     Raises:
-        ValueError: Two of them share a parameter.
+        ValueError: Two layers share a parameter.
     """
     refuse_ties(find_ties(layers, (1,) * len(layers)), _ONE_BY_ONE)
 
@@ -101,8 +102,8 @@ class LayerExchange:
 
     Args:
         ranks: Global ranks of the pipeline, in order.
-        groups: Two gloo groups of them, for nothing else.
-        device: Where this rank computes.
+        groups: Two gloo groups of these ranks, used for layers only.
+        device: Device on which this rank computes.
         timeout_seconds: How long a rank waits for another.
     """
 
@@ -134,14 +135,14 @@ class LayerExchange:
 
         Args:
             pipeline: This rank's stages.
-            split: As the module is cut now.
-            after: Layers per stage.
-            optimizers: Of this rank's parameters; their groups are the caller's to put right.
+            split: The module's present split.
+            after: Layers per stage afterwards.
+            optimizers: Optimizers of this rank's parameters; the caller must update their groups.
             with_gradients: Whether ``p.grad`` waits for an update.
-            on_moved: Called when the layers are here, before stages are made of them.
+            on_moved: Called when the layers have arrived, before the stages are created anew.
 
         Returns:
-            What has moved on all ranks of the pipeline.
+            The moves of all ranks of the pipeline.
         """
         relocation = Relocation(
             split.layers,
@@ -154,7 +155,7 @@ class LayerExchange:
         self._links = connect_moves(
             relocation, self._ranks, self._groups, self._device, self._timeout_seconds
         )
-        if self._interruption is not None:  # while they were made, or before
+        if self._interruption is not None:  # while the channels were opened, or before
             self._links.interrupt(self._interruption)
         with pipeline.detached():
             relocation.run(self._links, optimizers, with_gradients=with_gradients)
@@ -165,7 +166,7 @@ class LayerExchange:
         return relocation.moves
 
     def interrupt(self, error: BaseException) -> None:
-        """Wakes this rank where it waits for a layer, or when it comes to.
+        """Raises an error in this rank's present or next wait for a layer.
 
         Args:
             error: What to raise there.

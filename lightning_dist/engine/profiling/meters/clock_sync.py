@@ -15,17 +15,17 @@ _NUM_PINGS = 12
 def exchange_pings(
     clock: Callable[[], float], group: dist.ProcessGroup, num_pings: int = _NUM_PINGS
 ) -> tuple[ClockOffset, ...]:
-    """Tells by how much each rank's clock is ahead of the first one's; each rank must call it.
+    """Measures each rank's clock offset from the first rank's. Collective: every rank must call it.
 
-    The first one asks the others in turn, so that no message waits behind another one.
+    The first rank asks the others in turn, so that no message waits for another one.
 
     Args:
-        clock: Of this rank, in seconds.
-        group: Of gloo; nothing else may be under way in it.
-        num_pings: To each rank.
+        clock: Clock of this rank, in seconds.
+        group: A gloo group, in which nothing else may be under way.
+        num_pings: Number of pings to each rank.
 
     Returns:
-        By rank of the group, the same on all of them.
+        The offsets by rank of the group, the same on all ranks.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     offsets = [ClockOffset() for _ in range(size)]

@@ -1,11 +1,11 @@
 """Count floating point operations by torch's formulas.
 
-The formulas are those of ``torch.utils.flop_counter``, those too that users have added with its
-``register_flop_formula``. Its own mode takes four times as long over a step, for it tries to take
-each operation apart and knows the modules that it is in. Under it jagged tensors fail, and what is
-compiled is not compiled any more, then or later.
+The formulas are those of ``torch.utils.flop_counter``, with those that users have added by its
+``register_flop_formula``. Torch's own ``FlopCounterMode`` makes a step four times as long, since it
+tries to decompose each operation and tracks modules. Under that mode jagged tensors fail, and
+compiled code is not compiled any more, then or later.
 
-How much is in a batch, as far as it says so.
+:func:`num_samples` and :func:`num_tokens` count the content of a batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOKENS = ("input_ids", "tokens")
 
 
 def num_samples(batch: Any) -> int:
-    """Counts samples by the first dim of the first tensor; 0 where there is none.
+    """Counts samples by the first dim of the first tensor; 0 if there is none.
 
     Args:
         batch: Any tree.
@@ -32,7 +32,7 @@ def num_samples(batch: Any) -> int:
 
 
 def num_tokens(batch: Any) -> int | None:
-    """Counts the elements of what a batch calls ``input_ids`` or ``tokens``; None without.
+    """Counts the elements of a batch's ``input_ids`` or ``tokens``; None without such a tensor.
 
     Args:
         batch: A mapping, or an object with attributes.
@@ -45,30 +45,30 @@ def num_tokens(batch: Any) -> int | None:
 
 
 class FlopCounter:
-    """Adds up what operations take that it is told of; those without a formula take nothing."""
+    """Sums the FLOPs of operations; those without a formula count nothing."""
 
     def __init__(self) -> None:
         self._formulas = FlopCounterMode(display=False).flop_registry
         self.flops = 0
 
     def counts(self, func: Any) -> bool:
-        """Whether an operation has a formula.
+        """Returns whether an operation has a formula.
 
         Args:
-            func: Of torch.
+            func: Operation of torch.
         """
         return _packet(func) in self._formulas
 
     def __call__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Adds what an operation takes, if it has a formula.
+        """Adds the FLOPs of an operation, if it has a formula.
 
         Args:
-            func: Of torch.
-            args: Its arguments.
-            kwargs: Its arguments by name.
-            result: What it returned.
+            func: Operation of torch.
+            args: Arguments of the operation.
+            kwargs: Arguments of the operation by name.
+            result: Result of the operation.
         """
         formula = self._formulas.get(_packet(func))
         if formula is not None:
@@ -76,5 +76,5 @@ class FlopCounter:
 
 
 def _packet(func: Any) -> Any:
-    """Gives the key of the formulas; higher-order operators are their own."""
+    """Returns the key of an operation's formula; higher-order operators are their own."""
     return getattr(func, "overloadpacket", func)

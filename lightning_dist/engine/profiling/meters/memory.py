@@ -1,14 +1,14 @@
-"""Count what forwards keep for their backwards, and the most of it at a time.
+"""Count the bytes that forwards keep for their backwards, and their peak.
 
-Autograd hands over each tensor that it keeps, and drops what it got in return when it needs it no
-more. Tensors on the same memory count once, and weights, which are there anyway, not at all.
+Autograd calls a hook with each tensor that it keeps, and drops the hook's result when it needs the
+tensor no more. Tensors in the same memory count once. Weights, which exist anyway, do not count.
 
-How many bytes of each kind a rank holds for training.
+:func:`bytes_of` and the like count the bytes of each kind that a rank holds for training.
 
-Know the memory of the weights that modules compute with.
+:class:`WeightsInUse` knows the memory of the weights with which modules compute.
 
-These are not the parameters everywhere: stages of a pipeline run on versions of them, and half
-precision on copies, which take the parameters' places while a module is called.
+These weights are not always the parameters. A pipeline's stages run on versions, and half precision
+on copies, which replace the parameters while a module is called.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_dist.engine.tensors.tree import flatten
 
 
 class ActivationMeter:
-    """Watches what is kept while it is entered, and afterwards until it is dropped.
+    """Counts tensors that autograd keeps while the meter is entered, until they are dropped.
 
     Args:
         parameters: Plain tensors, whose memory does not count.
@@ -49,12 +49,12 @@ class ActivationMeter:
         self.total_bytes = 0
 
     def __enter__(self) -> ActivationMeter:
-        """Begins."""
+        """Begins to count."""
         self._watch.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends; what is kept is still watched."""
+        """Counts no more new tensors; kept tensors are still watched until they are dropped."""
         self._watch.__exit__()
 
     def _note(self, tensor: Tensor) -> list[_Claim]:
@@ -72,8 +72,8 @@ class ActivationMeter:
         """Counts one more user of some memory.
 
         Args:
-            place: Its address.
-            num_bytes: Its size.
+            place: Address of the memory.
+            num_bytes: Size of the memory.
         """
         users = self._users.get(place, 0)
         self._users[place] = users + 1
@@ -86,8 +86,8 @@ class ActivationMeter:
         """Counts one user less of some memory.
 
         Args:
-            place: Its address.
-            num_bytes: Its size.
+            place: Address of the memory.
+            num_bytes: Size of the memory.
         """
         self._users[place] -= 1
         if not self._users[place]:
@@ -96,7 +96,7 @@ class ActivationMeter:
 
 
 class _Claim:
-    """One tensor's share in some memory, for as long as it lives."""
+    """One tensor's use of some memory, for the lifetime of this object."""
 
     def __init__(self, meter: ActivationMeter, place: int, num_bytes: int) -> None:
         self._meter = meter
@@ -108,7 +108,7 @@ class _Claim:
 
 
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Finds a tensor's memory, or that of the tensors it is made of; a sparse one's is left out."""
+    """Yields a tensor's memory, or that of its inner tensors; none for a sparse tensor."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         for name in flatten()[0]:
@@ -118,10 +118,10 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Adds up this rank's memory of tensors; what several share counts once.
+    """Returns this rank's bytes of tensors; shared memory counts once.
 
     Args:
-        tensors: Whole, or shards.
+        tensors: Plain tensors, or sharded ones.
     """
     sizes: dict[int, int] = {}
     for tensor in tensors:
@@ -131,28 +131,28 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def gradient_bytes(parameters: Iterable[Tensor]) -> int:
-    """Adds up the gradients that are there.
+    """Returns the bytes of the gradients of parameters.
 
     Args:
-        parameters: Whose.
+        parameters: Parameters, with or without gradients.
     """
     return bytes_of(p.grad for p in parameters if p.grad is not None)
 
 
 def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Adds up what optimizers keep for their parameters, step counts left out.
+    """Returns the bytes of optimizers' states, without step counts.
 
     Args:
-        optimizers: Of this rank.
+        optimizers: Optimizers of this rank.
     """
     kept = (t for o in optimizers for t in flatten([*o.state.values()])[0])
     return bytes_of(t for t in kept if t is not None and t.dim() > 0)
 
 
 class WeightsInUse:
-    """Holds addresses, of the calls that run while it is entered.
+    """The addresses of the weights of the module calls that run at the moment.
 
-    A version may be gone after the call, and its memory somebody else's.
+    A version may be freed after the call, and its memory used for another tensor.
     """
 
     def __init__(self) -> None:
@@ -160,11 +160,11 @@ class WeightsInUse:
         self._handles: list[RemovableHandle] = []
 
     def __contains__(self, place: object) -> bool:
-        """Whether some memory is that of a weight in use."""
+        """Returns whether an address is that of a weight in use."""
         return any(place in call for call in self._calls)
 
     def __enter__(self) -> WeightsInUse:
-        """Begins."""
+        """Begins to watch module calls."""
         self._handles = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -172,7 +172,7 @@ class WeightsInUse:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends."""
+        """Ends the watching."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

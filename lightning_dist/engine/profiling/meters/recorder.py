@@ -1,8 +1,8 @@
-"""What a rank did when: the measured side of the timeline.
+"""The recorder of a rank's spans: the measured side of the timeline.
 
-Each action costs two clock readings and one tuple, and nothing is computed until somebody asks. On
-a GPU the clock is a CUDA event, so that a span is the time on the device, not the time of the
-launch, and no action waits for the device.
+Each action costs two clock readings and one tuple. Everything else is computed when spans are read.
+On a GPU the clock is a CUDA event. So a span is the time on the device, not the time of the launch,
+and no action waits for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from lightning_dist.engine.schedules.actions import Action
 from lightning_dist.engine.schedules.timeline import Span, SpanKind
 
-_COUNTED_FROM_SECONDS = 8.0  # which single precision tells to half a microsecond
+_COUNTED_FROM_SECONDS = 8.0  # single precision resolves this to half a microsecond
 
 
 class Clock(Protocol):
@@ -49,12 +49,12 @@ class HostClock:
 
 @dataclass(slots=True)
 class CudaMark:
-    """An event, and an earlier one that it is counted from.
+    """An event, and an earlier mark from which its time is counted.
 
     Attributes:
-        event: When it was.
-        since: The earlier one; None for the first.
-        known_seconds: Since the epoch, where somebody has asked.
+        event: The event.
+        since: The earlier mark; None for the first mark.
+        known_seconds: Seconds since the epoch, once they were computed.
     """
 
     event: torch.cuda.Event
@@ -62,21 +62,21 @@ class CudaMark:
     known_seconds: float | None = None
 
     def seconds(self) -> float:
-        """Gives its seconds since the epoch; waits for it."""
+        """Returns the event's seconds since the epoch; waits for the event."""
         if self.known_seconds is None:
             assert self.since is not None
             before = self.since.seconds()
             self.event.synchronize()
             self.known_seconds = before + self.since.event.elapsed_time(self.event) / 1e3
-            self.since = None  # which may be the last to hold the one before
+            self.since = None  # which may be the last reference to the earlier mark
         return self.known_seconds
 
 
 class CudaClock:
     """Events on the current CUDA stream.
 
-    CUDA tells the time between two events in single precision: after an hour to a quarter of a
-    millisecond. So a mark is counted from one that was some seconds before.
+    CUDA returns the time between two events in single precision, which after an hour resolves a
+    quarter of a millisecond. So a mark is counted from another mark some seconds earlier.
 
     Args:
         device: The device whose work is timed.
@@ -104,7 +104,7 @@ class CudaClock:
         return mark
 
     def seconds(self, mark: CudaMark) -> float:
-        """Turns a mark into seconds since the epoch; waits for it."""
+        """Turns a mark into seconds since the epoch; waits for its event."""
         return mark.seconds()
 
 
@@ -129,7 +129,7 @@ class Recorder:
 
         Args:
             kind: What the rank does.
-            action: For which action.
+            action: The action of the schedule.
 
         Yields:
             Nothing.
@@ -147,26 +147,26 @@ class Recorder:
 
         Args:
             kind: What the rank did.
-            action: For which action.
-            start: What :meth:`mark` gave when it began.
-            end: What :meth:`mark` gave when it ended; None is now.
+            action: The action of the schedule.
+            start: Mark from :meth:`mark` at the begin of the span.
+            end: Mark from :meth:`mark` at the end of the span; None means now.
         """
         end = self.mark() if end is None else end
         self._marks.append((self._stretch, kind, action, start, end))
 
     def seconds(self, mark: Any) -> float:
-        """Turns what :meth:`mark` gave into seconds since the epoch."""
+        """Turns a mark from :meth:`mark` into seconds since the epoch."""
         return self._clock.seconds(mark)
 
     def interrupt(self) -> None:
-        """Begins a new stretch: something else than training lies between what comes and what was.
+        """Begins a new stretch of spans, after other work than training.
 
-        All ranks must call it alike.
+        Collective: every rank must call it alike.
         """
         self._stretch += 1
 
     def stretches(self) -> dict[int, tuple[Span, ...]]:
-        """Gives the recorded spans in seconds since the epoch, oldest first, by stretch."""
+        """Returns the recorded spans in seconds since the epoch, oldest first, by stretch."""
         seconds = self._clock.seconds
         found: dict[int, list[Span]] = {}
         for stretch, kind, action, start, end in self._marks:
@@ -175,10 +175,10 @@ class Recorder:
         return {stretch: tuple(spans) for stretch, spans in found.items()}
 
     def since(self, start: Any) -> tuple[Span, ...]:
-        """Gives the spans that have begun later, in seconds since the epoch, oldest first.
+        """Returns the spans that began after a mark, in seconds since the epoch, oldest first.
 
         Args:
-            start: What :meth:`mark` gave.
+            start: Mark from :meth:`mark`.
         """
         begin, seconds = self.seconds(start), self._clock.seconds
         found: list[Span] = []

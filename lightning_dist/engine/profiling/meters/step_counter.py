@@ -1,7 +1,7 @@
-"""Count one step's operations, messages and activations, whoever asks for them.
+"""Count one step's operations, messages and activations, in any code.
 
-Everything passes torch's dispatcher, the parts of autograd too; but for what stages hand over in
-memory that two processes share, and what is inside of a compiled kernel. Looking at each operation
+All operations pass torch's dispatcher, those of autograd too. Exceptions are messages through
+memory that two processes share, and operations inside of a compiled kernel. Watching each operation
 is slow, so such a step is not timed.
 """
 
@@ -30,9 +30,9 @@ class StepCounter:
     """Counts from :meth:`start` to :meth:`stop`.
 
     Args:
-        mesh: Tells who a message is for.
-        parameters: What is there before a step.
-        in_memory: What no operation of torch tells of, if there is any.
+        mesh: Sizes of the mesh, which give the axes of a message.
+        parameters: Parameters, whose memory is no activation.
+        in_memory: Count of the messages that are no operations of torch, if there are any.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StepCounter:
 
     def start(self) -> None:
         """Begins to count."""
-        # Nothing is compiled for the sake of this step; what has been is taken as it is.
+        # Nothing is compiled for this step; code that is compiled already is used as such.
         self._stack.enter_context(torch.compiler.set_stance("eager_on_recompile"))
         self._stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r".*when there are global hooks")  # torch.compile's
@@ -64,7 +64,7 @@ class StepCounter:
 
     def _look(self, func: Any, *call: Any) -> None:
         told = self._told.get(func)
-        if told is None:  # most operations are of no interest to anybody, and there are thousands
+        if told is None:  # most operations are of no interest, and there are thousands
             told = [c for c in (self._traffic, self._flops) if c.counts(func)]
             self._told[func] = told
         for counter in told:
@@ -76,15 +76,15 @@ class StepCounter:
             self._ledger.add(MessageKind.SEND, ("pp",), num_bytes, count)
 
     def stop(self) -> None:
-        """Ends; also where nothing has begun."""
+        """Ends the counting, if it has begun."""
         self._stack.close()
 
     def count(self, num_steps: int, num_forwards: int) -> StepCount:
-        """Says what a step came to.
+        """Returns the counts per step.
 
         Args:
-            num_steps: That were counted.
-            num_forwards: In a step.
+            num_steps: Number of steps that were counted.
+            num_forwards: Number of forwards in a step.
         """
         meter = self._activations
         return StepCount(

@@ -1,12 +1,12 @@
 """Write torch's own trace of some steps of this rank.
 
-Trace one step, to see when collectives are under way and when there is something to compute.
+:class:`CollectiveTrace` traces one step for the times of collectives and of compute.
 
-torch's profiler sees both without being asked by either, so this works for any strategy. On a CPU a
-rank computes while an operation of ATen runs; on a GPU, while a kernel does that is no collective.
+Torch's profiler sees both in any code, so this works for any strategy. On a CPU a rank computes
+while an operation of ATen runs. On a GPU a rank computes while a kernel runs that is no collective.
 
-What Kineto has recorded is read as it is: the objects that torch's profiler makes of it for
-``events()`` are good for many things, but to make them takes longer than the step.
+Kineto's records are read directly. To create the objects of the profiler's ``events()`` from them
+takes longer than the step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _PART = "lightning_dist::"
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
-    """Lists what torch's profiler shall look at.
+    """Returns the activities for torch's profiler to record.
 
     Args:
-        device: Where a rank computes.
+        device: Device on which a rank computes.
     """
     on_device = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     return [ProfilerActivity.CPU, *on_device]
@@ -42,7 +42,7 @@ class CollectiveTrace:
     """Traces from :meth:`start` to :meth:`stop`.
 
     Args:
-        device: Where this rank computes.
+        device: Device on which this rank computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,11 +50,11 @@ class CollectiveTrace:
         self._profile: autograd_profile | None = None
 
     def start(self, barrier: Callable[[], None]) -> None:
-        """Begins.
+        """Begins the trace.
 
         Args:
-            barrier: Waits for all ranks: some take longer to begin, and the others would wait for
-                them in their first collective.
+            barrier: Waits for all ranks, since some take longer to begin, and the others would wait
+                in their first collective.
         """
         on_device = self._device.type == "cuda"
         self._profile = autograd_profile(use_kineto=True, use_device="cuda" if on_device else None)
@@ -62,7 +62,7 @@ class CollectiveTrace:
         barrier()
 
     def stop(self) -> Exposure | None:
-        """Ends, and says what was seen; None where nothing has begun."""
+        """Ends the trace and returns the exposure; None if no trace has begun."""
         if self._profile is None:
             return None
         self._profile.__exit__(None, None, None)
@@ -74,10 +74,10 @@ class CollectiveTrace:
 
 @contextmanager
 def part_of_step(name: str) -> Iterator[None]:
-    """Gives a part of the step its name in the trace.
+    """Names a part of the step in the trace.
 
     Args:
-        name: Of the part.
+        name: Name of the part.
 
     Yields:
         Nothing.
@@ -87,10 +87,10 @@ def part_of_step(name: str) -> Iterator[None]:
 
 
 def exposure_of(events: Iterable[Any], *, on_device: bool) -> Exposure:
-    """Sorts the events of a trace.
+    """Creates the exposure from the events of a trace.
 
     Args:
-        events: As ``torch.autograd.profiler.profile.kineto_results`` has them, times in
+        events: Events of ``torch.autograd.profiler.profile.kineto_results``, with times in
             nanoseconds.
         on_device: Whether kernels count, and not operations of the host.
     """
@@ -102,7 +102,7 @@ def exposure_of(events: Iterable[Any], *, on_device: bool) -> Exposure:
         if on_device and event.device_type() != DeviceType.CUDA:
             continue
         name = event.name()
-        if name.startswith(_ATEN):  # most of them, on a CPU
+        if name.startswith(_ATEN):  # most events on a CPU
             computing.setdefault(event.start_thread_id(), []).append(_interval(event))
         elif name.startswith(_PART):
             parts.setdefault(name.removeprefix(_PART), []).append(_interval(event))
@@ -121,7 +121,7 @@ def _interval(event: Any) -> Interval:
 
 
 def _kind_of(name: str, on_device: bool) -> str | None:
-    """Names a collective, for example all_reduce; None for anything else."""
+    """Returns the name of a collective, for example all_reduce; None for other events."""
     if on_device:  # ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)
         return name.split("_")[1] if name.startswith("nccl") and "_" in name else None
     backend = next((b for b in _BACKENDS if name.startswith(b)), None)
@@ -132,7 +132,7 @@ class TorchTrace:
     """Traces from :meth:`start` to :meth:`write`.
 
     Args:
-        device: Where this rank computes.
+        device: Device on which this rank computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -140,21 +140,21 @@ class TorchTrace:
         self._profile: profile | None = None
 
     def start(self) -> None:
-        """Begins."""
-        # There is one cycle, and torch before 2.13 warns even so that others' events get lost.
+        """Begins the trace."""
+        # There is one cycle, but torch before 2.13 still warns that other cycles' events get lost.
         self._profile = profile(activities=activities(self._device), acc_events=True)
         self._profile.start()
 
     def stop(self) -> None:
-        """Ends; also where nothing has begun."""
+        """Ends the trace, if it has begun."""
         if self._profile is not None:
             self._profile.stop()
 
     def write(self, path: Path) -> None:
-        """Writes what was seen, for Perfetto.
+        """Writes the trace for Perfetto.
 
         Args:
-            path: A file; its ending may be .json or .json.gz.
+            path: Path of a file that ends in .json or .json.gz.
         """
         assert self._profile is not None
         self._profile.export_chrome_trace(str(path))

@@ -1,7 +1,7 @@
-"""Count the collectives that a piece of code calls, whoever calls them.
+"""Count the collectives that a piece of code calls, directly or not.
 
-FSDP2, ``DTensor`` and this package speak to a process group in different ways, but all of them pass
-torch's dispatcher. So does autograd's part on a CPU, which runs in the thread that asks for it.
+FSDP2, ``DTensor`` and this package call a process group in different ways, but all calls pass
+torch's dispatcher. So do autograd's calls on a CPU, which run in the thread of the backward.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _KINDS: Mapping[Any, MessageKind] = MappingProxyType(
 
 
 class TrafficCounter:
-    """Enters collectives into a ledger; a group of one rank says nothing to anybody.
+    """Adds collectives to a ledger; those in a group of one rank do not count.
 
     Args:
-        ledger: Where to.
-        mesh: The sizes, to tell the groups apart.
+        ledger: The ledger.
+        mesh: Sizes of the mesh, to distinguish the groups.
     """
 
     def __init__(self, ledger: TrafficLedger, mesh: MeshShape) -> None:
@@ -63,23 +63,23 @@ class TrafficCounter:
         self._mesh = mesh
 
     def counts(self, func: Any) -> bool:
-        """Whether an operation is a collective.
+        """Returns whether an operation is a collective.
 
         Args:
-            func: Of torch.
+            func: Operation of torch.
         """
         return _kind_of(func) is not None
 
     def __call__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Enters an operation, if it is a collective.
+        """Adds an operation, if it is a collective.
 
         Args:
-            func: Of torch.
-            args: Its arguments.
-            kwargs: Its arguments by name.
-            result: What it returned.
+            func: Operation of torch.
+            args: Arguments of the operation.
+            kwargs: Arguments of the operation by name.
+            result: Result of the operation.
         """
         kind = _kind_of(func)
         if kind is None:
@@ -91,12 +91,12 @@ class TrafficCounter:
 
 
 def ranks_of_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Finds who takes part in a collective.
+    """Returns the ranks that take part in a collective.
 
     Args:
-        func: Of torch's namespaces for collectives.
-        args: Its arguments.
-        kwargs: Its arguments by name.
+        func: Operation from torch's namespaces for collectives.
+        args: Arguments of the operation.
+        kwargs: Arguments of the operation by name.
 
     Returns:
         Global ranks.
