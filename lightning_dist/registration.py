@@ -1,9 +1,9 @@
-"""What importing the package tells Lightning.
+"""Register the package with Lightning, when it is imported.
 
-The names under which ``L.Trainer(strategy=...)`` finds the strategies, and whom to ask about a
-precision.
+Lightning gets the names under which ``L.Trainer(strategy=...)`` finds the strategies, and a check
+of the precision.
 
-Refuse precisions that Lightning would make other ones without the user's consent.
+Refuse precisions that Lightning would replace by others without the user's consent.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lightning_dist.strategies.pipeline import PipelineStrategy
 
 
 def check_asked_precision(strategy: Strategy, precision: str, accelerator: Accelerator) -> None:
-    """Checks what a Trainer was asked for, if it was asked for a strategy of this package.
+    """Checks a Trainer's precision, if its strategy is one of this package.
 
     Args:
-        strategy: The Trainer's.
-        precision: As given to the Trainer.
-        accelerator: The Trainer's.
+        strategy: The Trainer's strategy.
+        precision: The precision, as given to the Trainer.
+        accelerator: The Trainer's accelerator.
 
     Raises:
-        ValueError: It would train in another precision.
+        ValueError: Lightning would train in another precision.
     """
     is_changed = precision == "16-mixed" and isinstance(accelerator, CPUAccelerator)
     if is_changed and isinstance(strategy, ProcessMesh):

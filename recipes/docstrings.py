@@ -105,7 +105,7 @@ def split_docstrings(
 
     Args:
         docstrings: All of them.
-        seed: Of the division; other seeds give other modules.
+        seed: Seed of the division; other seeds give other modules.
         multiple: Of which the sizes of the last two parts are multiples; what is over is left out.
 
     Returns:
@@ -124,7 +124,7 @@ def split_docstrings(
 
 
 def _parts_of_modules(docstrings: Sequence[Docstring], chance: random.Random) -> dict[str, int]:
-    """Gives 0 for training, 1 for validation, 2 for test; the latter two take what fits."""
+    """Returns each module's part: 0 for training, 1 for validation, 2 for test."""
     part_of: dict[str, int] = {}
     for area in range(len(AREAS)):
         sizes = Counter(docstring.module for docstring in docstrings if docstring.area == area)

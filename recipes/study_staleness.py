@@ -60,10 +60,10 @@ def run(missing: Sequence[Trial], sizes: Sizes, results: Results, num_processes:
     """Trains in parallel, and writes each result down as it comes.
 
     Args:
-        missing: What to train.
-        sizes: How long.
-        results: Where to.
-        num_processes: At a time.
+        missing: Trials to train.
+        sizes: Sizes of the trainings.
+        results: Results to add to.
+        num_processes: Number of processes at a time.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -89,9 +89,9 @@ def report(results: Results, sizes: Sizes, options: argparse.Namespace) -> None:
     """Prints and writes the tables, and draws the pictures.
 
     Args:
-        results: All that is known.
-        sizes: Of the trainings.
-        options: Of the command line.
+        results: All results.
+        sizes: Sizes of the trainings.
+        options: Options of the command line.
     """
     tables = []
     for optimizer in options.optimizers:

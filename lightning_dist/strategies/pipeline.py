@@ -6,12 +6,12 @@ The strategy stands between Lightning's loop and one rank's
 *The step is never rewritten.* Each rank calls the user's own ``training_step`` per micro-batch; see
 :mod:`.pipeline.stage`.
 
-*Gradients wait for ``backward``.* They are computed inside of ``training_step``, while Lightning
-calls ``zero_grad`` between the two, so the pipeline holds them and ``backward`` installs them.
-Clipping, the optimizer's step, schedulers and callbacks happen where Lightning does them.
+*Gradients wait for ``backward``.* Gradients are computed inside of ``training_step``, while
+Lightning calls ``zero_grad`` between the two. So the pipeline holds them and ``backward`` installs
+them. Clipping, the optimizer's step, schedulers and callbacks happen at Lightning's own places.
 
-*An asynchronous pipeline is not flushed between batches.* Lightning asks for a step per batch; on a
-stage that is still filling there is nothing to apply, and on any other the update is that of an
+*An asynchronous pipeline is not flushed between batches.* Lightning asks for a step per batch. On a
+stage that is still filling there is nothing to apply. On any other stage the update is that of an
 earlier batch, with that batch's learning rate. :meth:`PipelineStrategy.drain` catches up: before
 validation, when a checkpoint is taken, and at the end.
 """
@@ -88,7 +88,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     The world size is the number of stages, over those per rank, times that of data replicas.
 
     Args:
-        num_stages: Stages of the pipeline, on all its ranks together; ``"auto"`` takes all ranks.
+        num_stages: Number of stages on all ranks together; ``"auto"`` takes all ranks.
         schedule: See :mod:`.schedules.schedules`. All equal single-device training but
             ``"pipedream"`` and ``"pipedream_2bw"``, which never wait and pay with stale weights
             (Narayanan et al., SOSP 2019 and ICML 2021). Or ``"file:"`` and the path of a CSV file.
@@ -118,14 +118,14 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             by ``t`` updates with ``rate / t ** (1 - min(k / correction_steps, 1))`` at update ``k``
             (PipeMare: Yang et al., MLSys 2021).
         correction_steps: Updates until all stages train with the full rate.
-        log_staleness: Log how many updates old each stage's weights were (``staleness/stage_0``)
-            and the bytes of the versions that it keeps (``stash_bytes/stage_0``), of the newest
-            update that all stages have made.
-        log_discrepancy: Log how far a stage's weights ``w`` have moved between a batch's forward
-            and its update, ``||w_forward - w_now|| / ||w_now||`` (``weight_discrepancy/stage_0``).
+        log_staleness: Whether to log the age of each stage's weights in updates
+            (``staleness/stage_0``) and the bytes of the versions that the stage keeps
+            (``stash_bytes/stage_0``), of the newest update that all stages have made.
+        log_discrepancy: Whether to log the change of a stage's weights ``w`` from a batch's forward
+            to its update, ``||w_forward - w_now|| / ||w_now||`` (``weight_discrepancy/stage_0``).
         timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
-            file where a rank holds the whole model.
+        save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
+            writes the file if a rank holds the whole model.
         read: Which ranks of a data replica read its batches: the ``"first"``, which sends them to
             the others, so that a run draws its data as one device would; or ``"each"``, which must
             then draw the same.
@@ -209,7 +209,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
     @property
     def config(self) -> PipelineConfig:
-        """What was asked for."""
+        """The arguments of the pipeline."""
         return self._config
 
     @property
@@ -432,10 +432,10 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         return self.session.updates.step(optimizer, closure, apply)
 
     def drain(self) -> None:
-        """Finishes the batches in flight, so that the weights have seen all batches alike.
+        """Finishes the batches in flight, so that all stages have updated for the same batches.
 
-        Buffers (running statistics) become those of the first replica. All ranks must call it.
-        Validation, checkpoints and the end of training do so by themselves.
+        The first replica's buffers (running statistics) are broadcast. Collective: every rank must
+        call it. Validation, checkpoints and the end of training call it by themselves.
         """
         if self._session is None or not self.optimizers:
             return
@@ -477,7 +477,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self._catch_up()
 
     def _forget_batches_in_flight(self) -> None:
-        """Takes what batches before a load have left off the way of those behind it."""
+        """Drains the batches before a load, and drops their outcomes."""
         session = self._session
         if session is None or not (self.asynchronous and session.pipeline.batches_since_drain):
             return

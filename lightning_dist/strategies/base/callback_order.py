@@ -155,7 +155,7 @@ def add_first_callback(trainer: pl.Trainer, callback: pl.Callback) -> Callable[[
 
 
 def mute_checkpoints(trainer: pl.Trainer) -> Callable[[], None]:
-    """Keeps callbacks from saving on an exception, if ranks did not fail together.
+    """Keeps callbacks from saving, and from saying so, if ranks did not fail together.
 
     Args:
         trainer: The trainer, changed until the returned function is called.

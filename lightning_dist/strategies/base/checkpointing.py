@@ -238,7 +238,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         return folded
 
     def _gather(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns the ordinary checkpoint on the first rank. Collective: every rank must call it."""
+        """Returns the ordinary checkpoint on rank 0. Collective: every rank must call it."""
         place = self.mesh.coordinates(self.global_rank)
         part = self._with_whole_tensors(
             checkpoint, keep=not any(index for axis, index in place.items() if axis != "pp")

@@ -177,7 +177,7 @@ class ProcessMesh(ParallelStrategy):
         asked = self.num_nodes * self.num_processes
         environment = self.cluster_environment
         if environment is not None:
-            # An environment whose launcher has started the processes, such as Ray's, ignores these.
+            # An environment whose launcher has started the processes, such as Ray's, knows better.
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(asked)
             asked = environment.world_size()

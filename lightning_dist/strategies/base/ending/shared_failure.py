@@ -30,7 +30,7 @@ class SharedFailure:
     Args:
         trainer: The trainer of the run.
         notes: The notes of all ranks.
-        steps_are_local: Whether an exception in a step leaves no other rank waiting.
+        steps_are_local: Whether an exception in a step leaves no other rank inside of that step.
         seconds: Seconds that other ranks may take to fail, too.
     """
 
