@@ -106,7 +106,7 @@ def split_docstrings(
     Args:
         docstrings: All of them.
         seed: Seed of the division; other seeds give other modules.
-        multiple: Of which the sizes of the last two parts are multiples; what is over is left out.
+        multiple: Divisor of the sizes of the last two parts; surplus docstrings are left out.
 
     Returns:
         The three parts. All of a module is in one of them.

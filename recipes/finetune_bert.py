@@ -55,7 +55,7 @@ class BertClassifier(L.LightningModule):
         dropout: Probability, of the encoder's activations and attention.
         learning_rate: Peak learning rate.
         warmup_steps: Steps until the peak; 0 starts at the peak.
-        weight_decay: Of matrices; norms and biases have none.
+        weight_decay: Weight decay of matrices; norms and biases have none.
 
     Raises:
         ImportError: transformers or the weights are not installed.

@@ -48,7 +48,7 @@ def weights_folder(folder: str | None = None) -> Path:
 
 
 def load_encoder(folder: str | None = None, dropout: float = 0.1) -> BertModel:
-    """Builds a BERT without its pooler and gives it the weights of a folder.
+    """Builds a BERT without its pooler, with the weights of a folder.
 
     Args:
         folder: As in :func:`weights_folder`.

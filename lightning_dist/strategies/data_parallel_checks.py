@@ -1,4 +1,4 @@
-"""Refuse what data parallelism cannot do, on all ranks alike, before any waits for another."""
+"""Refuse what replicas cannot train, on all ranks alike, before any rank waits for another."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_arguments(
         bucket_megabytes: As given to the strategy.
 
     Raises:
-        ValueError: One of them is unknown or too small.
+        ValueError: An argument is unknown or too small.
     """
     if compression not in get_args(Compression):
         raise ValueError(

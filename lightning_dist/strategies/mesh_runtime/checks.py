@@ -1,8 +1,8 @@
-"""Refuse what sharding cannot do, on all ranks alike, before any rank waits for another.
+"""Refuse modules that cannot be sharded, on all ranks alike, before any rank waits for another.
 
 Refuse arguments that cannot be combined on one mesh, on all ranks alike, with the reason.
 
-Refuse what tensor parallelism cannot do, on all ranks alike, before any rank waits for another.
+Refuse precisions that tensor parallelism cannot train in, on all ranks alike.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ class TensorShape:
     """Stands for a tensor.
 
     Attributes:
-        size: Its shape.
-        dtype: Its dtype.
-        requires_grad: Whether its sender wants a gradient.
+        size: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        requires_grad: Whether the sender of the tensor wants a gradient.
     """
 
     size: torch.Size

@@ -90,7 +90,7 @@ class DryRun:
         return self.asked.pipeline.rank_of_stage(self.mesh.pp)
 
     def _learned(self, whole: pl.LightningModule) -> dict[int, Sent]:
-        """Returns what each stage sends, found with one rank per stage.
+        """Returns the messages that each stage sends, found with one rank per stage.
 
         Ranks with several stages depend on each other, so none of them could be tried first.
         """

@@ -54,7 +54,7 @@ class FirstCall:
             path: Dotted name of the module in the LightningModule.
 
         Raises:
-            ValueError: There is no batch, or the step does not come to the call.
+            ValueError: There is no batch, or the step does not reach the call.
         """
         module = self.trainer.lightning_module
         with random_state_kept(module.device), state_kept(module):

@@ -91,7 +91,7 @@ def find_sharding(
         The sharded module; None if no Trainer has sharded it.
 
     Raises:
-        ValueError: It has been sharded in another way, or on ranks whose state is unknown.
+        ValueError: The module was sharded in another way, or on ranks whose state is unknown.
     """
     kept = vars(module).get(_ATTRIBUTE)
     if not isinstance(kept, KeptSharding) or kept.sharded.module is not module:

@@ -40,7 +40,7 @@ class StagedModule(ShardedModule):
 
     Args:
         composed: The user's module, made parallel.
-        used: As for :class:`ShardedModule`.
+        used: Compares which units the ranks use in a step; None where no other rank exists.
         config: The pipeline's arguments.
         statistics: Modules that compute statistics of the batch.
     """
