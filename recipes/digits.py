@@ -56,7 +56,7 @@ def split_indices(labels: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def random_shift(image: Tensor, max_shift: int) -> Tensor:
-    """Moves an image along both axes; what leaves it is lost, and black comes in.
+    """Shifts an image along both axes, and fills the free pixels with black.
 
     Draws from torch's global generator.
 

@@ -71,7 +71,7 @@ def load_encoder(folder: str | None = None, dropout: float = 0.1) -> BertModel:
     config = BertConfig.from_json_file(path / "config.json")
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
     encoder = BertModel(config, add_pooling_layer=False)
-    # Not by from_pretrained, which would take random weights for what the file lacks.
+    # Not by from_pretrained, which would use random weights if the file lacks some.
     weights = load_file(path / "model.safetensors")
     kept = {name: w for name, w in weights.items() if not name.startswith("pooler.")}
     kept.pop("embeddings.position_ids", None)  # older files have this constant

@@ -152,7 +152,7 @@ class ResNet(L.LightningModule):
 
     @override
     def on_test_epoch_start(self) -> None:
-        self.test_confusion.reset()  # Lightning resets what is logged, and a matrix cannot be
+        self.test_confusion.reset()  # Lightning resets only logged metrics, and logs no matrix
 
     @override
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

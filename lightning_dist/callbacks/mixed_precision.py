@@ -32,8 +32,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class MixedPrecision(pl.Callback):
     """Computes forward and backward in 16 bits and updates fp32 masters.
 
-    Forward and backward run on copies of the parameters in half precision, gradients become fp32,
-    the optimizer updates the parameters, which stay fp32 and are what checkpoints hold. Under
+    Forward and backward run on copies of the parameters in half precision, and gradients become
+    fp32. The optimizer updates the parameters, which stay fp32 and are saved in checkpoints. Under
     ``pipedream`` the stashed versions of a stage's weights are such copies.
 
     Args:

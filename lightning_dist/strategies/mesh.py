@@ -1,7 +1,7 @@
 """Several parallelisms at once: stages x replicas x shards x tensor-parallel ranks.
 
-The named strategies are special cases of what :class:`ShardedStrategy` composes; this one leaves
-all of its dials free.
+The named strategies are special cases of the compositions of :class:`ShardedStrategy`. This
+strategy has all of their arguments.
 """
 
 from __future__ import annotations

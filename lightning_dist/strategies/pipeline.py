@@ -99,21 +99,21 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         layers: Dotted path of the ``nn.Sequential`` whose children are the layers, or of the
             ``nn.ModuleList`` of a model's blocks. ``"auto"`` takes the Hugging Face model (by its
             own pipeline plan), or else the sequence, or else the model that runs one list of blocks
-            in a loop, that holds the trainable parameters; any other module it traces. ``"trace"``
+            in a loop, that holds the trainable parameters. Any other module is traced. ``"trace"``
             cuts the module that holds them with torch.export, whatever its forward is;
-            ``"trace:path"`` the module of that path. The example is ``example_input_array``, or
-            what the step calls it with, run so far on the first batch ahead of the run. Layers
+            ``"trace:path"`` the module of that path. The example is ``example_input_array``, or the
+            arguments of the step's call, run so far on the first batch ahead of the run. Layers
             begin where parts come to their parameters.
         partition: ``"parameters"`` balances the number of parameters, ``"uniform"`` the number of
             layers; or the layers per stage. ``"profile"`` balances time: the first training batch
-            is run some times and forgotten, then layers move to where they should be. A run that
+            is run some times without effect, then layers move to balance the times. A run that
             trains nothing is cut by parameters.
         weight_versions: For ``"pipedream"``: ``"stash"`` runs the backward of a batch with the
             weights of its forward; ``"vertical_sync"`` too, and gives a batch the same version on
-            all stages; ``"none"`` does neither, only to study what stashing buys.
+            all stages; ``"none"`` does neither, only to study the benefit of stashing.
         stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
         staleness_correction: ``"predict"``, for ``"pipedream"`` and ``"pipedream_2bw"``, computes a
-            batch with what the optimizer's own momentum will have made of the weights until the
+            batch with the weights that the optimizer's own momentum predicts for the
             batch's update. ``"lr"``, for ``"pipedream"``, trains a stage whose weights are stale
             by ``t`` updates with ``rate / t ** (1 - min(k / correction_steps, 1))`` at update ``k``
             (PipeMare: Yang et al., MLSys 2021).

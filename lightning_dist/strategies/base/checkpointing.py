@@ -62,7 +62,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         """Whether this rank's state dicts are those of a single device."""
         return self.holds_whole_model and not any(map(is_spread, self.module.parameters()))
 
-    # --- what this rank holds ----------------------------------------------------------------
+    # --- this rank's part --------------------------------------------------------------------
 
     def lay_out(self, trainer: pl.Trainer) -> None:
         """Decides which part of the model this rank holds. Collective: every rank must call it.
@@ -297,7 +297,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             for name, value in checkpoint["state_dict"].items()
             if name not in foreign
         }
-        if foreign:  # a module that has not been cut yet keeps what it has of them
+        if foreign:  # a module that has not been cut yet keeps its own values of them
             present = self._own_state()
             own |= {name: present[name] for name in foreign & present.keys()}
         module.load_state_dict(own, strict=strict)

@@ -1,8 +1,8 @@
 """The base of all strategies of this package: one run of all ranks.
 
-The base owns what does not depend on how a model is spread: random numbers that depend on the data
-rank and the batch, and how a run ends if a rank fails or is asked to stop. A subclass spreads the
-model in ``setup``.
+The base owns all that does not depend on how a model is spread: random numbers that depend on the
+data rank and the batch, and the end of a run if a rank fails or is asked to stop. A subclass
+spreads the model in ``setup``.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class DistributedStrategy(ProcessMesh):
         if self.module.trainer.training:
             lightning_internals.set_sampler_epoch(self.module.trainer, dataloader)
         if os.environ.get("PL_SEED_WORKERS", "0") != "0":
-            # An iterable dataset may share its samples out by what its workers draw.
+            # An iterable dataset may share its samples out by random numbers of its workers.
             is_iterable = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
             data_index = 0 if is_iterable else self.mesh.data_index(self.global_rank)
             if getattr(dataloader, "worker_init_fn", _ignore) is None:
@@ -171,8 +171,8 @@ class DistributedStrategy(ProcessMesh):
 
         To be called at the start of each training step, and with ``reading`` before each batch of a
         training loader is read and when the loader's iterator is made. The numbers depend on
-        nothing else, so a resumed run draws what the uninterrupted one would have. The state before
-        is not restored: the backward may draw too, where it recomputes activations.
+        nothing else, so a resumed run draws the same numbers as an uninterrupted one. The state
+        before is not restored: the backward may draw too, where it recomputes activations.
 
         Args:
             reading: Whether the next batch is read, or a step begins.
@@ -268,7 +268,7 @@ class DistributedStrategy(ProcessMesh):
             self._guard.leave()
 
     def close_session(self) -> None:
-        """Closes what ``setup`` opened. Collective: every sound rank must call it."""
+        """Closes the parts that ``setup`` opened. Collective: every sound rank must call it."""
 
     @override
     def teardown(self) -> None:

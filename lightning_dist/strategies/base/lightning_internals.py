@@ -137,9 +137,9 @@ def replace_requeue(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Takes the save out of Lightning's handler of the signal by which SLURM announces its end.
 
-    ``_slurm_sigusr_handler_fn`` saves wherever the signal has found the process. Each rank numbers
-    the checkpoint by what it finds in the directory, in ``hpc_save_path``, while others may have
-    begun to write theirs.
+    ``_slurm_sigusr_handler_fn`` saves wherever the signal has found the process. In
+    ``hpc_save_path`` each rank numbers the checkpoint by the files in the directory, while other
+    ranks may have begun to write theirs.
 
     Args:
         trainer: The trainer; it must not have registered its signal handlers yet.
@@ -423,7 +423,7 @@ def change_validation_due(
 
 @contextmanager
 def as_of_training_step(module: pl.LightningModule) -> Iterator[None]:
-    """Lets ``self.log`` add to what ``training_step`` has logged in this epoch.
+    """Lets ``self.log`` add to the values that ``training_step`` has logged in this epoch.
 
     The values of the last batches before a validation, or of an epoch that was stopped, come when
     its steps are over. Then the trainer's stage may be validation already, ``_current_fx_name``

@@ -1,9 +1,9 @@
-"""Half precision with masters, where Lightning does what depends on a precision.
+"""Half precision with masters, as a precision plugin of Lightning's.
 
 A precision plugin runs the context of each step, the backward, clipping and the optimizer's step,
 under Lightning's strategies and this package's alike. So the scheme has one place, and a strategy
-only says what it takes over. FSDP2 casts what it gathers. A pipeline makes versions of its stage's
-weights. How ranks vote on skipping a step depends on when they update.
+only takes over some parts. FSDP2 casts the parameters that it gathers. A pipeline makes versions of
+its stage's weights. How ranks vote on skipping a step depends on when they update.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HalfPrecisionPlugin(Precision):
         self._lent: tuple[nn.Parameter, ...] = ()
         self._copies: Copies = {}
 
-    # --- what a strategy says ----------------------------------------------------------------
+    # --- settings of a strategy --------------------------------------------------------------
 
     def leave_to_shards(self) -> None:
         """Leaves the cast to the sharding, which gathers parameters."""

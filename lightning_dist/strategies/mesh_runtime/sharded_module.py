@@ -1,4 +1,4 @@
-"""The user's module as it was composed, and what a strategy does with it.
+"""The user's module as it was composed, with the operations that a strategy needs.
 
 Here each rank runs whole steps; :class:`.StagedModule` is
 the same for a pipeline.

@@ -1,4 +1,4 @@
-"""Refuse what a pipeline cannot do, before any rank waits for another.
+"""Refuse trainers and modules that a pipeline cannot run, before any rank waits for another.
 
 Each check reads the trainer and the module, which are the same on all ranks, so all ranks raise the
 same ``ValueError``. The strategy's own arguments check themselves, in

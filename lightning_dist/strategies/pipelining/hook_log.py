@@ -2,7 +2,7 @@
 
 Each stage has a part of such a value: the norm of its gradients, a sum over its weights. Lightning
 would reduce a value at the call of ``self.log``. But stages may log under different names, those of
-their parameters, so no stage knows what others log. Calls are kept instead, until all stages
+their parameters, so no stage knows the others' names. Calls are kept instead, until all stages
 exchange their calls at one place. A value of several stages is reduced by the call's
 ``reduce_fx``; a value of a single stage becomes known to all.
 

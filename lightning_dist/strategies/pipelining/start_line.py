@@ -1,4 +1,4 @@
-"""Say at the start of training how a pipeline was cut, and what that means for batch statistics."""
+"""Say at the start of training how a pipeline was cut, and how batch statistics are computed."""
 
 from __future__ import annotations
 

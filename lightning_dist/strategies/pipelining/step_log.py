@@ -15,7 +15,7 @@ whole.
 The last stage's outcome of a batch, on all stages at the same batch.
 
 Under an asynchronous schedule a stage gets a batch's gradients some batches after its forward, the
-first stage the longest after. If each stage logged what it knows, ranks would log different batches
+first stage the longest after. If each stage logged at once, ranks would log different batches
 at the same step. So each stage holds outcomes back until the first stage must have them too:
 ``num_stages - 1`` batches after their own. If an epoch or the run ends, outcomes are exchanged at
 once, which costs one wait and changes no weights.
@@ -297,7 +297,7 @@ class StepLog:
                 )
             return float(whole(value.detach())), _floating(value.dtype), None
         if not isinstance(value, numbers.Number):
-            pl.LightningModule.log(self._module, name, value)  # says what can be logged
+            pl.LightningModule.log(self._module, name, value)  # raises, and lists the types it logs
         return float(value), torch.get_default_dtype(), None
 
 
