@@ -1,9 +1,9 @@
 """Real sentences with classes and without a download: the docstrings of the standard library.
 
-Each is the first paragraph of what a module, class or function says of itself; its class is the
+Each text is the first paragraph of the docstring of a module, class or function; its class is the
 area of the library that the module belongs to. Whole modules, which are files, are kept for
-validation and test: a model is tested on no file that it was trained on, though perhaps on another
-one of the same package, and has to know what words mean.
+validation and test. So a model is tested on no file that it was trained on, though perhaps on
+another file of the same package, and must know the meaning of words.
 
 The texts differ a little between versions of Python.
 """

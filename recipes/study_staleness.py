@@ -1,4 +1,4 @@
-"""What stale weights cost and what helps: train the recipe's GPT in each asynchronous way.
+"""The cost of stale weights, and its remedies: train the recipe's GPT in each asynchronous way.
 
 .. code-block:: bash
 
@@ -7,10 +7,10 @@
     python -m recipes.study_staleness --only pipedream predict --stages 8 --optimizers adamw
     python -m recipes.study_staleness --redraw
 
-Results do not depend on how fast ranks are, so each training runs in one process
-(:mod:`recipes.staleness.lockstep`), as many at a time as there are cores, and the time that a
-pipeline would have taken comes from the simulator. What has been trained stands in a CSV file and
-is not trained again; ``--redraw`` trains nothing.
+Results do not depend on the speed of ranks, so each training runs in one process
+(:mod:`recipes.staleness.lockstep`), and as many at a time as there are cores. The time that a
+pipeline would have taken is simulated. Finished trainings are kept in a CSV file and
+not run again; ``--redraw`` trains nothing.
 """
 
 from __future__ import annotations

@@ -98,14 +98,14 @@ class StageBalancer(pl.Callback):
     ``min_gain``; see :meth:`.PipelineStrategy.repartition`. Moving layers takes a
     :class:`~lightning_dist.PipelineStrategy`.
 
-    Each report is metrics for all loggers: ``balance/stage_0_seconds`` and so on (forward and
+    Each report logs metrics to all loggers: ``balance/stage_0_seconds`` and so on (forward and
     backward of one micro-batch), ``balance/step_seconds`` (predicted for a batch),
     ``balance/better_step_seconds`` (with the best cut), ``balance/gain`` (the share of a step that
-    it would save) and ``balance/measured_step_seconds``; where layers move,
-    ``balance/moved_layers`` and ``balance/move_seconds``. W&B and TensorBoard show two tables, of
-    the layers and of the stages. Rank 0 prints both where another cut saves ``min_gain``, and one
-    line where none does. At the end of training the newest one is drawn, for these two and, if
-    there is any logger, as ``stage_balance.png`` in ``trainer.log_dir``.
+    the best cut would save) and ``balance/measured_step_seconds``. If layers move, it logs
+    ``balance/moved_layers`` and ``balance/move_seconds``, too. W&B and TensorBoard show two tables,
+    of the layers and of the stages. If another cut saves ``min_gain``, rank 0 prints both tables,
+    or else one line. At the end of training the newest report is drawn, for W&B and TensorBoard
+    and, if there is any logger, as ``stage_balance.png`` in ``trainer.log_dir``.
 
     Args:
         every_n_steps: Training batches from one report to the next.

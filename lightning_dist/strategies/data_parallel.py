@@ -60,11 +60,11 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         """
 
     def before_validation(self) -> None:
-        """Called before each validation inside of ``fit``, on all ranks."""
+        """Drains before each validation inside of ``fit``; called on all ranks."""
         self.drain()
 
     def end_training(self) -> None:
-        """Called before the callbacks' ``on_train_end``, on all ranks."""
+        """Drains before the callbacks' ``on_train_end``; called on all ranks."""
         self.drain()
 
     def share_buffers(self) -> None:

@@ -55,8 +55,9 @@ class DDPStrategy(DataParallelStrategy):
         powersgd_rank: Columns of PowerSGD's factors; more are more exact and larger.
         powersgd_start_step: Steps with whole gradients before PowerSGD begins, and begins anew when
             other parameters are frozen or thawed.
-        sync_every: If above 1, replicas step on their own gradients and average their weights every
-            so many optimizer steps, before validation, in checkpoints and at the end (local SGD).
+        sync_every: Optimizer steps from one average of the weights to the next. Above 1, replicas
+            step on their own gradients, and average their weights also before validation, in
+            checkpoints and at the end (local SGD).
         sync_warmup_steps: Optimizer steps with averaged gradients before local SGD begins.
         bucket_megabytes: Size of the buckets that gradients are sent in.
         overlap: Whether gradients are sent while the backward runs. False sends all gradients when

@@ -1,10 +1,10 @@
 """Sharded data parallelism: each rank holds shards, and whole units only while they compute.
 
 FSDP2 does the work: parameters, gradients and optimizer state are ``DTensor`` shards, and a unit's
-parameters are gathered for its forward and backward. This strategy adds to it and to
-Lightning's own: policies that choose the units, models larger than one rank that begin with the
-weights of a single device, accumulation that does not send, exact clipping,
-checkpoints that every other layout reads.
+parameters are gathered for its forward and backward. Beyond FSDP2 and Lightning's own strategy,
+this one has policies that choose the units, accumulation that does not send, and exact clipping.
+Models larger than one rank begin with the weights of a single device, and every other layout reads
+the checkpoints.
 """
 
 from __future__ import annotations

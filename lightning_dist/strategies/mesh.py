@@ -55,9 +55,9 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
             writes the file if a rank holds the whole model.
-        read: Which ranks of a data replica read its batches: the ``"first"``, which sends them to
-            the others, so that a run draws its data as one device would; or ``"each"``, which must
-            then draw the same.
+        read: Which ranks of a data replica read its batches. The ``"first"`` sends them to the
+            others, so that a run draws its data as one device would. With ``"each"``, all ranks of
+            a replica must draw the same.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.

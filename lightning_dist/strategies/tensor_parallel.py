@@ -1,8 +1,8 @@
 """Tensor parallelism: each layer's weights, and the work with them, spread over ranks.
 
-What Megatron-LM does by hand, done to the user's own layers: a projection is cut by its output
-features, the one behind it by its input features, and between the two each rank has features of its
-own. :mod:`.engine.tensor_parallel` has the parts; the user's steps see plain tensors of full size.
+The user's own layers are cut as Megatron-LM cuts its layers by hand. A projection is cut by its
+output features, the next one by its input features. Between the two each rank has a shard of the
+features. :mod:`.engine.tensor_parallel` has the parts; the user's steps see plain, whole tensors.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class TensorParallelStrategy(ShardedStrategy):
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
             writes the file if a rank holds the whole model.
-        read: Which ranks of a data replica read its batches: the ``"first"``, which sends them to
-            the others, so that a run draws its data as one device would; or ``"each"``, which must
-            then draw the same.
+        read: Which ranks of a data replica read its batches. The ``"first"`` sends them to the
+            others, so that a run draws its data as one device would. With ``"each"``, all ranks of
+            a replica must draw the same.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.

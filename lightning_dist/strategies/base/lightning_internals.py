@@ -248,8 +248,8 @@ def keep_users_samplers(trainer: pl.Trainer) -> None:
     """Keeps Lightning from putting in a ``DistributedSampler``, which would shuffle besides.
 
     With one data replica there is nothing to share out. ``use_distributed_sampler`` is an argument
-    of the Trainer that cannot be changed later, and the strategy is asked for a sampler's arguments
-    but not whether there is to be one.
+    of the Trainer that cannot be changed later. A strategy can only choose a sampler's arguments,
+    not whether there is one.
     """
     assert hasattr(trainer._accelerator_connector, "use_distributed_sampler")
     trainer._accelerator_connector.use_distributed_sampler = False
@@ -426,9 +426,9 @@ def as_of_training_step(module: pl.LightningModule) -> Iterator[None]:
     """Lets ``self.log`` add to the values that ``training_step`` has logged in this epoch.
 
     The values of the last batches before a validation, or of an epoch that was stopped, come when
-    its steps are over. Then the trainer's stage may be validation already, ``_current_fx_name``
-    names another hook than the one that results are kept under, and without ``_first_loop_iter``
-    Lightning takes the next value for that of a new epoch.
+    its steps are over. Then the trainer's stage may be validation already, and ``_current_fx_name``
+    names another hook than the one that results are kept under. ``_first_loop_iter`` must be False,
+    or Lightning takes the next value for that of a new epoch.
 
     Args:
         module: The user's module, in one of its hooks.

@@ -2,7 +2,7 @@
 
 Only the last stage updates a metric, while Lightning, and the user's own hooks, read its value on
 each rank. So while the pipeline is set up, ``compute`` of each metric of the module is a collective
-of the pipeline: the last stage computes (over its data replicas, by torchmetrics' own
+of the pipeline. The last stage computes (over its data replicas, by torchmetrics' own
 ``process_group``) and the other stages receive the result. Inside a step, which only the last stage
 runs to its end, ``compute`` is unchanged.
 

@@ -1,8 +1,8 @@
 """Run a training step on each rank of a mesh that does not exist, and count.
 
-Nothing is estimated, and no rule of thumb stands beside the code that trains: the user's module is
-made parallel by :func:`.compose`, the step is run by the same
-classes as in a training, and collectives are counted where torch dispatches them. Only the layer
+Nothing is estimated, and no rule of thumb stands beside the code that trains. The user's module is
+made parallel by :func:`.compose`, and the step is run by the same
+classes as in a training. Collectives are counted where torch dispatches them. Only the layer
 underneath differs: a process group without other processes, tensors without values
 (:mod:`.mesh_runtime.fake_ranks`), and channels to stages that are tried before and after
 (:mod:`.mesh_runtime.dry_channel`).

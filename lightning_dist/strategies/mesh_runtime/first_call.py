@@ -1,8 +1,8 @@
 """Find the arguments that a run's first step calls a module with.
 
-The user's own step runs on the first batch as far as to that call, on all ranks alike: the first
-rank reads the batch and sends it to the others, for a step may run collectives. The call has no
-effects: what the step logs, counts or draws is discarded, and the batch will come again.
+The user's own step runs on the first batch as far as to that call. A step may run collectives, so
+it runs on all ranks: the first rank reads the batch and sends it to the others. The run has no
+effects: logged values, counts and random draws are discarded, and the batch will come again.
 """
 
 from __future__ import annotations

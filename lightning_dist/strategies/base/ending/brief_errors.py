@@ -1,6 +1,6 @@
 """Show a user's mistake once, and without the frames of this package and of Lightning.
 
-A mistake is a ``ValueError`` that this package raises itself: its text says what to type, and the
+A mistake is a ``ValueError`` that this package raises itself. Its text says what to type, so the
 frames between the user's call and the check are of no use. The whole traceback stays on the
 exception, for code that catches it. Only the interpreter's output at the end of the process is
 shorter.

@@ -199,9 +199,9 @@ class RunGuard:
     def closing(self) -> Iterator[None]:
         """Ends the watch after a block that closes all else. Collective: every rank must enter it.
 
-        After a failure other ranks may not answer any more. A rank that was told of the failure has
-        a grace period to get through here. The failed rank's own begins now, for the rank may have
-        had to save something first.
+        After a failure other ranks may not answer any more. A rank that received the failure has a
+        grace period to get through here. The failed rank's own period begins now, for that rank may
+        have had to save something first.
         """
         if self._own_failure is not None:
             exit_after_grace(self._own_failure, self._closed.is_set)

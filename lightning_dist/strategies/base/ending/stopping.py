@@ -43,8 +43,8 @@ def drain_before_validation(
     """Drains before each validation inside of ``fit``.
 
     ``on_validation_model_zero_grad`` is the one hook that Lightning calls exactly then while the
-    module is still in training mode: later ones come after ``module.eval()``, where a backward that
-    recomputes activations would do so without dropout.
+    module is still in training mode. Later hooks come after ``module.eval()``, where a backward
+    that recomputes activations would do so without dropout.
 
     Args:
         module: The user's module; changed until the returned function is called.

@@ -3,12 +3,12 @@
 A rank with more would wait in its next forward for others that are past their last batch. Replicas
 that only train together may differ: evaluation ties them by their metrics alone.
 
-Find a loader that ends before the length that it has told, while other ranks' go on.
+Find a loader that ends before its ``__len__``, while other ranks' loaders go on.
 
 Lengths are compared when training starts and not again: Lightning reads no batch ahead of a loader
-whose length it knows. If a loader has told a wrong length, its epoch ends unexpectedly. The rank
-goes on behind the epoch, and the others wait for its gradients. If all loaders end alike, that is
-no mistake; on a single device it would be none. So a rank that ends early leaves a note, and checks
+whose length it knows. If a loader's length is wrong, its epoch ends unexpectedly. The rank goes on
+behind the epoch, and the others wait for its gradients. If all loaders end alike, that is no
+mistake; on a single device it would be none. So a rank that ends early leaves a note, and checks
 whether all others have left one.
 
 Find loaders of unknown length that end at different batches, before a rank waits for ever.
