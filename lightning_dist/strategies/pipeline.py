@@ -85,38 +85,40 @@ _PROGRESS_KEY = "lightning_dist"
 class PipelineStrategy(MeasuredStages, MovableLayers):
     """Cuts a model into stages, one per rank, and trains it unchanged.
 
-    The world size is the number of stages, over those per rank, times that of data replicas.
+    The world size is the number of stages, over the stages per rank, times the data replicas.
 
     Args:
         num_stages: Number of stages on all ranks together; ``"auto"`` takes all ranks.
-        schedule: See :mod:`.schedules.schedules`. All equal single-device training but
-            ``"pipedream"`` and ``"pipedream_2bw"``, which never wait and pay with stale weights
-            (Narayanan et al., SOSP 2019 and ICML 2021). Or ``"file:"`` and the path of a CSV file.
-        num_microbatches: Pieces of each Lightning batch; ``"auto"`` is 4 per rank for synchronous
-            schedules (fewer for a batch of fewer samples, and 1 for a rank alone), 1 for
-            ``"pipedream"`` and 1 per rank for ``"pipedream_2bw"``. A module with BatchNorm gets 1,
-            where the schedule can: its statistics are then those of the batch.
+        schedule: Name of a schedule, see :mod:`.schedules.registry`, or ``"file:"`` and the path
+            of a CSV file. All equal single-device training but ``"pipedream"`` and
+            ``"pipedream_2bw"``, which never wait, at the price of stale weights (Narayanan et al.,
+            SOSP 2019 and ICML 2021).
+        num_microbatches: Number of micro-batches of each Lightning batch. ``"auto"`` is 4 per rank
+            for synchronous schedules (fewer for a batch of fewer samples, and 1 for a single rank),
+            1 for ``"pipedream"`` and 1 per rank for ``"pipedream_2bw"``. A module with BatchNorm
+            gets 1, if the schedule can: its statistics are then those of the batch.
         layers: Dotted path of the ``nn.Sequential`` whose children are the layers, or of the
             ``nn.ModuleList`` of a model's blocks. ``"auto"`` takes the Hugging Face model (by its
             own pipeline plan), or else the sequence, or else the model that runs one list of blocks
             in a loop, that holds the trainable parameters. Any other module is traced. ``"trace"``
             cuts the module that holds them with torch.export, whatever its forward is;
-            ``"trace:path"`` the module of that path. The example is ``example_input_array``, or the
-            arguments of the step's call, run so far on the first batch ahead of the run. Layers
-            begin where parts come to their parameters.
+            ``"trace:path"`` cuts the module of that path. The example of its arguments is
+            ``example_input_array``, or those of the step's call, run so far on the first batch
+            ahead of the run. Layers begin where parts of the module reach their parameters.
         partition: ``"parameters"`` balances the number of parameters, ``"uniform"`` the number of
-            layers; or the layers per stage. ``"profile"`` balances time: the first training batch
-            is run some times without effect, then layers move to balance the times. A run that
-            trains nothing is cut by parameters.
-        weight_versions: For ``"pipedream"``: ``"stash"`` runs the backward of a batch with the
-            weights of its forward; ``"vertical_sync"`` too, and gives a batch the same version on
-            all stages; ``"none"`` does neither, only to study the benefit of stashing.
-        stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
+            layers; a list has the layers per stage. ``"profile"`` balances time: the first training
+            batch is run some times without effect, then layers move to balance the times. A run
+            that trains nothing is cut by parameters.
+        weight_versions: Weights of a backward under ``"pipedream"``. ``"stash"`` takes those of the
+            batch's forward; ``"vertical_sync"`` does too, and takes the same version on all stages;
+            ``"none"`` does neither, only to study the benefit of stashing.
+        stages_per_rank: Number of stages on each rank; ``"auto"`` takes the fewest that the
+            schedule needs.
         staleness_correction: ``"predict"``, for ``"pipedream"`` and ``"pipedream_2bw"``, computes a
-            batch with the weights that the optimizer's own momentum predicts for the
-            batch's update. ``"lr"``, for ``"pipedream"``, trains a stage whose weights are stale
-            by ``t`` updates with ``rate / t ** (1 - min(k / correction_steps, 1))`` at update ``k``
-            (PipeMare: Yang et al., MLSys 2021).
+            batch with the weights that the optimizer's own momentum predicts for the batch's
+            update. ``"lr"``, for ``"pipedream"``, lowers the rate of a stage whose weights are
+            stale by ``t`` updates: ``rate / t ** (1 - min(k / correction_steps, 1))`` at update
+            ``k`` (PipeMare: Yang et al., MLSys 2021).
         correction_steps: Updates until all stages train with the full rate.
         log_staleness: Whether to log the age of each stage's weights in updates
             (``staleness/stage_0``) and the bytes of the versions that the stage keeps

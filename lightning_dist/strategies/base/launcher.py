@@ -2,9 +2,8 @@
 
 Lightning's launcher kills all processes some seconds after one of its children has failed, maybe in
 the middle of printing the reason or closing a log. Here the ranks report a failure to each other
-and end by themselves (:mod:`.failures.failure_ring`,
-:mod:`.failures.last_resort`). So the launcher gives them the time for it, and then kills only the
-remaining processes: those that are stuck before they have met the others.
+and end by themselves (:mod:`.failures.peer_failure`). So the launcher gives them the time for it,
+and then kills only the remaining processes: those that are stuck before they have met the others.
 
 Lightning has no public name for its launcher, nor a hook for the failure of a child.
 """

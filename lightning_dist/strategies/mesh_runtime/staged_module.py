@@ -3,7 +3,7 @@
 Micro-batches are run by the same :class:`.Pipeline` that
 :class:`~lightning_dist.PipelineStrategy` uses. Only the backward differs: FSDP2 gets gradients
 where autograd accumulates them, and reduces them in the last backward of a round; see
-:mod:`.pipeline.stage_backwards`.
+:mod:`.pipeline.fsdp_gradients`.
 """
 
 from __future__ import annotations
