@@ -1,4 +1,4 @@
-"""What a model must beat: byte statistics counted on the training split.
+"""Baselines of a language model: byte statistics counted on the training split.
 
 Both baselines are add-alpha smoothed counts, scored on the validation split in bits per byte, the
 unit in which the model's loss is reported too.
@@ -18,7 +18,7 @@ def unigram_bits_per_byte(train: Tensor, val: Tensor, alpha: float = 0.1) -> flo
     Args:
         train: Training text, ``(N,)`` integers below 256.
         val: Validation text, ``(M,)``.
-        alpha: Added to each count.
+        alpha: Number added to each count.
 
     Returns:
         Bits per byte of the validation text.
@@ -33,7 +33,7 @@ def bigram_bits_per_byte(train: Tensor, val: Tensor, alpha: float = 0.1) -> floa
     Args:
         train: Training text, ``(N,)`` integers below 256.
         val: Validation text, ``(M,)``; its first byte has no byte before it and is not scored.
-        alpha: Added to each count.
+        alpha: Number added to each count.
 
     Returns:
         Bits per byte of the validation text.

@@ -1,4 +1,4 @@
-"""What a classifier of texts must beat: the most frequent class, and words without their order."""
+"""Baselines of a text classifier: the most frequent class, and words without their order."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def bag_of_words_accuracy(
 
     Args:
         train: Texts and their classes.
-        val: The same; they choose how much is regularized.
-        test: The same.
+        val: Validation texts and their classes, which choose the strength of regularization.
+        test: Test texts and their classes.
 
     Returns:
         Share of the test texts that it gets right.

@@ -1,4 +1,4 @@
-"""What :mod:`recipes.train` runs: Lightning's command line, with a recipe's defaults."""
+"""The command line of :mod:`recipes.train`: Lightning's own, with a recipe's defaults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RecipeCLI(LightningCLI):
         )
 
     def after_fit(self) -> None:
-        """Tests the best checkpoint where that was asked for; Lightning calls it."""
+        """Tests the best checkpoint if that was asked for; called by Lightning."""
         if self.config.fit.test_after_fit and not self.trainer.fast_dev_run:
             self.trainer.test(
                 self.model, datamodule=self.datamodule, ckpt_path="best", verbose=False

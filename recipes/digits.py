@@ -40,7 +40,7 @@ def split_indices(labels: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         labels: The digit of each image, ``(N,)``.
-        seed: Of the division; other seeds give other images.
+        seed: Seed of the division; other seeds give other images.
 
     Returns:
         Indices of the three parts, each image in one of them.
@@ -56,7 +56,7 @@ def split_indices(labels: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def random_shift(image: Tensor, max_shift: int) -> Tensor:
-    """Moves an image along both axes; what leaves it is lost, and black comes in.
+    """Shifts an image along both axes, and fills the free pixels with black.
 
     Draws from torch's global generator.
 
@@ -88,11 +88,11 @@ class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
         self._max_shift = max_shift
 
     def __len__(self) -> int:
-        """Counts the images."""
+        """Returns the number of images."""
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Gives an image, ``(1, 8, 8)``, and its digit, a scalar."""
+        """Returns an image, ``(1, 8, 8)``, and its digit, a scalar."""
         image = self._images[index]
         if self._max_shift:
             image = random_shift(image, self._max_shift)
@@ -112,7 +112,7 @@ class DigitsDataModule(L.LightningDataModule):
     Args:
         batch_size: Images per batch and process.
         max_shift: Pixels by which training images are moved at random.
-        seed: Of the split.
+        seed: Seed of the split.
         num_workers: Processes that load data; the images are in memory, so none are needed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What training on the digits came to, in one short table and a picture at its end."""
+"""The results of training on the digits, in one short table and a picture at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN_MISTAKES = 3
 
 
 class DigitsSummary(L.Callback):
-    """Prints a test's accuracy and mistakes, how long training took, and what was written."""
+    """Prints a test's accuracy and mistakes, the training time, and the written files."""
 
     def __init__(self) -> None:
         self._start = 0.0
@@ -37,7 +37,7 @@ class DigitsSummary(L.Callback):
     @override
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, ResNet)
-        # Adds up over the ranks, so all of them must ask for it.
+        # Sums over the ranks. Collective: every rank must call it.
         self._confusion = pl_module.test_confusion.compute().cpu()
 
     @override

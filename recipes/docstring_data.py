@@ -27,16 +27,16 @@ class DocstringDataModule(L.LightningDataModule):
     padded with zeros behind the longest text of the batch.
 
     Args:
-        folder: Holds the tokenizer; ``None`` means that of the package of MiniLM's weights.
+        folder: Folder of the tokenizer; ``None`` means the one in the package of MiniLM's weights.
         batch_size: Docstrings per batch and data replica.
         sequence_length: Tokens per docstring, at most.
-        seed: Of the split and the training order.
+        seed: Seed of the split and the training order.
         num_workers: Processes that load data; the tokens are in memory, so none are needed.
 
     Attributes:
-        train_docstrings: What is trained on.
-        val_docstrings: What is validated on, from other modules.
-        test_docstrings: What is tested on, from other modules again.
+        train_docstrings: Docstrings to train on.
+        val_docstrings: Docstrings to validate on, from other modules.
+        test_docstrings: Docstrings to test on, from other modules again.
 
     Raises:
         ImportError: The tokenizer is not installed.
@@ -111,7 +111,7 @@ class DocstringDataModule(L.LightningDataModule):
 
 
 def collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Makes a batch, and cuts off what is padding in all of it.
+    """Creates a batch without the padding that all its texts have in common.
 
     Args:
         samples: Tokens, ``(L,)`` with zeros at the end, and a label each.

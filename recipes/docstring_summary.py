@@ -1,4 +1,4 @@
-"""What fine-tuning on docstrings came to, in one short table at its end."""
+"""The results of fine-tuning on docstrings, in one short table at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes.run_summary import print_table, written_files
 
 
 class DocstringSummary(L.Callback):
-    """Prints a test's accuracy beside its baselines, the training time, and what was written."""
+    """Prints a test's accuracy beside its baselines, the training time, and the written files."""
 
     def __init__(self) -> None:
         self._start = 0.0

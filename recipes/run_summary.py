@@ -1,4 +1,4 @@
-"""What a run came to, in one short table at its end."""
+"""The results of a run, in one short table at its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PIPELINED = (lightning_dist.PipelineStrategy, lightning_dist.MeshStrategy)
 
 
 class RunSummary(L.Callback):
-    """Prints validation loss beside its baselines, speed, bubble, stash, and what was written."""
+    """Prints validation loss beside its baselines, speed, bubble, stash, and written files."""
 
     def __init__(self) -> None:
         self._training_seconds = 0.0
@@ -43,8 +43,8 @@ class RunSummary(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # Runs on until the next validation, so that what happens between batches counts: fetching
-        # data, and a pipeline's draining.
+        # The clock runs on until the next validation, so that the time between batches counts:
+        # fetching data, and a pipeline's draining.
         if self._clock_start is None:
             self._clock_start = time.perf_counter()
 
@@ -114,7 +114,7 @@ class RunSummary(L.Callback):
 
 
 def print_table(rows: Iterable[tuple[str, str]], section_ends: Iterable[str] = ()) -> None:
-    """Prints what a run came to.
+    """Prints the table of a run's results.
 
     Args:
         rows: Names and values.
@@ -161,10 +161,10 @@ def _files(trainer: L.Trainer) -> list[tuple[str, str]]:
 
 
 def written_files(trainer: L.Trainer) -> list[tuple[str, str]]:
-    """Names what any run leaves behind: the best checkpoint and the metrics.
+    """Returns the files that any run writes: the best checkpoint and the metrics.
 
     Args:
-        trainer: After its run.
+        trainer: The trainer, after its run.
     """
     rows = []
     checkpoint = trainer.checkpoint_callback
@@ -184,7 +184,7 @@ def _draw(timeline: Timeline, picture: Path) -> str:
 
 
 def newest_part(timeline: Timeline) -> Timeline:
-    """Cuts out as much as can be read on one picture."""
+    """Returns the newest part of a timeline that can be read on one picture."""
     forwards = sum(s.action.kind is ActionKind.FORWARD and s.rank == 0 for s in timeline.spans)
     seconds = timeline.makespan_seconds * min(1.0, _DRAWN_FORWARDS / max(1, forwards))
     # Not the very end, where the pipeline runs empty.
@@ -193,7 +193,7 @@ def newest_part(timeline: Timeline) -> Timeline:
 
 
 def short_path(path: str | Path) -> str:
-    """Gives a path relative to here where that is shorter.
+    """Returns a path relative to the current directory, if the path is inside of it.
 
     Args:
         path: Any path.

@@ -1,4 +1,4 @@
-"""What stale weights cost and what helps: train the recipe's GPT in each asynchronous way.
+"""The cost of stale weights, and its remedies: train the recipe's GPT in each asynchronous way.
 
 .. code-block:: bash
 
@@ -7,10 +7,10 @@
     python -m recipes.study_staleness --only pipedream predict --stages 8 --optimizers adamw
     python -m recipes.study_staleness --redraw
 
-Results do not depend on how fast ranks are, so each training runs in one process
-(:mod:`recipes.staleness.lockstep`), as many at a time as there are cores, and the time that a
-pipeline would have taken comes from the simulator. What has been trained stands in a CSV file and
-is not trained again; ``--redraw`` trains nothing.
+Results do not depend on the speed of ranks, so each training runs in one process
+(:mod:`recipes.staleness.lockstep`), and as many at a time as there are cores. The time that a
+pipeline would have taken is simulated. Finished trainings are kept in a CSV file and
+not run again; ``--redraw`` trains nothing.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def run(missing: Sequence[Trial], sizes: Sizes, results: Results, num_processes:
     """Trains in parallel, and writes each result down as it comes.
 
     Args:
-        missing: What to train.
-        sizes: How long.
-        results: Where to.
-        num_processes: At a time.
+        missing: Trials to train.
+        sizes: Sizes of the trainings.
+        results: Results to add to.
+        num_processes: Number of processes at a time.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -89,9 +89,9 @@ def report(results: Results, sizes: Sizes, options: argparse.Namespace) -> None:
     """Prints and writes the tables, and draws the pictures.
 
     Args:
-        results: All that is known.
-        sizes: Of the trainings.
-        options: Of the command line.
+        results: All results.
+        sizes: Sizes of the trainings.
+        options: Options of the command line.
     """
     tables = []
     for optimizer in options.optimizers:

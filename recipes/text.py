@@ -31,7 +31,7 @@ def split_text(text: bytes) -> tuple[Tensor, Tensor]:
     """Cuts the last tenth off for validation.
 
     Args:
-        text: All of it.
+        text: The whole text.
 
     Returns:
         Training and validation bytes, ``(N,)`` and ``(M,)`` int64.
@@ -66,11 +66,11 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         self._stride = stride
 
     def __len__(self) -> int:
-        """Counts the windows."""
+        """Returns the number of windows."""
         return (len(self._text) - self._sequence_length - 1) // self._stride + 1
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Gives inputs and targets, ``(T,)`` each."""
+        """Returns inputs and targets, ``(T,)`` each."""
         start = index * self._stride
         window = self._text[start : start + self._sequence_length + 1]
         return window[:-1], window[1:]
@@ -79,15 +79,15 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 class SeededShuffle(DistributedSampler[int]):
     """Shuffles by a seed and the epoch alone, so that all ranks read the same order.
 
-    Data replicas take turns in that order. Being a ``DistributedSampler``, it is left as it is by
-    Lightning, whose wrapper around any other would not tell it the epoch.
+    Data replicas take turns in that order. Lightning does not wrap a ``DistributedSampler``. Its
+    wrapper around any other sampler would not set the epoch.
 
     Args:
-        data: What to shuffle.
+        data: The data to shuffle.
         seed: Base seed.
         num_samples: Samples per epoch over all replicas, drawn anew in each.
-        num_replicas: Data replicas; each has equally many samples.
-        rank: Which of them reads.
+        num_replicas: Number of data replicas; each has equally many samples.
+        rank: The data replica that reads.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class TextDataModule(L.LightningDataModule):
         batch_size: Windows per batch and data replica.
         sequence_length: Bytes per window.
         train_samples: Windows per training epoch over all replicas, at random places.
-        seed: Of the training order.
+        seed: Seed of the training order.
         num_workers: Processes that load data; the text is in memory, so none are needed.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Callbacks that know what a rank holds, and what it does."""
+"""Callbacks that know the layout of a rank, and its schedule."""
 
 from lightning_dist.callbacks.mixed_precision import MixedPrecision
 from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging

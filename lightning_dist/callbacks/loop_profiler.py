@@ -1,7 +1,7 @@
-"""What Lightning's loop does around the steps, as it tells its profiler.
+"""The work of Lightning's loop around the steps, as the loop reports it to its profiler.
 
-Lightning says to ``trainer.profiler`` when it fetches a batch, saves a checkpoint, calls a hook. So
-one that listens needs no hook of the user's, and passes everything on to the user's own profiler.
+Lightning reports to ``trainer.profiler`` when it fetches a batch, saves a checkpoint, calls a hook.
+So a profiler in its place needs no user hook, and passes all reports on to the user's profiler.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _PARTS: Mapping[_Told, str] = MappingProxyType(
 
 
 class LoopProfiler(Profiler):
-    """Listens while it is told to, and passes on.
+    """Records the loop's actions while it listens, and passes them on to the user's profiler.
 
     Args:
         users: The profiler that the Trainer had.
-        recorder: Reads the clock, and gets the spans of steps.
-        records_steps: Whether to record forward, backward and update; nobody else does.
+        recorder: Reads the clock, and records the spans of steps.
+        records_steps: Whether to record forward, backward and update, if no recorder does so yet.
 
     Attributes:
         listens: Whether anything is recorded.
@@ -79,18 +79,18 @@ class LoopProfiler(Profiler):
             self._begin(_UPDATE)
 
     def begin(self, kind: PhaseKind) -> None:
-        """Notes what only hooks tell.
+        """Records the begin of a phase that only hooks report.
 
         Args:
-            kind: What begins.
+            kind: Kind of the phase.
         """
         self._begin(kind)
 
     def end(self, kind: PhaseKind) -> None:
-        """Notes its end.
+        """Records the end of a phase.
 
         Args:
-            kind: What ends.
+            kind: Kind of the phase.
         """
         self._end(kind)
 
@@ -113,7 +113,7 @@ class LoopProfiler(Profiler):
         self._recorder.record(kind, Action(0, action, self.batch), start)
 
     def take(self) -> tuple[Phase, ...]:
-        """Gives the phases since the last time."""
+        """Returns the phases since the last call."""
         phases, self._phases = self._phases, []
         rank, seconds = self._recorder.rank, self._recorder.seconds
         return tuple(Phase(rank, kind, seconds(a), seconds(b)) for kind, a, b in phases)

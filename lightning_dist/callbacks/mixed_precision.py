@@ -1,8 +1,8 @@
 """Half precision under every strategy, as one callback.
 
-A callback, for a precision depends on no strategy: it gives the strategy a precision plugin before
-anything is set up, and takes it back at the end. What the plugin does is in
-:mod:`.base.precision_plugin`.
+Half precision is a callback, for it depends on no strategy. The callback sets the strategy's
+precision plugin before anything is set up, and restores the earlier one at the end. The work of the
+plugin is described in :mod:`.base.precision_plugin`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class MixedPrecision(pl.Callback):
     """Computes forward and backward in 16 bits and updates fp32 masters.
 
-    Forward and backward run on copies of the parameters in half precision, gradients become fp32,
-    the optimizer updates the parameters, which stay fp32 and are what checkpoints hold. Under
+    Forward and backward run on copies of the parameters in half precision, and gradients become
+    fp32. The optimizer updates the parameters, which stay fp32 and are saved in checkpoints. Under
     ``pipedream`` the stashed versions of a stage's weights are such copies.
 
     Args:
         compute: ``"bf16"``, or ``"fp16"``, whose loss is scaled.
-        master_weights: False makes the parameters half themselves, and the optimizer's state.
-        keep_fp32: What computes in fp32: parts of the names of module classes or of the dotted
-            names of parameters. ``"loss"`` also casts what leaves the model to fp32.
+        master_weights: Whether fp32 masters are kept. False makes the parameters half themselves,
+            and the optimizer's state.
+        keep_fp32: Parts of the names of module classes, or of dotted parameter names, that compute
+            in fp32. ``"loss"`` also casts the outputs of the model to fp32.
         loss_scale: ``"dynamic"``, a number, or None for no scale; ``"auto"`` is ``"dynamic"`` for
-            fp16 and None for bf16. Steps whose gradients are not finite are left out where there is
-            a scale.
-        initial_scale: Where a dynamic scale begins.
-        growth_interval: Good steps in a row after which a dynamic scale doubles.
+            fp16 and None for bf16. With a scale, steps whose gradients are not finite are skipped.
+        initial_scale: Initial value of a dynamic scale.
+        growth_interval: Number of good steps in a row after which a dynamic scale doubles.
         log_layers_every_n_steps: Optimizer steps between two reports on each layer; None for none.
 
     Raises:
@@ -84,7 +84,7 @@ class MixedPrecision(pl.Callback):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The scale and the counts of steps; None where nothing is scaled."""
+        """The scale and the counts of steps; None if nothing is scaled."""
         return self._scale
 
     @property
@@ -95,7 +95,7 @@ class MixedPrecision(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         present = trainer.strategy.precision_plugin
-        if present is self._plugin:  # a run that has failed has not given it back
+        if present is self._plugin:  # a run that has failed has not restored the earlier one
             return
         _check(trainer, pl_module)
         self._replaced = present
@@ -136,7 +136,7 @@ class MixedPrecision(pl.Callback):
             self._report(trainer, pl_module)
 
     def _report(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Logs what all ranks have measured; under asynchronous schedules of several batches."""
+        """Logs all ranks' measurements, of several batches if the schedule is asynchronous."""
         own, self._own_ranges = self._own_ranges, {}
         everyone: list[Any] = [own]
         strategy = trainer.strategy
@@ -216,10 +216,10 @@ def _make_scale(
 
 
 def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Checks that nobody else decides on the precision, and that steps are Lightning's.
+    """Checks that no other setting chooses the precision, and that steps are Lightning's.
 
     Raises:
-        ValueError: Not so.
+        ValueError: Another setting does, or the strategy or the steps are others.
     """
     strategy = trainer.strategy
     present = strategy.precision_plugin

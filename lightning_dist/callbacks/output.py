@@ -3,9 +3,9 @@
 Metrics go to every logger through ``self.log``. Weights & Biases shows pictures, tables and pages,
 TensorBoard pictures and text. Others, such as a CSV file, have the metrics only.
 
-Print tables: with rich where it is installed, else as text.
+Print tables: with rich if it is installed, else as text.
 
-What becomes of a profile on rank 0: tables on the console, files, and pictures in loggers.
+Publish a profile on rank 0: tables on the console, files, and pictures in loggers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _WIDEST = 1000
 
 @rank_zero_only
 def print_tables(tables: Iterable[Table], *conclusions: str) -> None:
-    """Prints on rank 0.
+    """Prints tables and lines on rank 0.
 
     Args:
-        tables: One below the other.
-        conclusions: Lines below them.
+        tables: Tables to print, one below the other.
+        conclusions: Lines to print below the tables.
     """
     if find_spec("rich") is None:
         for table in tables:
@@ -67,10 +67,10 @@ _MOST_SPANS = 5_000
 
 
 class Media:
-    """Shows things in the loggers of a run; for rank 0.
+    """Shows pictures, tables and pages in the loggers of a run, on rank 0.
 
     Args:
-        loggers: Of the Trainer.
+        loggers: Loggers of the Trainer.
     """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
@@ -84,16 +84,16 @@ class Media:
 
     @property
     def shows_pictures(self) -> bool:
-        """Whether any of the loggers does."""
+        """Whether any of the loggers shows pictures."""
         return bool(self._wandb or self._boards)
 
     def show_figure(self, name: str, figure: Figure, step: int) -> None:
         """Shows a picture.
 
         Args:
-            name: Where.
-            figure: Drawn.
-            step: Of the training.
+            name: Name of the picture in the logger.
+            figure: The figure to show.
+            step: Step of the training.
         """
         for wandb in self._wandb:
             wandb.log_image(name, [_pixels(figure)])
@@ -104,9 +104,9 @@ class Media:
         """Shows a table.
 
         Args:
-            name: Where.
-            table: Its cells are texts.
-            step: Of the training.
+            name: Name of the table in the logger.
+            table: The table, whose cells are texts.
+            step: Step of the training.
         """
         headings = [heading or f"column {i}" for i, heading in enumerate(table.headings)]
         for wandb in self._wandb:
@@ -119,8 +119,8 @@ class Media:
         """Shows a timeline as a table of numbers, a row per span; W&B can sort and plot it.
 
         Args:
-            name: Where.
-            timeline: Its newest spans are shown if there are too many.
+            name: Name of the table in the logger.
+            timeline: The timeline, of which only the newest spans are shown if there are too many.
         """
         headings = ["rank", "kind", "action", "start (ms)", "duration (ms)"]
         spans = sorted(timeline.shifted_to_zero().spans, key=lambda span: span.start_seconds)
@@ -135,8 +135,8 @@ class Media:
         """Shows an HTML page; TensorBoard has no place for one.
 
         Args:
-            name: Where.
-            path: The file.
+            name: Name of the page in the logger.
+            path: The HTML file.
         """
         if self._wandb:
             from wandb import Html
@@ -160,9 +160,9 @@ def publish(report: ProfileReport, directory: Path, loggers: Iterable[Logger]) -
     """Prints, writes and shows a profile.
 
     Args:
-        report: Of all ranks.
-        directory: Where files go.
-        loggers: Of the Trainer.
+        report: Report of all ranks.
+        directory: Directory to write the files to.
+        loggers: Loggers of the Trainer.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tables = {

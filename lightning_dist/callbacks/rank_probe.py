@@ -1,6 +1,6 @@
-"""What a profiler asks a strategy, whichever it is.
+"""The facts about a rank that a profiler needs, under any strategy.
 
-The stages that a strategy runs, whichever strategy it is.
+The stages that a strategy runs, under any strategy.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from lightning_dist.strategies.pipelining.session import Session
 
 
 def pipeline_of(strategy: Strategy) -> Pipeline | None:
-    """Gives this rank's part of a pipeline, while a run is set up.
+    """Returns this rank's part of a pipeline, while a run is set up.
 
     Args:
-        strategy: Any.
+        strategy: Any strategy.
 
     Returns:
-        None where there are no stages.
+        The rank's stages; None if there are no stages.
     """
     session = session_of(strategy)
     return None if session is None else session.pipeline
 
 
 def session_of(strategy: Strategy) -> Session | None:
-    """Gives what a pipeline has at work, as :func:`pipeline_of`.
+    """Returns the parts of a pipeline, while a run is set up; None if there are no stages.
 
     Args:
-        strategy: Any.
+        strategy: Any strategy.
     """
     if isinstance(strategy, PipelineStrategy):
         return strategy.session
@@ -68,18 +68,18 @@ def session_of(strategy: Strategy) -> Session | None:
 
 
 class RankProbe:
-    """Knows this rank's strategy, from the begin of training on; each rank must make one.
+    """Reads this rank's strategy, from the begin of training on. Collective: every rank needs one.
 
     Args:
-        trainer: About to train.
-        module: The user's.
+        trainer: The trainer, before it trains.
+        module: The user's module.
 
     Attributes:
-        mesh: The sizes; foreign strategies have replicas only, as far as anybody here can tell.
-        device: Where this rank computes.
-        pipeline: This rank's stages; None without.
-        in_memory: What these hand over in memory that two processes share.
-        group: A gloo group of all ranks that nobody else uses; None where there is one.
+        mesh: The sizes of the mesh; foreign strategies are taken for replicas only.
+        device: The device that this rank computes on.
+        pipeline: This rank's stages; None without a pipeline.
+        in_memory: Count of the stages' messages that go through shared memory.
+        group: A gloo group of all ranks, for this probe alone; None if there is one rank.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -101,14 +101,14 @@ class RankProbe:
 
     @property
     def recorder(self) -> Recorder | None:
-        """Who records the steps of this rank already, if anybody does."""
+        """The strategy's recorder of this rank's steps; None if the strategy has none."""
         if self.pipeline is not None:
             return self.pipeline.recorder
         return self._strategy.recorder if isinstance(self._strategy, DDPStrategy) else None
 
     @property
     def place(self) -> RankPlace:
-        """Who this rank is."""
+        """The identity of this rank: host, device and place in the mesh."""
         rank, is_gpu = self._trainer.global_rank, self.device.type == "cuda"
         return RankPlace(
             rank,
@@ -128,12 +128,12 @@ class RankProbe:
 
     @property
     def num_counted(self) -> int:
-        """Batches until the first that is counted has passed all stages."""
+        """Number of batches until the first counted batch has passed all stages."""
         return 1 if self.pipeline is None else 1 + self.pipeline.lag
 
     @property
     def num_forwards(self) -> int:
-        """Forwards of this rank in a batch."""
+        """Number of forwards of this rank in a batch."""
         if self.pipeline is None:
             return 1
         return len(self.pipeline.stages) * max(1, len(self.pipeline.microbatch_sizes))
@@ -141,7 +141,7 @@ class RankProbe:
     # --- memory ------------------------------------------------------------------------------
 
     def gradient_bytes(self) -> int:
-        """Adds up the gradients that are there, and those that a pipeline holds."""
+        """Returns the bytes of the parameters' gradients, and of those that a pipeline holds."""
         held = self._held()
         return gradient_bytes(self._module.parameters()) + bytes_of(held)
 
@@ -153,11 +153,11 @@ class RankProbe:
         return [g for stage in stages for g in stage.gradients.held(update).values()]
 
     def measured(self, gradients: int, count: StepCount) -> RankMemory:
-        """Adds up what this rank holds.
+        """Returns the measured memory of this rank.
 
         Args:
             gradients: The most bytes of gradients so far.
-            count: Of a step.
+            count: The counts of a step.
         """
         stash = {} if self.pipeline is None else self.pipeline.stages.peak_stash_bytes
         return RankMemory(
@@ -169,14 +169,14 @@ class RankProbe:
         )
 
     def predicted(self, measured: RankMemory, count: StepCount) -> RankMemory | None:
-        """Asks the planner, with this model's sizes.
+        """Returns the planner's prediction of this rank's memory.
 
         Args:
-            measured: What this rank holds.
-            count: Of a step.
+            measured: The measured memory of this rank.
+            count: The counts of a step.
 
         Returns:
-            None where the planner has no formula for the strategy.
+            The prediction; None if the planner has no formula for the strategy.
         """
         states = round(measured.optimizer_state / max(1, measured.parameters))
         part = TrainedPart(measured.parameters, count.forward_bytes, states)
@@ -206,7 +206,7 @@ class RankProbe:
         return pipelined(part, in_flight, 1 + copies, stages.version_bytes)
 
     def allocated_bytes(self) -> int | None:
-        """Gives the most that the device's allocator has had in use; None on a CPU."""
+        """Returns the peak bytes of the device's allocator; None on a CPU."""
         if self.device.type != "cuda":
             return None
         return torch.cuda.max_memory_allocated(self.device)

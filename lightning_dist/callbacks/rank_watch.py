@@ -1,4 +1,4 @@
-"""Measure this rank's steps, each as its role asks."""
+"""Measure this rank's steps, each according to its role."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from lightning_dist.strategies.base.lightning_internals import profiler_of, set_
 
 
 class RankWatch:
-    """Goes with a training from its begin to its end, and puts itself between loop and profiler.
+    """Measures a training from its begin to its end, with a profiler between loop and user's.
 
     Args:
-        trainer: About to train.
-        module: The user's.
-        probe: Knows the strategy.
+        trainer: The trainer, before it trains.
+        module: The user's module.
+        probe: The probe of this rank's strategy.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, probe: RankProbe) -> None:
@@ -59,11 +59,11 @@ class RankWatch:
         set_profiler(trainer, self.loop)
 
     def now(self) -> float:
-        """Reads this rank's clock, in seconds."""
+        """Returns the time of this rank's clock, in seconds."""
         return self._recorder.seconds(self._recorder.mark())
 
     def close(self) -> None:
-        """Leaves everything alone."""
+        """Stops all measurements, and restores the user's profiler."""
         if self._counter is not None:
             self._counter.stop()
         if self._trace is not None:
@@ -79,7 +79,7 @@ class RankWatch:
         """Begins a batch.
 
         Args:
-            role: What it is for.
+            role: The role of the batch.
             is_first: Whether the batch before had another role.
         """
         if role is Role.COUNTED and is_first and self._counter is not None:
@@ -96,9 +96,9 @@ class RankWatch:
         """Ends a batch.
 
         Args:
-            role: What it was for.
-            plan: How many are counted together.
-            is_last: Whether the next one has another role.
+            role: The role of the batch.
+            plan: The plan, which has the number of batches that are counted together.
+            is_last: Whether the next batch has another role.
         """
         if role is Role.COUNTED and is_last and self._counter is not None:
             self._counter.stop()
@@ -111,14 +111,14 @@ class RankWatch:
             self._exposure = self._trace.stop()
 
     def note_gradients(self) -> None:
-        """Looks how many bytes of gradients there are."""
+        """Updates the most bytes of gradients."""
         self._gradient_bytes = max(self._gradient_bytes, self._probe.gradient_bytes())
 
     # --- timing ------------------------------------------------------------------------------
 
     def begin_timing(self) -> None:
-        """Begins the first of the timed batches, before its data are read; on all ranks at once."""
-        self._probe.barrier()  # some have looked at a longer trace, and the others would wait
+        """Begins the first timed batch, before its data are read. Collective: a barrier."""
+        self._probe.barrier()  # some ranks have read a longer trace, and the others would wait
         self._marks = [self._recorder.mark()]
         self._num_samples, self._num_tokens = 0, 0
         self.loop.listens = True
@@ -127,7 +127,7 @@ class RankWatch:
         """Ends a timed batch.
 
         Args:
-            batch: That was trained on.
+            batch: The batch that was trained on.
         """
         self._marks.append(self._recorder.mark())
         self._num_samples += num_samples(batch)
@@ -136,7 +136,7 @@ class RankWatch:
         self._num_tokens = (self._num_tokens or 0) + (tokens or 0) if known else None
 
     def take(self) -> RankRecord:
-        """Ends the timing, and says what was measured."""
+        """Ends the timing, and returns the measurements."""
         self.loop.listens = False
         ends = [self._recorder.seconds(mark) for mark in self._marks]
         phases = self.loop.take()

@@ -1,9 +1,9 @@
-"""An exponential moving average of the weights, kept by each rank for what it holds.
+"""An exponential moving average of the weights, kept by each rank for its own part.
 
 Lightning's ``WeightAveraging`` copies the whole module, which no rank of a sharded or pipelined run
-has. An average of shards is the shard of the average, so that nothing needs to travel. Validation
-and what is saved as ``state_dict`` see the average; training goes on from the latest weights, which
-are saved beside it, under the name that Lightning gives them.
+has. An average of shards is the shard of the average, so nothing needs to be sent. Validation
+and the saved ``state_dict`` have the average. Training goes on from the latest weights, which
+are saved beside it, under Lightning's name for them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lightning_dist.strategies.ddp import DDPStrategy
 class ShardedWeightAveraging(pl.Callback):
     """Averages the parameters over the optimizer's steps (Polyak averaging with a decay).
 
-    Under every strategy of this package and on a single device; under ``DDPStrategy`` with
-    ``sync_every=1``. Buffers are not averaged: what sees the average sees the latest running
-    statistics.
+    The callback works under every strategy of this package and on a single device; under
+    ``DDPStrategy`` with ``sync_every=1``. Buffers are not averaged: the average goes with the
+    latest running statistics.
 
     Args:
         decay: Share of the average that is kept in an update, in [0, 1).
         every_n_steps: Optimizer steps from one update to the next.
-        start_at_step: Optimizer steps before the first one, which takes the weights as they are.
+        start_at_step: Optimizer steps before the first update, which copies the weights.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -174,7 +174,7 @@ class ShardedWeightAveraging(pl.Callback):
     def _by_each_name(
         self, module: pl.LightningModule, saved: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Gives the averages by all names that are saved; a tied parameter has several."""
+        """Returns the averages by all names that are saved; a tied parameter has several."""
         averages, first_names = self.averages, {p: n for n, p in module.named_parameters()}
         named = module.named_parameters(remove_duplicate=False)
         return {name: averages[first_names[p]] for name, p in named if name in saved}

@@ -2,14 +2,14 @@
 
 The classic mistake of pipelining is to cut by the number of parameters: an embedding is large and
 quick, attention is small and slow. So layers are timed while they train, for a few batches now and
-then, and all ranks learn of all of them. What a better cut would bring is the simulator's answer,
-for with few micro-batches filling and draining hide much of a stage's idleness. All ranks have the
-same numbers, so they decide alike, and where that is asked for they move the layers at once.
+then, and all ranks exchange the times. The gain of a better cut is simulated, for with few
+micro-batches filling and draining hide much of a stage's idleness. All ranks have the same numbers,
+so they decide alike. If rebalancing is asked for, they move the layers at once.
 
-What becomes of a balance on rank 0.
+Print, log and draw a balance on rank 0.
 
 Tables cost nothing and come with each report. A picture takes rank 0 some tenths of a second, in
-which the others wait, so there is one, when training is over.
+which the others wait, so there is only one, when training is over.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def tell_balance(
     *,
     print_tables: bool,
 ) -> None:
-    """Prints a balance, and gives loggers its tables.
+    """Prints a balance, and shows its tables in loggers.
 
     Args:
-        balance: What was measured.
+        balance: The measured balance.
         conclusion: A line below the tables.
-        loggers: Of the Trainer.
-        step: Of the training.
+        loggers: Loggers of the Trainer.
+        step: Step of the training.
         print_tables: Whether to print the tables above the conclusion.
     """
     tables = {"layers": balance.layer_table, "stages": balance.stage_table}
@@ -70,13 +70,13 @@ def tell_balance(
 def draw_balance(
     balance: Balance, directory: str | None, loggers: Sequence[Logger], step: int
 ) -> None:
-    """Draws a balance, where there is a place for pictures, and matplotlib.
+    """Draws a balance, if there is a place for pictures, and matplotlib.
 
     Args:
-        balance: What was measured.
-        directory: Where the picture goes; None writes no file.
-        loggers: Of the Trainer.
-        step: Of the training.
+        balance: The measured balance.
+        directory: Directory to write the picture to; None writes no file.
+        loggers: Loggers of the Trainer.
+        step: Step of the training.
     """
     media = Media(loggers)
     if find_spec("matplotlib") is None or not (directory or media.shows_pictures):
@@ -94,18 +94,18 @@ _MOVE_SECONDS = "balance/move_seconds"
 class StageBalancer(pl.Callback):
     """Reports how well the stages of a pipeline are balanced, one of a mesh too.
 
-    With ``action="rebalance"`` it also moves layers while training runs, where that saves
-    ``min_gain``; see :meth:`.PipelineStrategy.repartition`. That takes a
+    With ``action="rebalance"`` it also moves layers while training runs, if that saves
+    ``min_gain``; see :meth:`.PipelineStrategy.repartition`. Moving layers takes a
     :class:`~lightning_dist.PipelineStrategy`.
 
-    Each report is metrics for all loggers: ``balance/stage_0_seconds`` and so on (forward and
+    Each report logs metrics to all loggers: ``balance/stage_0_seconds`` and so on (forward and
     backward of one micro-batch), ``balance/step_seconds`` (predicted for a batch),
     ``balance/better_step_seconds`` (with the best cut), ``balance/gain`` (the share of a step that
-    it would save) and ``balance/measured_step_seconds``; where layers move,
-    ``balance/moved_layers`` and ``balance/move_seconds``. W&B and TensorBoard show two tables, of
-    the layers and of the stages. Rank 0 prints both where another cut saves ``min_gain``, and one
-    line where none does. At the end of training the newest one is drawn, for these two and, if
-    there is any logger, as ``stage_balance.png`` in ``trainer.log_dir``.
+    the best cut would save) and ``balance/measured_step_seconds``. If layers move, it logs
+    ``balance/moved_layers`` and ``balance/move_seconds``, too. W&B and TensorBoard show two tables,
+    of the layers and of the stages. If another cut saves ``min_gain``, rank 0 prints both tables,
+    or else one line. At the end of training the newest report is drawn, for W&B and TensorBoard
+    and, if there is any logger, as ``stage_balance.png`` in ``trainer.log_dir``.
 
     Args:
         every_n_steps: Training batches from one report to the next.
@@ -113,9 +113,9 @@ class StageBalancer(pl.Callback):
         measured_steps: Batches that are timed for a report.
         min_gain: Share of a step below which another cut is not worth the trouble.
         action: Whether to move the layers.
-        memory_cap_bytes: What a rank may hold under another cut: its share of parameters,
-            gradients and optimizer state, stashed weights and activations. None leaves that to the
-            user.
+        memory_cap_bytes: Most bytes that a rank may hold under another cut: its share of
+            parameters, gradients and optimizer state, stashed weights and activations. None sets
+            no bound.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -290,10 +290,10 @@ def _pipeline_of(trainer: pl.Trainer) -> Pipeline:
 
 
 def _check_stages(strategy: Strategy, moves_layers: bool) -> None:
-    """Checks that there are stages, and whether their layers can move.
+    """Checks that there are stages, and that their layers can move if they should.
 
     Raises:
-        ValueError: Not so.
+        ValueError: There are no stages, or layers should move and cannot.
     """
     if isinstance(strategy, PipelineStrategy):
         return

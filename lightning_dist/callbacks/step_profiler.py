@@ -1,8 +1,8 @@
 """Show where the time of training steps goes, under any strategy.
 
-Now and then some batches in a row are looked at on all ranks: one whose operations are counted
+Now and then some batches in a row are measured on all ranks: one whose operations are counted
 (once), one whose layers or collectives are examined, and then those that are timed, undisturbed.
-Then the ranks compare their clocks and tell each other what they have measured, so that each
+Then the ranks compare their clocks and exchange their measurements, so that each
 metric is the same on all of them and rank 0 can draw one picture.
 """
 
@@ -47,7 +47,7 @@ class StepProfiler(pl.Callback):
     Args:
         every_n_steps: Training batches from one report to the next.
         active_steps: Batches that are timed for a report.
-        trace_dir: Where files go; None takes ``trainer.log_dir``.
+        trace_dir: Directory to write files to; None takes ``trainer.log_dir``.
         torch_profiler: Whether each rank writes torch's own trace of the timed batches too, as
             ``torch_rank0_batch7.json.gz``. That slows them down.
         warmup_steps: Batches before the first that is looked at.
@@ -81,7 +81,7 @@ class StepProfiler(pl.Callback):
 
     @property
     def timeline(self) -> Timeline | None:
-        """What the ranks did in the newest report, on one clock; None before the first."""
+        """The ranks' timeline in the newest report, on one clock; None before the first."""
         return None if self._report is None else self._report.timeline
 
     # --- begin and end -----------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Pictures of timelines, balances and profiles; of matplotlib, and one page of plotly.
 
-Colours are Okabe and Ito's, which the colour-blind can tell apart, and what stands side by side
-differs in lightness too.
+Colours are Okabe and Ito's, which the colour-blind can tell apart. Colours side by side differ in
+lightness too.
 """
 
 from lightning_dist.plotting.balance import plot_balance

@@ -1,4 +1,4 @@
-"""Draw which layers cost what, where the stages are cut, and where they should be."""
+"""Draw the costs of layers, the present cut into stages, and the better cut."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_NAMES = 24
-"""Of layers; more cannot be read side by side."""
+"""Number of layers' names; more cannot be read side by side."""
 _MOST_CHARACTERS = 90
-"""Of names side by side; more are slanted."""
+"""Number of characters of names side by side; with more, names are slanted."""
 _LONGEST_NAME = 18
 
 
 def plot_balance(balance: Balance, path: str | os.PathLike[str] | None = None) -> Figure:
     """Draws a balance: layers with both cuts above, the stages of both below.
 
-    Where no cut is faster than today's, only that one is drawn.
+    If no cut is faster than today's, only today's cut is drawn.
 
     Args:
-        balance: What was measured.
-        path: Where to write the picture; its ending chooses the format. None writes nothing.
+        balance: The measured balance.
+        path: File of the picture, whose ending chooses the format. None writes nothing.
 
     Returns:
         The matplotlib figure.
@@ -84,13 +84,13 @@ def _draw_layers(axes: Axes, balance: Balance) -> None:
 
 
 def shorten_names(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Removes the dotted parts that all names share, and the middle of what is still long.
+    """Removes the dotted parts that all names share, and the middle of names that are still long.
 
     Args:
-        names: Of layers, such as ``model.h.0.block``.
+        names: Names of layers, such as ``model.h.0.block``.
 
     Returns:
-        The shared parts with ``*`` in the place of the rest, and what each name has there.
+        The shared parts with ``*`` in the place of the rest, and the rest of each name.
     """
     parts = [name.split(".") for name in names]
     most = min(map(len, parts)) - 1 if len(names) > 1 else 0  # each keeps one part

@@ -20,9 +20,9 @@ def write_chrome_trace(
     """Writes a timeline.
 
     Args:
-        timeline: Measured or simulated.
+        timeline: A measured or simulated timeline.
         path: The JSON file.
-        phases: What loops did meanwhile, on the same clock.
+        phases: Phases of the loops meanwhile, on the same clock.
     """
     shifted = timeline.shifted_to_zero()
     names = [

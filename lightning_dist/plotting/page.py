@@ -54,7 +54,7 @@ def write_page(report: ProfileReport, path: str | os.PathLike[str]) -> None:
     """Writes the tables, the timeline, the memory and the layers of a profile.
 
     Args:
-        report: Of all ranks.
+        report: Report of all ranks.
         path: The HTML file; about 2 MB, most of which is plotly.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Draw a profile: what happened when, where the time went, and what the memory holds.
+"""Draw a profile: the timelines, the use of time, and the use of memory.
 
-What the bars of a profile show, for a picture and for a page alike.
+The bars of a profile are the same for a picture and for a page.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Bars:
     """Stacked bars.
 
     Attributes:
-        rows: By name, what a bar is made of, by kind.
-        colours: Of the kinds, in their order.
-        unit: Of the values.
+        rows: The values of each bar by kind, by the bar's name.
+        colours: Colours of the kinds, in order.
+        unit: Unit of the values.
     """
 
     rows: Mapping[str, Mapping[str, float]]
@@ -35,10 +35,10 @@ class Bars:
 
     @classmethod
     def of_uses(cls, report: ProfileReport) -> Bars:
-        """Gives where the time of each rank's step goes.
+        """Creates the bars of each rank's time in a step, by use.
 
         Args:
-            report: Of all ranks.
+            report: Report of all ranks.
         """
         rows = {
             f"rank {record.place.rank}": {use.value: s * 1e3 for use, s in account.seconds.items()}
@@ -48,10 +48,10 @@ class Bars:
 
     @classmethod
     def of_memory(cls, report: ProfileReport) -> Bars:
-        """Gives what each rank holds, and was predicted to.
+        """Creates the bars of each rank's memory, measured and predicted.
 
         Args:
-            report: Of all ranks.
+            report: Report of all ranks.
         """
         rows: dict[str, dict[str, float]] = {}
         for record in report.records:
@@ -84,8 +84,8 @@ def plot_profile(report: ProfileReport, path: str | os.PathLike[str] | None = No
     """Draws two measured steps, the predicted timeline, and each rank's time and memory.
 
     Args:
-        report: Of all ranks.
-        path: Where to write the picture; its ending chooses the format. None writes nothing.
+        report: Report of all ranks.
+        path: File of the picture, whose ending chooses the format. None writes nothing.
 
     Returns:
         The matplotlib figure.
@@ -117,10 +117,10 @@ def plot_profile(report: ProfileReport, path: str | os.PathLike[str] | None = No
 
 
 def drawn_timelines(report: ProfileReport) -> dict[str, Timeline]:
-    """Chooses what is drawn: some steps, and the prediction as long as them at most.
+    """Returns the timelines to draw: some steps, and the prediction of the same length at most.
 
     Args:
-        report: Of all ranks.
+        report: Report of all ranks.
     """
     count = min(_DRAWN_STEPS, report.num_steps)
     start = min(record.steps[0][0] for record in report.records)
@@ -130,7 +130,7 @@ def drawn_timelines(report: ProfileReport) -> dict[str, Timeline]:
     predicted = report.predicted_timeline
     if predicted is None:
         return {title: shown}
-    # The report's bubbles: what lies between steps is in the picture, and in neither number.
+    # The report's bubbles: the time between steps is in the picture, and in neither number.
     clipped = predicted.between(0.0, max(shown.makespan_seconds, 1e-9))
     prediction = f"Predicted from the costs of {whole}"
     return {

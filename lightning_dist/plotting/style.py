@@ -1,6 +1,6 @@
 """An empty figure that needs no display, and no global state of pyplot.
 
-Which colour stands for what, the same in all pictures.
+The meaning of each colour is the same in all pictures.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
-    """Makes a figure.
+    """Creates a figure.
 
     Args:
-        width_inches: Of the picture.
-        height_inches: Of the picture.
+        width_inches: Width of the picture.
+        height_inches: Height of the picture.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -38,11 +38,11 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def clear_frame(axes: Axes, *sides: str) -> None:
-    """Takes away lines of a frame that say nothing.
+    """Hides sides of a frame.
 
     Args:
         axes: The panel.
-        sides: Of the frame.
+        sides: Names of the sides to hide.
     """
     for side in sides:
         axes.spines[side].set_visible(False)

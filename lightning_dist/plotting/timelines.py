@@ -1,7 +1,7 @@
 """Draw timelines: a row per rank, a box per action.
 
 Measured and simulated timelines are of one type, so one function draws either, and several above
-each other on one scale. Where a rank has several stages, boxes of all but its first are underlined.
+each other on one scale. If a rank has several stages, boxes of all but its first are underlined.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def plot_timeline(
 
     Args:
         timeline: Measured or simulated.
-        path: Where to write the picture; its ending chooses the format. None writes nothing.
-        title: Above the picture.
+        path: File of the picture, whose ending chooses the format. None writes nothing.
+        title: Title above the picture.
 
     Returns:
         The matplotlib figure.
@@ -67,8 +67,8 @@ def plot_timelines(
     """Draws timelines above each other, on one scale of time.
 
     Args:
-        timelines: By title.
-        path: Where to write the picture; its ending chooses the format. None writes nothing.
+        timelines: The timelines by title.
+        path: File of the picture, whose ending chooses the format. None writes nothing.
 
     Returns:
         The matplotlib figure.
@@ -99,9 +99,9 @@ def draw_timeline(axes: Axes, timeline: Timeline, title: str, span_ms: float) ->
 
     Args:
         axes: The panel.
-        timeline: Measured or simulated; begins at zero in the picture.
-        title: Of the panel.
-        span_ms: How much of the scale there is.
+        timeline: A measured or simulated timeline, which begins at zero in the picture.
+        title: Title of the panel.
+        span_ms: Length of the scale.
     """
     timeline = timeline.shifted_to_zero()
     for rank in range(timeline.num_ranks):
@@ -126,7 +126,7 @@ def draw_timeline(axes: Axes, timeline: Timeline, title: str, span_ms: float) ->
 
 
 def _underline(axes: Axes, rank: int, spans: list[Span]) -> None:
-    """Marks what is not of the rank's first stage."""
+    """Underlines the boxes that are not of the rank's first stage."""
     stages = sorted({span.action.stage_index for span in spans})
     for lap, stage in enumerate(stages[1:]):
         axes.broken_barh(
@@ -173,11 +173,11 @@ def _colour(span: Span) -> str | None:
 def legend_of(
     timelines: Collection[Timeline], idle: str = "waiting (numbers: micro-batches)"
 ) -> list[Patch]:
-    """Makes the entries of a legend.
+    """Returns the entries of a legend.
 
     Args:
-        timelines: That are drawn.
-        idle: What grey is.
+        timelines: The timelines that are drawn.
+        idle: Text of the grey entry.
     """
     from matplotlib.patches import Patch
 

@@ -1,6 +1,6 @@
-"""Log what data replicas send and how long they wait; see ``DDPStrategy(log_communication=True)``.
+"""Log the bytes and waits of data replicas; see ``DDPStrategy(log_communication=True)``.
 
-A callback, for Lightning's hooks say where a step's forward, backward and update begin and end.
+The log is a callback, for a step's forward, backward and update begin and end at Lightning's hooks.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class CommunicationLog(pl.Callback):
 
     Args:
         rank: This rank.
-        device: Chooses the clock.
+        device: The device, which chooses the clock.
         group: A gloo group of all ranks.
 
     Attributes:
-        recorder: Has this rank's spans.
-        meter: Counts what is sent.
-        timelines: Of all ranks, when training has ended.
+        recorder: Records this rank's spans.
+        meter: Counts the bytes that are sent.
+        timelines: The timelines of all ranks, when training has ended.
     """
 
     def __init__(self, rank: int, device: torch.device, group: dist.ProcessGroup) -> None:

@@ -1,8 +1,8 @@
-"""What strategies share whose ranks read different data and meet in each step.
+"""Base of the strategies whose ranks read different data and synchronise in each step.
 
-Random numbers that depend on the batch alone, and differ between the ranks but for those that share
-the data out; BatchNorm over all ranks on a CPU too; runs that end together; whoever looks at the
-weights (validation, a checkpoint, the end of training) finds them the same everywhere.
+Random numbers depend on the batch alone. They differ between ranks, but for those that share the
+data out. BatchNorm covers all ranks on a CPU, too. Runs end together. Before validation, a
+checkpoint and the end of training, the weights are made the same on all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_dist.strategies.base.loaders.shared_order import share_order, wit
 from lightning_dist.strategies.mesh_runtime.layout_line import explain_own_statistics
 from lightning_dist.strategies.synced_batch_norm import SyncedBatchNorm
 
-_HOOKS, _ITERATORS, _ORDER = range(3)  # what random numbers that all ranks share are for
+_HOOKS, _ITERATORS, _ORDER = range(3)  # uses of the random numbers that all ranks share
 
 
 def _ignore() -> None:
@@ -54,44 +54,44 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
 
     @abstractmethod
     def drain(self) -> None:
-        """Makes all ranks' weights and buffers those to look at; all ranks must call it.
+        """Makes weights and buffers equal on all ranks. Collective: every rank must call it.
 
-        Validation, checkpoints and the end of training do so by themselves.
+        Validation, checkpoints and the end of training call it by themselves.
         """
 
     def before_validation(self) -> None:
-        """Called before each validation inside of ``fit``, on all ranks."""
+        """Drains before each validation inside of ``fit``; called on all ranks."""
         self.drain()
 
     def end_training(self) -> None:
-        """Called before the callbacks' ``on_train_end``, on all ranks."""
+        """Drains before the callbacks' ``on_train_end``; called on all ranks."""
         self.drain()
 
     def share_buffers(self) -> None:
-        """Makes running statistics those of the first replica; all ranks must call it."""
+        """Broadcasts the first replica's buffers. Collective: every rank must call it."""
         broadcast_state(self.module.buffers(), self.stage_group)
 
     def synchronise_layers(self) -> None:
-        """Makes BatchNorm see all ranks where the Trainer was asked for ``sync_batchnorm``."""
+        """Synchronises BatchNorm over all ranks if the Trainer has ``sync_batchnorm=True``."""
         if self.root_device.type == "cpu":
             lightning_internals.replace_torch_layer_sync(self, SyncedBatchNorm(self.data_group))
         lightning_internals.apply_layer_sync(self, self.module)
 
     def explain_batch_statistics(self) -> None:
-        """Prints which modules normalise by a rank's own batch, where that is not the whole one."""
+        """Prints which modules normalise by a rank's part of the batch, if there is such a part."""
         found = [] if self._layer_sync is not None else find_batch_statistics(self.module)
         if self.mesh.data_size > 1 and found:
             rank_zero_info(explain_own_statistics(found))
 
     def summarised_module(self) -> AbstractContextManager[None]:
-        """Gives what is entered while the callbacks' ``on_fit_start`` look at the module."""
+        """Returns the context manager around the callbacks' ``on_fit_start``."""
         return nullcontext()
 
     def hook_into(self, trainer: pl.Trainer) -> None:
-        """Puts this strategy where Lightning does not call it, until the session is closed.
+        """Hooks this strategy into the trainer where Lightning calls none, until the session ends.
 
         Args:
-            trainer: Set up to fit, or to evaluate.
+            trainer: The trainer, set up to fit or to evaluate.
         """
         self._num_loaders = Counter()
         self._has_unknown_length, self._ends = False, None
@@ -112,7 +112,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
             stop_training_together(
                 trainer, everyone, self.stop_lag, self.guard.post_vote, self._end_batch
             ),
-            self._seed_alike,  # the script goes on with numbers that are the ranks' own no more
+            self._seed_alike,  # the script goes on with the same numbers on all ranks
         )
         if self.mesh.data_size > 1:
             streams = partial(self._shared_stream, _HOOKS)
@@ -138,14 +138,14 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         self._ends = EpochEnds(everyone) if is_unknown else None
 
     def _shared_stream(self, *place: int) -> RandomStream:
-        """Gives random numbers that depend on the seed, the batch and a place, on no rank."""
+        """Returns random numbers that depend on the seed, the batch and a place, on no rank."""
         batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
         return RandomStream(self._seed, batch_index, *place)
 
     def _seed_alike(self) -> None:
         """Seeds the global generators by the batch at hand, alike on all ranks.
 
-        For whatever reads an iterable that is no loader of torch's: ``__iter__`` may share it out.
+        Iterables that are no loaders of torch's need it: ``__iter__`` may share the data out.
         """
         if self.mesh.data_size > 1:
             batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx

@@ -1,4 +1,4 @@
-"""Refuse what data parallelism cannot do, on all ranks alike, before any waits for another."""
+"""Refuse what replicas cannot train, on all ranks alike, before any rank waits for another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_dist.engine.tensors.dtensor import is_spread
 def check_arguments(
     compression: str, powersgd_rank: int, powersgd_start_step: int, bucket_megabytes: float
 ) -> None:
-    """Checks the strategy's arguments on their own.
+    """Checks the strategy's arguments, each by itself.
 
     Args:
         compression: As given to the strategy.
@@ -29,7 +29,7 @@ def check_arguments(
         bucket_megabytes: As given to the strategy.
 
     Raises:
-        ValueError: One of them is unknown or too small.
+        ValueError: An argument is unknown or too small.
     """
     if compression not in get_args(Compression):
         raise ValueError(
@@ -50,7 +50,7 @@ def check_local_sgd(sync_every: int, sync_warmup_steps: int, compression: str) -
         compression: As given to the strategy.
 
     Raises:
-        ValueError: One is too small, or they do not go together.
+        ValueError: An argument is too small, or the arguments do not go together.
     """
     check_count("sync_every", sync_every)
     check_count("sync_warmup_steps", sync_warmup_steps, at_least=0)
@@ -69,7 +69,7 @@ def check_compressible(module: nn.Module, compression: str) -> None:
         compression: As given to the strategy.
 
     Raises:
-        ValueError: PowerSGD could not make a matrix of one.
+        ValueError: PowerSGD could not make a matrix of a gradient.
     """
     without = [n for n, p in module.named_parameters() if p.ndim == 0 or p.numel() == 0]
     if compression == "powersgd" and without:
@@ -81,7 +81,7 @@ def check_compressible(module: nn.Module, compression: str) -> None:
 
 
 def check_uneven(sync_every: int, static_graph: bool, find_unused_parameters: bool) -> None:
-    """Checks what goes with ranks that have different numbers of batches.
+    """Checks that the arguments go with ranks that have different numbers of batches.
 
     Args:
         sync_every: As given to the strategy.
@@ -89,7 +89,7 @@ def check_uneven(sync_every: int, static_graph: bool, find_unused_parameters: bo
         find_unused_parameters: As given to the strategy.
 
     Raises:
-        ValueError: One does not.
+        ValueError: An argument does not go with them.
     """
     if sync_every > 1:
         raise ValueError(
@@ -112,7 +112,7 @@ def check_uneven_module(module: pl.LightningModule, *, has_layer_sync: bool) -> 
         has_layer_sync: Whether the Trainer was asked for ``sync_batchnorm``.
 
     Raises:
-        ValueError: A step does.
+        ValueError: A step needs such a rank.
     """
     reasons = []
     if not module.automatic_optimization:
@@ -135,11 +135,11 @@ def check_single_loader(trainer: pl.Trainer, loader: object) -> None:
     """Checks that there is one training loader.
 
     Args:
-        trainer: With its loaders set up.
-        loader: The one that is known to be of equal length on all ranks.
+        trainer: The trainer, with its loaders set up.
+        loader: The loader that is known to be of equal length on all ranks.
 
     Raises:
-        ValueError: There are several.
+        ValueError: There are several training loaders.
     """
     if trainer.train_dataloader is not loader:
         raise ValueError(
@@ -149,7 +149,7 @@ def check_single_loader(trainer: pl.Trainer, loader: object) -> None:
 
 
 def check_module(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Checks that each rank has built the same model, and that nobody has wrapped it.
+    """Checks that each rank has built the same model, and that no part of it is wrapped.
 
     Args:
         module: The user's module.
@@ -177,7 +177,7 @@ def check_module(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _described(module: nn.Module) -> dict[str, dict[str, str]]:
-    """Tells all that must be alike, in the order in which the ranks send it."""
+    """Describes the parameters and buffers, in the order in which the ranks send them."""
     return {
         "parameter": {
             name: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
@@ -203,11 +203,11 @@ def check_lengths(trainer: pl.Trainer, group: dist.ProcessGroup) -> None:
     """Checks that each rank has as many training batches.
 
     Args:
-        trainer: With its loaders set up.
+        trainer: The trainer, with its loaders set up.
         group: A gloo group of all ranks.
 
     Raises:
-        ValueError: They differ.
+        ValueError: The numbers of batches differ.
     """
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, trainer.num_training_batches, group=group)
@@ -224,7 +224,7 @@ def check_static_graph(static_graph: bool, num_optimizers: int) -> None:
 
     Args:
         static_graph: As given to the strategy.
-        num_optimizers: What ``configure_optimizers`` returned.
+        num_optimizers: Number of optimizers that ``configure_optimizers`` returned.
 
     Raises:
         ValueError: There are several optimizers, whose losses use different parameters.
@@ -244,7 +244,7 @@ def check_whole(module: nn.Module) -> None:
         module: The user's module.
 
     Raises:
-        ValueError: One has.
+        ValueError: An earlier Trainer has.
     """
     if any(map(is_spread, module.parameters())):
         raise ValueError(

@@ -1,8 +1,8 @@
 """Data parallelism: each rank has the whole model and its own share of each batch.
 
-torch's DistributedDataParallel averages the gradients, in buckets, while the backward runs. What
-this strategy adds to it and to Lightning's own: one base with the other strategies here, so that
-checkpoints, failures and stopping are theirs too; compressed gradients over gloo as over NCCL;
+torch's DistributedDataParallel averages the gradients, in buckets, while the backward runs. This
+strategy adds to it and to Lightning's own: one base with the other strategies here, which brings
+their checkpoints, failures and stopping; compressed gradients over gloo as over NCCL;
 static graphs together with accumulation; errors that name the parameter.
 """
 
@@ -51,30 +51,32 @@ class DDPStrategy(DataParallelStrategy):
     """Trains replicas of a model on shares of each batch.
 
     Args:
-        compression: What gradients travel as: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"powersgd"``.
-        powersgd_rank: Columns of PowerSGD's factors; more are truer and larger.
+        compression: Format of sent gradients: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"powersgd"``.
+        powersgd_rank: Columns of PowerSGD's factors; more are more exact and larger.
         powersgd_start_step: Steps with whole gradients before PowerSGD begins, and begins anew when
             other parameters are frozen or thawed.
-        sync_every: Above 1 replicas step on their own gradients and average their weights every so
-            many optimizer steps, before validation, in checkpoints and at the end (local SGD).
-        sync_warmup_steps: Optimizer steps with averaged gradients before that begins.
-        bucket_megabytes: Gradients are sent in buckets of this size.
-        overlap: Gradients are sent while the backward runs. False sends all of them when it is
-            done, whatever ``bucket_megabytes``: to measure what overlap buys, and for links and
-            machines on which sending slows the backward down by more than it saves.
-        log_communication: Logs ``communication/bytes``, what this rank has handed over in a step:
-            gradients as they travel, compressed or not, or the weights of local SGD in the step in
-            which they are averaged; and ``communication/waiting_share``, the share of the step in
-            which it had nothing to do but to wait for them. :attr:`timeline` shows both. On a GPU
-            each step then waits for the device.
-        static_graph: Promises that each step uses the same parameters in the same order.
-        find_unused_parameters: Allow steps that do not use all parameters on any rank, which are an
-            error else. What only some ranks leave out counts as zero there, with this or without.
-        uneven_inputs: Ranks may have different numbers of training batches, at least one each. A
-            rank that has run out goes on with empty steps; each step is a mean over the ranks that
-            have data for it. Its hooks and callbacks see its last batch again, with a loss of zero,
-            and what it has logged per step stays that of its last step. Lightning's own sampler,
-            which repeats samples until nothing is uneven, must be switched off
+        sync_every: Optimizer steps from one average of the weights to the next. Above 1, replicas
+            step on their own gradients, and average their weights also before validation, in
+            checkpoints and at the end (local SGD).
+        sync_warmup_steps: Optimizer steps with averaged gradients before local SGD begins.
+        bucket_megabytes: Size of the buckets that gradients are sent in.
+        overlap: Whether gradients are sent while the backward runs. False sends all gradients when
+            the backward is done, whatever ``bucket_megabytes``: to measure the gain of overlap, and
+            for links and machines on which sending slows the backward down more than it saves.
+        log_communication: Whether to log ``communication/bytes``, the bytes that this rank sends in
+            a step: gradients, compressed or not, or the weights of local SGD in the step that
+            averages them; and ``communication/waiting_share``, the share of the step in which the
+            rank only waits for communication. :attr:`timeline` shows both. On a GPU each step then
+            waits for the device.
+        static_graph: Whether each step uses the same parameters in the same order.
+        find_unused_parameters: Whether to allow steps that do not use all parameters on any rank,
+            which are an error otherwise. A parameter that only some ranks leave out counts as zero
+            there, with this option or without.
+        uneven_inputs: Whether ranks may have different numbers of training batches, at least one
+            each. A rank that has run out goes on with empty steps; each step is a mean over the
+            ranks that have data for it. Hooks and callbacks of that rank see its last batch again,
+            with a loss of zero, and values logged per step stay those of its last step. Lightning's
+            own sampler, which repeats samples until nothing is uneven, must be switched off
             (``Trainer(use_distributed_sampler=False)``).
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file, as None does too, or else a directory.
@@ -157,7 +159,7 @@ class DDPStrategy(DataParallelStrategy):
 
     @property
     def timeline(self) -> Timeline:
-        """What the ranks did when, gathered at the end of training; needs ``log_communication``."""
+        """All ranks' timeline, gathered at the end of training; needs ``log_communication``."""
         log = self._communication
         return (log.timelines if log is not None else MeasuredTimelines([])).whole
 
@@ -229,9 +231,10 @@ class DDPStrategy(DataParallelStrategy):
 
     @override
     def drain(self) -> None:
-        """Averages the weights of replicas that have stepped on their own, and shares the buffers.
+        """Averages the weights of local SGD's replicas, and broadcasts the buffers.
 
-        Validation, checkpoints and the end of training do so by themselves; all ranks must call it.
+        Collective: every rank must call it. Validation, checkpoints and the end of training call it
+        by themselves.
         """
         if self._local is None:
             return
@@ -281,14 +284,14 @@ class DDPStrategy(DataParallelStrategy):
 
     @property
     def _step_group(self) -> dist.ProcessGroup | None:
-        """The ranks that are in the present training step, if these are not all."""
+        """The ranks that take part in the present training step, if these are not all."""
         return self._uneven.step_group if self._uneven is not None else None
 
     # --- steps -------------------------------------------------------------------------------
 
     @property
     def replica(self) -> WrappedReplica:
-        """What trains here; exists while a fit is set up."""
+        """The wrapped replica, which exists while a fit is set up."""
         assert self._replica is not None
         return self._replica
 

@@ -1,10 +1,10 @@
-"""Sharded data parallelism: no rank holds the whole model for longer than it computes with it.
+"""Sharded data parallelism: each rank holds shards, and whole units only while they compute.
 
 FSDP2 does the work: parameters, gradients and optimizer state are ``DTensor`` shards, and a unit's
-parameters are gathered for its forward and backward. What this strategy adds to it and to
-Lightning's own: policies that choose the units, models larger than one rank that begin with the
-weights a single device would give them, accumulation that does not send, exact clipping,
-checkpoints that every other layout reads.
+parameters are gathered for its forward and backward. Beyond FSDP2 and Lightning's own strategy,
+this one has policies that choose the units, accumulation that does not send, and exact clipping.
+Models larger than one rank begin with the weights of a single device, and every other layout reads
+the checkpoints.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ class FSDPStrategy(ShardedStrategy):
         wrap: Which modules become units: ``"auto"`` (the block that the model repeats),
             ``"manual"``, or a policy of :mod:`.sharding.wrap`.
         shard_size: Ranks that share one replica; fewer than all make several replicas (HSDP).
-        reshard_after_forward: Free gathered parameters between forward and backward: yes, no, or
-            down to so many ranks. ``"auto"`` does so for all but the root.
+        reshard_after_forward: Whether to free gathered parameters between forward and backward, or
+            the number of ranks to reshard them to. ``"auto"`` frees all but the root's.
         offload: ``"cpu"`` keeps shards, gradients and optimizer state in host memory.
-        activation_checkpointing: Compute the units' activations again in the backward: ``"full"``,
-            ``"selective"`` (all but matrix products and attention, and whole what is compiled
-            inside of a unit), or of these classes. Of units inside of one another it is the
-            outermost, but for one that holds several of a kind.
-        reduce_dtype: Of gradients on their way, with ``precision="bf16-mixed"`` or ``"16-mixed"``,
-            or with the callback ``MixedPrecision``.
-        sync_every_microstep: With ``accumulate_grad_batches``, reduce gradients in each backward,
-            for memory: between micro-steps a rank holds a shard of them, not all.
-        meta_init: Build in ``configure_model`` without memory, and give values shard by shard.
-        compile: Compile the units' forwards with ``torch.compile``.
-        find_unused_parameters: Allow steps that do not use all parameters on any rank, which are an
-            error else. What only some ranks leave out counts as zero there, with this or without
-            (since torch 2.13). All ranks must run the same units in a step. They compare before
-            each one in the first few steps, and behind each later step; with this option before
-            each one in all steps.
+        activation_checkpointing: Which units recompute their activations in the backward:
+            ``"full"``, ``"selective"`` (recomputes all but matrix products and attention, and whole
+            any part that is compiled inside of a unit), or a list of classes. If units are nested,
+            the outermost recomputes, but for one that holds several of a kind.
+        reduce_dtype: Dtype in which gradients are reduced, with ``precision="bf16-mixed"`` or
+            ``"16-mixed"``, or with the callback ``MixedPrecision``.
+        sync_every_microstep: With ``accumulate_grad_batches``, whether to reduce gradients in each
+            backward, for memory: between micro-steps a rank holds a shard of them, not all.
+        meta_init: Whether ``configure_model`` builds without memory, to be filled shard by shard.
+        compile: Whether to compile the units' forwards with ``torch.compile``.
+        find_unused_parameters: Whether to allow steps that do not use all parameters on any rank,
+            which are an error otherwise. A parameter that only some ranks leave out counts as zero
+            there, with this option or without (since torch 2.13). All ranks must run the same units
+            in a step. Ranks compare before each unit in the first few steps, and after each later
+            step; with this option before each unit in all steps.
         compression: Only ``"none"``; other strategies have more.
         timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
-            file where a rank holds the whole model.
+        save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
+            writes the file if a rank holds the whole model.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.

@@ -1,7 +1,7 @@
 """Several parallelisms at once: stages x replicas x shards x tensor-parallel ranks.
 
-The named strategies are special cases of what :class:`ShardedStrategy` composes; this one leaves
-all of its dials free.
+The named strategies are special cases of the compositions of :class:`ShardedStrategy`. This
+strategy has all of their arguments.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
     Ranks are numbered with ``tp`` innermost, then ``dp_shard``, ``dp_replicate`` and ``pp``.
 
     Args:
-        pp: Stages of a pipeline.
-        dp_replicate: Replicas of the model.
-        dp_shard: Ranks that share a replica's parameters; ``"auto"`` takes what is left.
-        tp: Ranks that share each layer.
+        pp: Number of stages of a pipeline.
+        dp_replicate: Number of replicas of the model.
+        dp_shard: Number of ranks that share a replica's parameters; ``"auto"`` takes the rest.
+        tp: Number of ranks that share each layer.
         pipeline: As for :class:`~lightning_dist.PipelineStrategy`, with a synchronous schedule.
         shard: As for :class:`~lightning_dist.FSDPStrategy`.
         tensor: As for :class:`~lightning_dist.TensorParallelStrategy`.
-        meta_init: Build in ``configure_model`` without memory, and give values part by part.
+        meta_init: Whether ``configure_model`` builds without memory, to be filled part by part.
         timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
-            file where a rank holds the whole model.
-        read: Which ranks of a data replica read its batches: the ``"first"``, which sends them to
-            the others, so that a run draws its data as one device would; or ``"each"``, which must
-            then draw the same.
+        save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
+            writes the file if a rank holds the whole model.
+        read: Which ranks of a data replica read its batches. The ``"first"`` sends them to the
+            others, so that a run draws its data as one device would. With ``"each"``, all ranks of
+            a replica must draw the same.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.
@@ -139,19 +139,19 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         sample_batch: Any,
         optimizer_states_per_parameter: int = 2,
     ) -> DryRunSummary:
-        """Tells what each rank would hold and send for a training step, without any other process.
+        """Predicts the memory and traffic of each rank in a training step, in a single process.
 
-        Runs the step on tensors without values, on one rank of each place in a pipeline; weights
-        take no memory.
-        :mod:`.mesh_runtime.dry_run` says what is counted and what is not. Precision is
+        The step runs on tensors without values, on one rank of each place in a pipeline; weights
+        take no memory. The docstring of
+        :mod:`.mesh_runtime.dry_run` says what is counted and what is not. The precision is
         that of ``precision_plugin``, or, once a Trainer has been built with this strategy, the
         Trainer's.
 
         Args:
-            module: As for ``trainer.fit``; builds itself in ``configure_model``, or is there
-                already, on the meta device or not. Stays as it is.
-            world_size: All ranks.
-            sample_batch: What a loader would give one rank; may be on the meta device.
+            module: The module, as for ``trainer.fit``; not changed. It is built by
+                ``configure_model``, or is there already, on the meta device or not.
+            world_size: Number of all ranks.
+            sample_batch: A loader's batch for one rank, maybe on the meta device.
             optimizer_states_per_parameter: Tensors of a parameter's size and dtype that the
                 optimizer keeps: 2 for AdamW, 1 for momentum, 0 for plain SGD.
 

@@ -6,12 +6,12 @@ The strategy stands between Lightning's loop and one rank's
 *The step is never rewritten.* Each rank calls the user's own ``training_step`` per micro-batch; see
 :mod:`.pipeline.stage`.
 
-*Gradients wait for ``backward``.* They are computed inside of ``training_step``, while Lightning
-calls ``zero_grad`` between the two, so the pipeline holds them and ``backward`` installs them.
-Clipping, the optimizer's step, schedulers and callbacks happen where Lightning does them.
+*Gradients wait for ``backward``.* Gradients are computed inside of ``training_step``, while
+Lightning calls ``zero_grad`` between the two. So the pipeline holds them and ``backward`` installs
+them. Clipping, the optimizer's step, schedulers and callbacks happen at Lightning's own places.
 
-*An asynchronous pipeline is not flushed between batches.* Lightning asks for a step per batch; on a
-stage that is still filling there is nothing to apply, and on any other the update is that of an
+*An asynchronous pipeline is not flushed between batches.* Lightning asks for a step per batch. On a
+stage that is still filling there is nothing to apply. On any other stage the update is that of an
 earlier batch, with that batch's learning rate. :meth:`PipelineStrategy.drain` catches up: before
 validation, when a checkpoint is taken, and at the end.
 """
@@ -85,50 +85,52 @@ _PROGRESS_KEY = "lightning_dist"
 class PipelineStrategy(MeasuredStages, MovableLayers):
     """Cuts a model into stages, one per rank, and trains it unchanged.
 
-    The world size is the number of stages, over those per rank, times that of data replicas.
+    The world size is the number of stages, over the stages per rank, times the data replicas.
 
     Args:
-        num_stages: Stages of the pipeline, on all its ranks together; ``"auto"`` takes all ranks.
-        schedule: See :mod:`.schedules.schedules`. All equal single-device training but
-            ``"pipedream"`` and ``"pipedream_2bw"``, which never wait and pay with stale weights
-            (Narayanan et al., SOSP 2019 and ICML 2021). Or ``"file:"`` and the path of a CSV file.
-        num_microbatches: Pieces of each Lightning batch; ``"auto"`` is 4 per rank for synchronous
-            schedules (fewer for a batch of fewer samples, and 1 for a rank alone), 1 for
-            ``"pipedream"`` and 1 per rank for ``"pipedream_2bw"``. A module with BatchNorm gets 1,
-            where the schedule can: its statistics are then those of the batch.
+        num_stages: Number of stages on all ranks together; ``"auto"`` takes all ranks.
+        schedule: Name of a schedule, see :mod:`.schedules.registry`, or ``"file:"`` and the path
+            of a CSV file. All equal single-device training but ``"pipedream"`` and
+            ``"pipedream_2bw"``, which never wait, at the price of stale weights (Narayanan et al.,
+            SOSP 2019 and ICML 2021).
+        num_microbatches: Number of micro-batches of each Lightning batch. ``"auto"`` is 4 per rank
+            for synchronous schedules (fewer for a batch of fewer samples, and 1 for a single rank),
+            1 for ``"pipedream"`` and 1 per rank for ``"pipedream_2bw"``. A module with BatchNorm
+            gets 1, if the schedule can: its statistics are then those of the batch.
         layers: Dotted path of the ``nn.Sequential`` whose children are the layers, or of the
             ``nn.ModuleList`` of a model's blocks. ``"auto"`` takes the Hugging Face model (by its
             own pipeline plan), or else the sequence, or else the model that runs one list of blocks
-            in a loop, that holds the trainable parameters; any other module it traces. ``"trace"``
+            in a loop, that holds the trainable parameters. Any other module is traced. ``"trace"``
             cuts the module that holds them with torch.export, whatever its forward is;
-            ``"trace:path"`` the module of that path. The example is ``example_input_array``, or
-            what the step calls it with, run so far on the first batch ahead of the run. Layers
-            begin where parts come to their parameters.
+            ``"trace:path"`` cuts the module of that path. The example of its arguments is
+            ``example_input_array``, or those of the step's call, run so far on the first batch
+            ahead of the run. Layers begin where parts of the module reach their parameters.
         partition: ``"parameters"`` balances the number of parameters, ``"uniform"`` the number of
-            layers; or the layers per stage. ``"profile"`` balances time: the first training batch
-            is run some times and forgotten, then layers move to where they should be. A run that
-            trains nothing is cut by parameters.
-        weight_versions: For ``"pipedream"``: ``"stash"`` runs the backward of a batch with the
-            weights of its forward; ``"vertical_sync"`` too, and gives a batch the same version on
-            all stages; ``"none"`` does neither, only to study what stashing buys.
-        stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
+            layers; a list has the layers per stage. ``"profile"`` balances time: the first training
+            batch is run some times without effect, then layers move to balance the times. A run
+            that trains nothing is cut by parameters.
+        weight_versions: Weights of a backward under ``"pipedream"``. ``"stash"`` takes those of the
+            batch's forward; ``"vertical_sync"`` does too, and takes the same version on all stages;
+            ``"none"`` does neither, only to study the benefit of stashing.
+        stages_per_rank: Number of stages on each rank; ``"auto"`` takes the fewest that the
+            schedule needs.
         staleness_correction: ``"predict"``, for ``"pipedream"`` and ``"pipedream_2bw"``, computes a
-            batch with what the optimizer's own momentum will have made of the weights until the
-            batch's update. ``"lr"``, for ``"pipedream"``, trains a stage whose weights are stale
-            by ``t`` updates with ``rate / t ** (1 - min(k / correction_steps, 1))`` at update ``k``
-            (PipeMare: Yang et al., MLSys 2021).
+            batch with the weights that the optimizer's own momentum predicts for the batch's
+            update. ``"lr"``, for ``"pipedream"``, lowers the rate of a stage whose weights are
+            stale by ``t`` updates: ``rate / t ** (1 - min(k / correction_steps, 1))`` at update
+            ``k`` (PipeMare: Yang et al., MLSys 2021).
         correction_steps: Updates until all stages train with the full rate.
-        log_staleness: Log how many updates old each stage's weights were (``staleness/stage_0``)
-            and the bytes of the versions that it keeps (``stash_bytes/stage_0``), of the newest
-            update that all stages have made.
-        log_discrepancy: Log how far a stage's weights ``w`` have moved between a batch's forward
-            and its update, ``||w_forward - w_now|| / ||w_now||`` (``weight_discrepancy/stage_0``).
+        log_staleness: Whether to log the age of each stage's weights in updates
+            (``staleness/stage_0``) and the bytes of the versions that the stage keeps
+            (``stash_bytes/stage_0``), of the newest update that all stages have made.
+        log_discrepancy: Whether to log the change of a stage's weights ``w`` from a batch's forward
+            to its update, ``||w_forward - w_now|| / ||w_now||`` (``weight_discrepancy/stage_0``).
         timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
-            file where a rank holds the whole model.
-        read: Which ranks of a data replica read its batches: the ``"first"``, which sends them to
-            the others, so that a run draws its data as one device would; or ``"each"``, which must
-            then draw the same.
+        save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
+            writes the file if a rank holds the whole model.
+        read: Which ranks of a data replica read its batches. The ``"first"`` sends them to the
+            others, so that a run draws its data as one device would. With ``"each"``, all ranks of
+            a replica must draw the same.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.
@@ -209,7 +211,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
     @property
     def config(self) -> PipelineConfig:
-        """What was asked for."""
+        """The arguments of the pipeline."""
         return self._config
 
     @property
@@ -432,10 +434,10 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         return self.session.updates.step(optimizer, closure, apply)
 
     def drain(self) -> None:
-        """Finishes the batches in flight, so that the weights have seen all batches alike.
+        """Finishes the batches in flight, so that all stages have updated for the same batches.
 
-        Buffers (running statistics) become those of the first replica. All ranks must call it.
-        Validation, checkpoints and the end of training do so by themselves.
+        The first replica's buffers (running statistics) are broadcast. Collective: every rank must
+        call it. Validation, checkpoints and the end of training call it by themselves.
         """
         if self._session is None or not self.optimizers:
             return
@@ -477,7 +479,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self._catch_up()
 
     def _forget_batches_in_flight(self) -> None:
-        """Takes what batches before a load have left off the way of those behind it."""
+        """Drains the batches before a load, and drops their outcomes."""
         session = self._session
         if session is None or not (self.asynchronous and session.pipeline.batches_since_drain):
             return

@@ -1,8 +1,8 @@
-"""What strategies share that spread the parameters of a model: over shards, tensor ranks, or both.
+"""Base of the strategies that shard the parameters of a model: over data or tensor ranks, or both.
 
 The steps run inside of one :class:`.ShardedModule`, which
-has composed the parallelisms. This class is what Lightning's loop meets: a model that is built
-without memory, exact clipping, gradients that travel once for each update.
+has composed the parallelisms. This class is the side of Lightning's loop: a model that is built
+without memory, exact clipping, gradients that are reduced once for each update.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class ShardedStrategy(DataParallelStrategy):
         pipeline: How the model is cut into stages, if the mesh has several.
         shard: How the parameters are spread over the data axes.
         tensor: How layers are spread over the tensor-parallel ranks.
-        meta_init: Build in ``configure_model`` without memory, and give values part by part.
-        arguments: Of :class:`.DistributedStrategy`.
+        meta_init: Whether ``configure_model`` builds without memory, to be filled part by part.
+        arguments: Arguments of :class:`.DistributedStrategy`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ShardedStrategy(DataParallelStrategy):
     def device_mesh(self) -> DeviceMesh:
         """Torch's mesh of the data axes: ``dp_shard``, behind ``dp_replicate`` with replicas.
 
-        For a ``configure_model`` that calls ``fully_shard`` itself (``wrap="manual"``).
+        A ``configure_model`` that calls ``fully_shard`` itself needs it (``wrap="manual"``).
         """
         mesh = axis(self._mesh_of_ranks, "dp_replicate", "dp_shard")
         assert mesh is not None, "there is one replica, and nothing is sharded"
@@ -119,12 +119,13 @@ class ShardedStrategy(DataParallelStrategy):
         return self._device_mesh
 
     def describe(self) -> WrapSummary | TensorSummary:
-        """Describes how the model is spread: which modules are units, or what a rank has of layers.
+        """Describes how the model is spread: which modules are units, or a rank's shards of layers.
 
-        Known once a run has been set up. As text, the plan that was found, and a table.
+        The description exists once a run has been set up. As text, it is the plan that was found,
+        and a table.
 
         Raises:
-            ValueError: None has been.
+            ValueError: No run has been set up.
         """
         if self._sharded is None:
             raise ValueError(
@@ -135,10 +136,10 @@ class ShardedStrategy(DataParallelStrategy):
         return self.sharded.tensor_summary or self.sharded.summary
 
     def print_summary(self) -> None:
-        """Prints how the model is spread, on the first rank; each rank must call it."""
+        """Prints how the model is spread, on rank 0. Collective: every rank must call it."""
         if self.mesh.pp == 1 or self.mesh.dp_shard * self.mesh.tp > 1:
             rank_zero_info(self.sharded.layout_line(self.mesh, is_manual=self._policy.is_manual))
-        if self.mesh.pp == 1:  # of stages the first batch tells
+        if self.mesh.pp == 1:  # with stages, the first batch tells
             self.explain_batch_statistics()
         found = self.sharded.plan
         if found is not None and found.largest:
@@ -149,7 +150,7 @@ class ShardedStrategy(DataParallelStrategy):
     @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Builds what ``configure_model`` makes without memory, with the first rank's numbers."""
+        """Builds modules of ``configure_model`` without memory, with rank 0's random numbers."""
         with first_ranks_numbers(self.group(*self.mesh.sizes)):
             if self._policy.is_manual or not self._meta_init:
                 yield
@@ -249,7 +250,7 @@ class ShardedStrategy(DataParallelStrategy):
         )
 
     def _taken_over(self, is_fitting: bool) -> ShardedModule | None:
-        """Finds the module sharded, by an earlier Trainer."""
+        """Returns the module as an earlier Trainer has sharded it; None if none has."""
         layout = self._layout if is_fitting else replace(self._layout, sync_batchnorm=None)
         sharded = find_sharding(self.module, layout, self._mesh_of_ranks)
         half = half_precision_of(self.precision_plugin)
@@ -263,7 +264,7 @@ class ShardedStrategy(DataParallelStrategy):
         checks.check_shardable(self.module, self._policy.is_manual)
         if self.mesh.pp > 1 or self.mesh.tp > 1:
             checks.check_automatic(self.module)
-        # Replicas on a mesh are shards of one piece, and so is the only rank of one.
+        # On a mesh, FSDP2 wraps replicas too, as one shard each, and a single rank as well.
         if axis(self._mesh_of_ranks, "dp_replicate", "dp_shard") is not None:
             checks.check_hooks(self.module)
         early = EarlyParameters(self.module)
@@ -286,7 +287,7 @@ class ShardedStrategy(DataParallelStrategy):
 
     @property
     def parallelism(self) -> Parallelism:
-        """What the arguments and the precision ask for."""
+        """The parallelism that the arguments and the precision ask for."""
         plugin = half_precision_of(self.precision_plugin)
         return Parallelism(
             self._pipeline_config,
@@ -323,9 +324,10 @@ class ShardedStrategy(DataParallelStrategy):
 
     @override
     def drain(self) -> None:
-        """Makes the replicas' buffers (running statistics) the first rank's; all must call it.
+        """Broadcasts the first replica's buffers (running statistics) to the other replicas.
 
-        Validation, checkpoints and the end of training do so by themselves.
+        Collective: every rank must call it. Validation, checkpoints and the end of training call it
+        by themselves.
         """
         self.check_peers()
         if self._sharded is not None and self.is_running:
@@ -380,8 +382,8 @@ class ShardedStrategy(DataParallelStrategy):
             super().teardown()
             return
         # The run has failed: maybe before there were values, or in the middle of a step. Lightning
-        # moves the module to the CPU, and the error that this would be must not take the place of
-        # the one that ended the run.
+        # moves the module to the CPU, and an error in this must not replace the error that ended
+        # the run.
         undo = replace_method(module, "cpu", lambda: module)
         try:
             super().teardown()
@@ -391,7 +393,7 @@ class ShardedStrategy(DataParallelStrategy):
     @override
     def end_run(self, *, failed: bool) -> None:
         super().end_run(failed=failed)
-        # Alone, a rank leaves no other one behind in the middle of a collective.
+        # A single rank leaves no other rank behind in the middle of a collective.
         if failed and self._device_mesh is not None and self.world_size > 1:
             pool_of_world().forget_mesh(self._device_mesh)
 
@@ -447,7 +449,7 @@ class ShardedStrategy(DataParallelStrategy):
             return super(ShardedStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
 
         result = self.sharded.update(optimizer, closure, apply)
-        self.sharded.end_check()  # where backwards are parted, nobody has looked
+        self.sharded.end_check()  # a backward in two halves has not ended the check
         return result
 
     @override

@@ -1,10 +1,10 @@
 """BatchNorm over the batches of all data replicas, on any device and backend.
 
 torch's ``SyncBatchNorm`` refuses tensors of a CPU. This one is written in differentiable operations
-around one collective, a sum over the ranks; a summand has its part in the losses of all ranks, so
-the sum's gradient is the sum of the ranks' gradients, and the rest of the backward is autograd's.
-Ranks may have different numbers of rows, or none. The layers stay what they are, but for their
-``forward``. On a GPU torch's own is faster and is used.
+around one collective, an all-reduce. A summand contributes to the losses of all ranks, so the sum's
+gradient is the sum of the ranks' gradients, and the rest of the backward is autograd's.
+Ranks may have different numbers of rows, or none. Only the ``forward`` of the layers is replaced.
+On a GPU torch's own ``SyncBatchNorm`` is faster and is used.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing_extensions import override
 
 
 class SyncedBatchNorm(LayerSync):
-    """What the Trainer's ``sync_batchnorm=True`` stands for on a CPU.
+    """Synchronises BatchNorm layers on a CPU, for the Trainer's ``sync_batchnorm=True``.
 
     Args:
-        group: The data replicas; takes the layers' tensors.
+        group: A group of the data replicas, which takes the layers' tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -55,16 +55,16 @@ def _forward(
     group: dist.ProcessGroup,
     x: Tensor,
 ) -> Tensor:
-    """Normalizes over all ranks' rows; in evaluation as ever.
+    """Normalizes over all ranks' rows in training; unchanged in evaluation.
 
     Args:
-        layer: Whose forward it is.
-        forward: The layer's own.
+        layer: The layer.
+        forward: The layer's own forward.
         group: The ranks.
-        x: Of shape (rows, channels, ...).
+        x: Input of shape (rows, channels, ...).
 
     Returns:
-        Of the same shape and type.
+        The normalized input, of the same shape and type.
     """
     if not layer.training:
         return forward(x)

@@ -1,8 +1,8 @@
 """Tensor parallelism: each layer's weights, and the work with them, spread over ranks.
 
-What Megatron-LM does by hand, done to the user's own layers: a projection is cut by its output
-features, the one behind it by its input features, and between the two each rank has features of its
-own. :mod:`.engine.tensor_parallel` has the parts; the user's steps see plain tensors of full size.
+The user's own layers are cut as Megatron-LM cuts its layers by hand. A projection is cut by its
+output features, the next one by its input features. Between the two each rank has a shard of the
+features. :mod:`.engine.tensor_parallel` has the parts; the user's steps see plain, whole tensors.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class TensorParallelStrategy(ShardedStrategy):
     The world size is ``tp_size`` times the number of data replicas.
 
     Args:
-        tp_size: Ranks that share each layer; ``"auto"`` takes all.
-        plan: What is done with which layer: patterns of module names (``*`` stands for one part of
-            a name) and styles, such as ``{"layers.*.q_proj": "colwise"}``; see
+        tp_size: Number of ranks that share each layer; ``"auto"`` takes all ranks.
+        plan: Styles of layers, by patterns of module names (``*`` stands for one part of
+            a name), such as ``{"layers.*.q_proj": "colwise"}``; see
             :mod:`.layers.styles`. ``"auto"`` takes the module's own
             ``tensor_parallel_plan()``, a Hugging Face model's, or finds the layers of transformers.
-        sequence_parallel: Between the layers each rank has a part of the sequence, so that norms,
-            dropout and residual sums are shared out, too. It takes no more traffic.
-        loss_parallel: Computes ``F.cross_entropy`` on each rank's part of the vocabulary; the whole
-            logits exist nowhere.
-        meta_init: Build in ``configure_model`` without memory, and give values part by part.
+        sequence_parallel: Whether each rank has a part of the sequence between the layers, so that
+            norms, dropout and residual sums are sharded, too. The traffic stays the same.
+        loss_parallel: Whether to compute ``F.cross_entropy`` on each rank's part of the vocabulary;
+            the whole logits then exist nowhere.
+        meta_init: Whether ``configure_model`` builds without memory, to be filled part by part.
         timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
-            file where a rank holds the whole model.
-        read: Which ranks of a data replica read its batches: the ``"first"``, which sends them to
-            the others, so that a run draws its data as one device would; or ``"each"``, which must
-            then draw the same.
+        save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
+            writes the file if a rank holds the whole model.
+        read: Which ranks of a data replica read its batches. The ``"first"`` sends them to the
+            others, so that a run draws its data as one device would. With ``"each"``, all ranks of
+            a replica must draw the same.
         accelerator: As for any Lightning strategy.
         parallel_devices: As for any Lightning strategy.
         cluster_environment: As for any Lightning strategy.

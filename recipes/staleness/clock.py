@@ -19,12 +19,12 @@ _FORWARD_SHARE = 1 / 3
 
 @dataclass(frozen=True, slots=True)
 class Clocked:
-    """A way to train, and the schedule that its time is that of.
+    """A way to train, and the schedule that determines its time.
 
     Attributes:
-        name: In table and picture.
-        method: What is computed.
-        schedule: When; a synchronous method is computed alike by several.
+        name: Name in table and picture.
+        method: The method, which determines the weights.
+        schedule: The schedule; several schedules compute a synchronous method alike.
     """
 
     name: str
@@ -44,15 +44,15 @@ CLOCKED = tuple(
 
 
 def update_times(clocked: Clocked, num_ranks: int, num_updates: int) -> list[float]:
-    """Gives when the gradients of each update were complete on all stages.
+    """Returns the times at which the gradients of each update were complete on all stages.
 
     Args:
-        clocked: How it is trained.
-        num_ranks: Of the pipeline.
-        num_updates: How many.
+        clocked: The method and its schedule.
+        num_ranks: Number of ranks of the pipeline.
+        num_updates: Number of updates.
 
     Returns:
-        One time for each, in batches of one device.
+        One time for each update, in batches of one device.
     """
     family = find_schedules(clocked.schedule)
     count = family.default_microbatches(num_ranks)
@@ -91,6 +91,6 @@ def share_of_one_device(times: Mapping[str, list[float]]) -> dict[str, float]:
     """Compares whole trainings with one device.
 
     Args:
-        times: Of each update, by name.
+        times: Times of each update, by name.
     """
     return {name: found[-1] / len(found) for name, found in times.items()}

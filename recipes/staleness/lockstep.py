@@ -1,10 +1,10 @@
 """All ranks of an asynchronous pipeline in one process, in turns.
 
-What an asynchronous pipeline computes does not depend on how fast its ranks are, so they need not
-run at the same time. Here each runs its round of a batch, the first one first, and hands over in
-memory. That works where a rank's round needs the activations of the rank before and what the rank
-behind has sent in earlier rounds, as under ``pipedream``, and under ``pipedream_2bw`` with two
-stages and one micro-batch. The stages, weight versions and corrections are the package's own.
+The results of an asynchronous pipeline do not depend on the speed of its ranks, so ranks need not
+run at the same time. Here each rank runs its round of a batch in turn, and passes messages in
+memory. That works if a rank's round needs only the activations of the rank before, and the rank
+behind's messages of earlier rounds. It does under ``pipedream``, and under ``pipedream_2bw`` with
+two stages and one micro-batch. Stages, weight versions and corrections are the package's own.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from lightning_dist.engine.splitting.config import PipelineConfig
 Loss = Callable[[nn.Module, Any], Tensor]
 """Takes the model and a batch."""
 Rate = Callable[[int], float]
-"""Takes an update; gives its learning rate."""
+"""Takes an update; returns its learning rate."""
 
 
 class Lockstep:
     """Trains a model as a pipeline would.
 
     Args:
-        model: Whole; left as it is.
-        config: Of the pipeline.
+        model: The whole model; not changed.
+        config: The arguments of the pipeline.
         layers_per_stage: The partition.
-        make_optimizers: Makes those of a stage's layers.
-        loss: What to minimise.
-        rate: Of each update, before a correction.
-        on_update: Called after each update with the number of updates and what the stage has.
+        make_optimizers: Creates the optimizers of a stage's layers.
+        loss: The loss to minimise.
+        rate: Returns the learning rate of each update, before a correction.
+        on_update: Called after each update with the number of updates and the stage's weights.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Lockstep:
 
     @property
     def staleness(self) -> list[tuple[int, ...]]:
-        """That of each update, by stage."""
+        """The staleness of each update, by stage."""
         return [rank.pipeline.stages.staleness[place] for place, rank in enumerate(self._ranks)]
 
 

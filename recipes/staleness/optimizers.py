@@ -16,25 +16,25 @@ from torch.optim import AdamW, Muon, NAdam, Optimizer
 from recipes.gpt import Block
 
 LEARNING_RATE = 4e-3
-"""Of all three: Muon's updates are scaled to the size of Adam's."""
+"""Learning rate of all three: Muon's updates are scaled to the size of Adam's."""
 
 _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.1
 
 
 def adamw(layers: nn.Module) -> list[Optimizer]:
-    """Makes AdamW as :class:`recipes.gpt.GPT` does."""
+    """Creates AdamW as :class:`recipes.gpt.GPT` does."""
     return [AdamW(_groups(layers), lr=LEARNING_RATE, betas=_BETAS)]
 
 
 def nadam(layers: nn.Module) -> list[Optimizer]:
-    """Makes AdamW with Nesterov's momentum, which looks one update ahead."""
+    """Creates AdamW with Nesterov's momentum, which looks one update ahead."""
     groups = _groups(layers)
     return [NAdam(groups, lr=LEARNING_RATE, betas=_BETAS, decoupled_weight_decay=True)]
 
 
 def muon(layers: nn.Module) -> list[Optimizer]:
-    """Makes Muon for the matrices of blocks, and AdamW for the rest."""
+    """Creates Muon for the matrices of blocks, and AdamW for the rest."""
     blocks = [module for module in layers.modules() if isinstance(module, Block)]
     matrices = [p for block in blocks for p in block.parameters() if p.ndim == 2]
     taken = {id(p) for p in matrices}

@@ -37,11 +37,11 @@ def draw(
     """Draws the curves of one optimizer.
 
     Args:
-        found: Its curves.
+        found: Curves of the optimizer.
         stages: Numbers of stages, a column for each.
-        batch_tokens: Per update.
-        title: Above the picture.
-        path: Where to write it.
+        batch_tokens: Number of tokens per update.
+        title: Title above the picture.
+        path: File of the picture.
 
     Raises:
         ImportError: matplotlib is not installed.

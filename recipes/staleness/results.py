@@ -16,11 +16,11 @@ _LOOK = ("updates", "bits_per_byte")
 
 
 class Results:
-    """What is known so far.
+    """The results so far.
 
     Args:
-        path: Of the file; is made if it is not there.
-        sizes: Of the trials to look at; rows of others stay in the file.
+        path: Path of the file, which is made if it is not there.
+        sizes: Sizes of the trials to read; rows of other sizes stay in the file.
     """
 
     def __init__(self, path: Path, sizes: Sizes) -> None:
@@ -31,23 +31,23 @@ class Results:
             self._read()
 
     def __contains__(self, trial: Trial) -> bool:
-        """Whether a trial has been run."""
+        """Returns whether a trial has been run."""
         return _key(trial) in self._curves
 
     def curve(self, trial: Trial) -> list[Look]:
-        """Gives a trial's looks, in order.
+        """Returns a trial's looks, in order.
 
         Args:
-            trial: One that has been run.
+            trial: A trial that has been run.
         """
         return self._curves[_key(trial)]
 
     def add(self, trial: Trial, looks: Iterable[Look]) -> None:
-        """Writes a trial down.
+        """Writes a trial to the file.
 
         Args:
-            trial: Which.
-            looks: What came of it.
+            trial: The trial.
+            looks: The looks of the trial.
         """
         found = list(looks)
         self._curves[_key(trial)] = found

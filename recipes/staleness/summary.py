@@ -1,4 +1,4 @@
-"""What came of the study: means over seeds, each method at the rate that suits it best."""
+"""The results of the study: means over seeds, each method at its best rate."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Curve:
     """Validation loss of a method on some stages, over seeds.
 
     Attributes:
-        clocked: How it was trained, and by which clock.
-        num_stages: Of the pipeline.
-        rate_factor: The best of those tried, by the mean of the last losses.
-        updates: Where the loss was looked at.
-        seconds: When that was, in batches of one device.
-        losses: In bits per byte, by seed and look.
+        clocked: The method and its schedule.
+        num_stages: Number of stages of the pipeline.
+        rate_factor: The best of the tried factors, by the mean of the last losses.
+        updates: Number of updates at each look.
+        seconds: Time of each look, in batches of one device.
+        losses: Losses in bits per byte, by seed and look.
     """
 
     clocked: Clocked
@@ -33,7 +33,7 @@ class Curve:
 
     @property
     def means(self) -> list[float]:
-        """Over the seeds, by look."""
+        """Mean losses over the seeds, by look."""
         return [sum(column) / len(column) for column in zip(*self.losses, strict=True)]
 
     @property
@@ -48,7 +48,7 @@ class Curve:
 
     @property
     def time(self) -> float:
-        """Of the whole training, as a share of one device's."""
+        """Time of the whole training, as a share of one device's time."""
         return self.seconds[-1] / self.updates[-1]
 
 
@@ -59,14 +59,14 @@ def curves(
     rate_factors: Sequence[float],
     seeds: Sequence[int],
 ) -> Iterator[Curve]:
-    """Gives what has been trained with all seeds, with some rate at least.
+    """Yields the curves that have been trained with all seeds, each at its best rate.
 
     Args:
-        results: All.
-        optimizer: Whose.
+        results: All results.
+        optimizer: Name of the optimizer.
         stages: Numbers of stages.
-        rate_factors: That were tried.
-        seeds: That were tried.
+        rate_factors: Factors that were tried.
+        seeds: Seeds that were tried.
     """
     for num_stages in stages:
         for clocked in CLOCKED:
@@ -99,7 +99,7 @@ def table(found: Sequence[Curve], stages: Sequence[int]) -> str:
     """Writes the last losses and the times of one optimizer in Markdown.
 
     Args:
-        found: Its curves.
+        found: Curves of the optimizer.
         stages: Numbers of stages.
     """
     heads = [f"{n} stages | time" for n in stages]

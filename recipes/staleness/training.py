@@ -1,8 +1,8 @@
 """Train the recipe's GPT once, and look at its validation loss now and then.
 
 All trials of a seed begin with the same weights and read the same windows of text in the same
-order. A look takes the whole model as it was when each stage had made the same number of updates:
-the pipeline is not drained for it, for that would spare the weights their staleness.
+order. A look takes the whole model as it was when each stage had made the same number of updates.
+The pipeline is not drained for a look, for draining would spare the weights their staleness.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _VALIDATION_WINDOWS = 128
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is trained.
+    """The sizes of a training and of its model.
 
     Attributes:
-        num_updates: Of a trial.
-        num_looks: At the validation loss, at equal distances, the last one at the end.
+        num_updates: Number of updates of a trial.
+        num_looks: Number of looks at the validation loss, at equal distances, the last at the end.
         batch_size: Windows per update.
         sequence_length: Bytes per window.
-        width: Of the model.
-        depth: Blocks of the model; a multiple of the numbers of stages.
+        width: Width of the model.
+        depth: Number of blocks of the model; a multiple of the numbers of stages.
     """
 
     num_updates: int
@@ -48,7 +48,7 @@ class Sizes:
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens per update."""
+        """Number of tokens per update."""
         return self.batch_size * self.sequence_length
 
     @property
@@ -63,8 +63,8 @@ class Look:
     """One point of a curve.
 
     Attributes:
-        num_updates: That the weights have seen.
-        bits_per_byte: Validation loss; infinite where it has diverged.
+        num_updates: Number of updates of the weights.
+        bits_per_byte: Validation loss; infinite if the training has diverged.
     """
 
     num_updates: int
@@ -75,8 +75,8 @@ def train(trial: Trial, sizes: Sizes) -> list[Look]:
     """Runs a trial.
 
     Args:
-        trial: Which.
-        sizes: How long.
+        trial: The trial.
+        sizes: The sizes of the training.
     """
     torch.manual_seed(trial.seed)
     model = build_gpt(width=sizes.width, depth=sizes.depth)
@@ -109,8 +109,8 @@ def layers_of_stages(depth: int, num_stages: int) -> list[int]:
     """Shares the blocks equally; the embedding goes with the first ones, the head with the last.
 
     Args:
-        depth: Blocks.
-        num_stages: Stages.
+        depth: Number of blocks.
+        num_stages: Number of stages.
 
     Raises:
         ValueError: The stages do not divide the blocks.
@@ -124,7 +124,7 @@ def layers_of_stages(depth: int, num_stages: int) -> list[int]:
 
 
 def next_byte_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Gives the mean loss of a batch in nats.
+    """Returns the mean loss of a batch in nats.
 
     Args:
         model: Maps ``(B, T)`` bytes to ``(B, T, 256)`` logits.

@@ -1,4 +1,4 @@
-"""What is compared: ways to train a pipeline, optimizers, numbers of stages, rates and seeds."""
+"""The trials to compare: methods, optimizers, numbers of stages, rates and seeds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Method:
     """One way to train a pipeline.
 
     Attributes:
-        name: In the table.
-        schedule: Of :class:`~lightning_dist.PipelineStrategy`, like the next two.
-        weight_versions: Which weights a backward sees.
-        staleness_correction: What is done against staleness.
-        trained_stages: Stages to train with where the weights do not depend on their number: a
-            synchronous schedule computes what one device does, ``pipedream_2bw`` is one update
-            late for any number. None trains with the number in question.
+        name: Name in the table.
+        schedule: The ``schedule`` of :class:`~lightning_dist.PipelineStrategy`.
+        weight_versions: The strategy's ``weight_versions``: which weights a backward uses.
+        staleness_correction: The strategy's ``staleness_correction``.
+        trained_stages: Number of stages to train with, if the weights do not depend on it: a
+            synchronous schedule computes the same as one device, and ``pipedream_2bw`` is one
+            update late for any number. None trains with the number in question.
     """
 
     name: str
@@ -32,11 +32,11 @@ class Method:
 
     @property
     def predicts(self) -> bool:
-        """Whether it must know where the optimizer goes."""
+        """Whether the method must predict the optimizer's updates."""
         return self.staleness_correction == "predict"
 
     def config(self, correction_steps: int) -> PipelineConfig:
-        """Gives the strategy's arguments.
+        """Returns the strategy's arguments.
 
         Args:
             correction_steps: Updates until all stages train with the full rate.
@@ -68,11 +68,11 @@ class Trial:
     """One training.
 
     Attributes:
-        method: How.
+        method: The method.
         optimizer: Name of the optimizer.
-        num_stages: Stages that it trains with.
-        rate_factor: Multiplies the optimizer's learning rate.
-        seed: Of the initial weights and the order of the text.
+        num_stages: Number of stages to train with.
+        rate_factor: Factor of the optimizer's learning rate.
+        seed: Seed of the initial weights and the order of the text.
     """
 
     method: Method
@@ -82,7 +82,7 @@ class Trial:
     seed: int
 
     def __str__(self) -> str:
-        """Names the trial for people."""
+        """Returns a name of the trial for people."""
         return (
             f"{self.optimizer} {self.method.name} on {self.num_stages} stages,"
             f" rate x {self.rate_factor:g}, seed {self.seed}"
@@ -96,17 +96,17 @@ def trials(
     rate_factors: Sequence[float],
     seeds: Sequence[int],
 ) -> Iterator[Trial]:
-    """Lists what has to be trained, each once.
+    """Yields the trials to train, each once.
 
     Args:
-        optimizers: Names.
+        optimizers: Names of the optimizers.
         methods: Ways to train.
         stages: Numbers of stages.
-        rate_factors: Of the learning rate.
-        seeds: Of the repetitions.
+        rate_factors: Factors of the learning rate.
+        seeds: Seeds of the repetitions.
     """
     for seed, factor, optimizer, method in product(seeds, rate_factors, optimizers, methods):
         if optimizer == "muon" and method.predicts:
-            continue  # nobody knows where Muon goes
+            continue  # no formula predicts Muon's updates
         for count in stages if method.trained_stages is None else (method.trained_stages,):
             yield Trial(method, optimizer, count, factor, seed)

@@ -1,7 +1,7 @@
 """Lightning's hooks that a strategy does not get, or gets too late.
 
-A strategy's own hooks run after all callbacks, but the pipeline must be drained before the first
-callback looks at the weights at the end of training, and other ranks must learn of an exception
+A strategy's own hooks run after all callbacks. But the pipeline must be drained before the first
+callback reads the weights at the end of training. And an exception must be reported to other ranks
 before a callback enters a barrier because of it. The model summary on the other hand must see the
 whole model. So the strategy puts one callback before all others and one behind them.
 """
@@ -25,7 +25,7 @@ class FirstCallback(pl.Callback):
     """Runs before the user's callbacks.
 
     Args:
-        show_whole_model: Makes the module look whole while entered.
+        show_whole_model: Creates a context manager in which the module looks whole.
         on_train_epoch_end: Called when an epoch has ended, early or not.
         on_train_end: Called when training has ended.
         on_train_epoch_start: Called when an epoch begins.
@@ -49,7 +49,7 @@ class FirstCallback(pl.Callback):
         self._shown.enter_context(self._show_whole_model())
 
     def hide(self) -> None:
-        """Makes the module look as it is again."""
+        """Ends the view of the whole model."""
         self._shown.close()
 
     @override
@@ -72,10 +72,10 @@ class FirstCallback(pl.Callback):
 
 
 class ExceptionListener(pl.Callback):
-    """Hears of an exception before the user's callbacks, from the start of the processes on.
+    """Gets an exception before the user's callbacks, from the start of the processes on.
 
     Args:
-        on_exception: Called with what ended the run.
+        on_exception: Called with the exception that ended the run.
     """
 
     def __init__(self, on_exception: Callable[[BaseException], None]) -> None:
@@ -92,7 +92,7 @@ class HidingCallback(pl.Callback):
     """Runs behind the callbacks that shall see the whole model.
 
     Args:
-        first: The other one of the pair.
+        first: The first callback, whose view this one ends.
     """
 
     def __init__(self, first: FirstCallback) -> None:
@@ -114,7 +114,7 @@ def order_callbacks(
     """Puts the two callbacks around those of a trainer.
 
     Args:
-        trainer: Changed until the returned function is called.
+        trainer: The trainer, changed until the returned function is called.
         show_whole_model: As for :class:`FirstCallback`.
         on_train_epoch_end: As for :class:`FirstCallback`.
         on_train_end: As for :class:`FirstCallback`.
@@ -141,11 +141,11 @@ def order_callbacks(
 
 
 def add_first_callback(trainer: pl.Trainer, callback: pl.Callback) -> Callable[[], None]:
-    """Lets a callback run before those of a trainer.
+    """Adds a callback before those of a trainer.
 
     Args:
-        trainer: Changed until the returned function is called.
-        callback: The one more.
+        trainer: The trainer, changed until the returned function is called.
+        callback: The callback to add.
 
     Returns:
         Undoes the change.
@@ -155,10 +155,10 @@ def add_first_callback(trainer: pl.Trainer, callback: pl.Callback) -> Callable[[
 
 
 def mute_checkpoints(trainer: pl.Trainer) -> Callable[[], None]:
-    """Keeps callbacks from saving, or saying that they have, where ranks did not fail together.
+    """Keeps callbacks from saving, and from saying so, if ranks did not fail together.
 
     Args:
-        trainer: Changed until the returned function is called.
+        trainer: The trainer, changed until the returned function is called.
 
     Returns:
         Undoes the change.

@@ -1,10 +1,10 @@
 """A strategy's part in checkpoints that mean the same under every layout.
 
-Lightning builds the checkpoint dictionary on each rank from what :class:`LayoutFreeCheckpoints`
-gives it. Where a rank holds the whole model that is what it is on a single device, and the first
-rank writes the ordinary file. Elsewhere it is this rank's weights, and this rank's optimizer state
-by parameter name; each rank reads back what it holds. The formats are
-:mod:`.checkpoint.files`'s.
+Lightning builds the checkpoint dictionary on each rank from the state of
+:class:`LayoutFreeCheckpoints`. If a rank holds the whole model, the dictionary is as on a single
+device, and the first rank writes the ordinary file. Otherwise it has this rank's weights and this
+rank's optimizer state by parameter name, and each rank reads its own part. The formats are those of
+:mod:`.checkpoint.files`.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         """Whether this rank's state dicts are those of a single device."""
         return self.holds_whole_model and not any(map(is_spread, self.module.parameters()))
 
-    # --- what this rank holds ----------------------------------------------------------------
+    # --- this rank's part --------------------------------------------------------------------
 
     def lay_out(self, trainer: pl.Trainer) -> None:
-        """Decides what this rank holds of the model. Collective: every rank must call it.
+        """Decides which part of the model this rank holds. Collective: every rank must call it.
 
-        A checkpoint is read behind it and before the rest of ``setup``, as on a single device: so
-        ``configure_optimizers`` and ``on_fit_start`` find what was loaded.
+        A checkpoint is read behind it and before the rest of ``setup``, as on a single device. So
+        ``configure_optimizers`` and ``on_fit_start`` see the loaded values.
 
         Args:
-            trainer: About to run.
+            trainer: The trainer, before it runs.
         """
 
     def lay_out_once(self) -> None:
-        """Calls :meth:`lay_out` if this run has not done so; ``setup`` does if no load has."""
+        """Calls :meth:`lay_out` once per run: in a load, or else in ``setup``."""
         if not self._is_laid_out:
             self.lay_out(self.module.trainer)
             self._is_laid_out = True
@@ -142,7 +142,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         """Checks that the optimizers' groups are still those that have names, or names them anew.
 
         Raises:
-            ValueError: They are not, and other ranks have parameters of them.
+            ValueError: The groups have changed, and other ranks have parameters of them.
         """
         if self.mesh.pp == 1:
             self.name_optimizer_groups()
@@ -158,12 +158,12 @@ class LayoutFreeCheckpoints(DistributedStrategy):
                 )
 
     def regroup_optimizers(self) -> None:
-        """Gives the optimizers the parameters that this rank has now."""
+        """Puts the parameters that this rank has now into the optimizers."""
         for optimizer, names in zip(self.optimizers, self._group_names, strict=True):
             regroup(optimizer, self.module, names, self._first_names)
 
     def foreign_names(self) -> set[str]:
-        """Names of the whole model's state that other ranks hold."""
+        """Returns the names of the whole model's state that other ranks hold."""
         return set()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -183,7 +183,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             if not self.is_running:
                 warnings.warn(f"A rank has failed, so {path} was not written.", stacklevel=2)
                 return
-            # A rank may have named it after what only it knows, or be in a directory of its own.
+            # Ranks may have different names for the file, or different working directories.
             path = self.broadcast(os.path.abspath(path) if is_local(path) else path)
         with self.file_work(f"saving {path}"):
             self._save(checkpoint, path, storage_options)
@@ -227,7 +227,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             )
 
     def _by_name(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Names optimizer states, and leaves one name to each tied parameter."""
+        """Renames optimizer states by parameter, and keeps one name of each tied parameter."""
         if not self._has_plain_state:
             return fold(checkpoint, checkpoints.SECTIONS, self._first_names)
         folded = fold(checkpoint, checkpoints.SECTIONS, first_names(self.module))
@@ -238,7 +238,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         return folded
 
     def _gather(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-        """Makes the ordinary checkpoint, on the first rank; all ranks must call it."""
+        """Returns the ordinary checkpoint on rank 0. Collective: every rank must call it."""
         place = self.mesh.coordinates(self.global_rank)
         part = self._with_whole_tensors(
             checkpoint, keep=not any(index for axis, index in place.items() if axis != "pp")
@@ -253,7 +253,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         return checkpoints.merge_parts(part for part in parts if part is not None)
 
     def _with_whole_tensors(self, checkpoint: dict[str, Any], keep: bool) -> dict[str, Any] | None:
-        """Puts sharded tensors together; all ranks must call it."""
+        """Gathers sharded tensors. Collective: every rank must call it."""
         names = ("state_dict", "current_model_state", "optimizer_states")
         sections = [key for key in names if key in checkpoint]
         whole: dict[str, Any] = {key: gather(checkpoint[key], keep=keep) for key in sections}
@@ -279,7 +279,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         parameters = self._parameters()
         own = parameters.keys() | self._own_state().keys()
         foreign = self.foreign_names()
-        # What nobody has is loaded too, for `load_state_dict` to complain about.
+        # Names that no rank has are loaded too, for `load_state_dict` to complain about.
         return checkpoints.load_sharded(
             path,
             lambda name: name in own or name not in foreign,
@@ -297,7 +297,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             for name, value in checkpoint["state_dict"].items()
             if name not in foreign
         }
-        if foreign:  # a module that has not been cut yet keeps what it has of them
+        if foreign:  # a module that has not been cut yet keeps its own values of them
             present = self._own_state()
             own |= {name: present[name] for name in foreign & present.keys()}
         module.load_state_dict(own, strict=strict)
@@ -310,7 +310,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             numbered = [to_numbers(state) if is_named(state) else state for state in states]
             super().load_optimizer_state_dict({"optimizer_states": numbered})
             return
-        if self.mesh.pp == 1:  # a callback that finetunes has added groups by the time of the save
+        if self.mesh.pp == 1:  # a callback that finetunes may have added groups before the save
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 add_groups(optimizer, self.module, state, self._first_names)
             self.name_optimizer_groups()

@@ -1,8 +1,9 @@
 """Gradient clipping by the norm of the whole model's gradient.
 
 Lightning clips each rank's gradients by their own norm, which on two stages leaves a total norm of
-up to sqrt(2) times the bound. The precision plugin is the one place where it does so. It also hands
-all gradients to torch at once, which takes shards or whole tensors, but not both together.
+up to sqrt(2) times the bound. The precision plugin is the one place of Lightning's clipping. The
+plugin also passes all gradients to torch at once, but torch takes shards or whole tensors, not both
+together.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from lightning_dist.engine.tensors.patch import replace_method
 
 
 def clip_whole_gradient(precision_plugin: Precision, find_norm: FindNorm) -> Callable[[], None]:
-    """Makes a precision plugin clip what is spread and what is not, by the norm of all of it.
+    """Makes a precision plugin clip sharded and whole gradients by the norm of all of them.
 
     Args:
-        precision_plugin: Changed until the returned function is called.
-        find_norm: Finds that norm.
+        precision_plugin: The plugin, changed until the returned function is called.
+        find_norm: Returns the norm of the whole model's gradient.
 
     Returns:
         Undoes the change.
@@ -55,7 +56,7 @@ def clip_whole_gradient(precision_plugin: Precision, find_norm: FindNorm) -> Cal
 
 
 def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Groups what torch's functions for many tensors take together: spread in one way, or not."""
+    """Groups parameters by mesh and placements, for torch's functions that take many tensors."""
     kinds: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         key = None

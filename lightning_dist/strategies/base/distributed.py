@@ -1,8 +1,8 @@
 """The base of all strategies of this package: one run of all ranks.
 
-It owns what does not depend on how a model is spread: random numbers that depend on the data rank
-and the batch, how a run ends when a rank fails or is asked to stop. A subclass spreads the model in
-``setup``.
+The base owns all that does not depend on how a model is spread. It seeds random numbers by the data
+rank and the batch, and ends a run if a rank fails or is asked to stop. A subclass spreads the model
+in ``setup``.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class DistributedStrategy(ProcessMesh):
     """Base class; see the module's docstring.
 
     Args:
-        save_full: Write one ordinary ``.ckpt`` file, or else a directory of shards. None writes the
-            file where a rank holds the whole model.
+        save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
+            writes the file if a rank holds the whole model.
         read: Which ranks of a data replica read its batches: the first, which sends them to the
             others, or each.
-        arguments: Of :class:`.ProcessMesh`.
+        arguments: Arguments of :class:`.ProcessMesh`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DistributedStrategy(ProcessMesh):
         self._loaders: ReplicaLoaders | None = None
         self._save_full = save_full
         self._guard: RunGuard | None = None
-        self._is_stop_due = False  # a run that was told to stop at its very end hands it on
+        self._is_stop_due = False  # a stop that comes at a run's very end is left to the next run
         self._seed = 0
         self._undo_listening: Callable[[], None] = _ignore
         self._undo_muting: Callable[[], None] = _ignore
@@ -91,11 +91,11 @@ class DistributedStrategy(ProcessMesh):
         return self._loaders.wrap(dataloader)
 
     def _read_here(self, dataloader: object) -> object:
-        """Makes workers draw by their replica; Lightning would seed them by rank."""
+        """Seeds workers by their replica; Lightning would seed them by rank."""
         if self.module.trainer.training:
             lightning_internals.set_sampler_epoch(self.module.trainer, dataloader)
         if os.environ.get("PL_SEED_WORKERS", "0") != "0":
-            # An iterable dataset may share its samples out by what its workers draw.
+            # An iterable dataset may share its samples out by random numbers of its workers.
             is_iterable = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
             data_index = 0 if is_iterable else self.mesh.data_index(self.global_rank)
             if getattr(dataloader, "worker_init_fn", _ignore) is None:
@@ -104,7 +104,7 @@ class DistributedStrategy(ProcessMesh):
         return self.share_order(dataloader)
 
     def share_order(self, dataloader: object) -> object:
-        """Gives a loader that shares the data out alike on all data replicas."""
+        """Returns a loader whose sampling order is the same on all data replicas."""
         return dataloader
 
     # --- processes ---------------------------------------------------------------------------
@@ -171,13 +171,13 @@ class DistributedStrategy(ProcessMesh):
 
         To be called at the start of each training step, and with ``reading`` before each batch of a
         training loader is read and when the loader's iterator is made. The numbers depend on
-        nothing else, so a resumed run draws what the uninterrupted one would have. The state before
-        is not put back: the backward may draw too, where it recomputes activations.
+        nothing else, so a resumed run draws the same numbers as an uninterrupted one. The state
+        before is not restored: the backward may draw too, where it recomputes activations.
 
         Args:
             reading: Whether the next batch is read, or a step begins.
-            early: Whether it is read, or workers are seeded, while the iterator is made. The batch
-                that is read next has the same number then, and must not repeat the draws.
+            early: Whether the batch is read, or workers are seeded, while the iterator is made. The
+                batch that is read next has the same number then, and must not repeat the draws.
         """
         if self.mesh.data_size > 1:
             batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -193,7 +193,7 @@ class DistributedStrategy(ProcessMesh):
             half.agree_by(self.overflow())
 
     def overflow(self) -> Overflow:
-        """Makes what all ranks decide by which steps are left out; each rank must ask alike."""
+        """Creates the vote on skipping a step. Collective: every rank must call it."""
         return AllReducedOverflow(self.group(*self.mesh.sizes))
 
     @property
@@ -220,28 +220,28 @@ class DistributedStrategy(ProcessMesh):
 
     @property
     def guard(self) -> RunGuard:
-        """Makes all ranks end together; exists from ``setup_environment`` to ``teardown``."""
+        """The guard that ends all ranks together, from ``setup_environment`` to ``teardown``."""
         assert self._guard is not None
         return self._guard
 
     @override
     def check_peers(self) -> None:
-        """Ends this rank's run with another's failure, if there is one and nothing else has.
+        """Raises another rank's failure, if there is one and this rank's run has not ended.
 
-        For where the main thread is about to wait for other ranks.
+        To be called where the main thread is about to wait for other ranks.
 
         Raises:
-            ValueError: Another rank's, which is the user's mistake.
+            ValueError: Another rank has raised one, for a mistake of the user's.
             RankFailedError: Another rank has failed otherwise.
         """
         if self._guard is not None:
             self._guard.check_peers()
 
     def file_work(self, activity: str) -> AbstractContextManager[None]:
-        """Returns a context manager that names work on files, should it not end.
+        """Returns a context manager that names work on files, should the work not end.
 
         Args:
-            activity: Such as ``"saving x.ckpt"``.
+            activity: Name of the work, such as ``"saving x.ckpt"``.
         """
         return nullcontext() if self._guard is None else self._guard.file_work(activity)
 
@@ -249,11 +249,11 @@ class DistributedStrategy(ProcessMesh):
         """Wakes this rank's main thread where it waits for another rank.
 
         Args:
-            error: What to raise there.
+            error: The exception to raise in the main thread.
         """
 
     def _report(self, exception: BaseException) -> None:
-        """Tells the other ranks before the callbacks hear of an exception, which may save."""
+        """Reports an exception to the other ranks, before callbacks handle it and may save."""
         if self._guard is None:
             return
         self._guard.report(exception)
@@ -268,13 +268,13 @@ class DistributedStrategy(ProcessMesh):
             self._guard.leave()
 
     def close_session(self) -> None:
-        """Ends what ``setup`` opened; all ranks that are sound call it at the same time."""
+        """Closes the parts that ``setup`` opened. Collective: every sound rank must call it."""
 
     @override
     def teardown(self) -> None:
         if self._guard is not None:
             with self._guard.closing():
-                self.barrier("teardown")  # else a fast rank takes a slow one for a lost one
+                self.barrier("teardown")  # else a fast rank would take a slow one for lost
                 self.close_session()
                 loaders, self._loaders = self._loaders, None
                 if loaders is not None:

@@ -1,12 +1,11 @@
 """The launcher that runs the user's script once per device, and lets a failed run end by itself.
 
-Lightning's kills all processes some seconds after one of its children has failed, whatever they are
-doing: with bad luck in the middle of printing why, or of closing a log. Here the ranks tell each
-other of a failure and end by themselves (:mod:`.failures.failure_ring`,
-:mod:`.failures.last_resort`), so the launcher gives them the time for it, and kills
-only what is left then: a process that is stuck before it has met the others.
+Lightning's launcher kills all processes some seconds after one of its children has failed, maybe in
+the middle of printing the reason or closing a log. Here the ranks report a failure to each other
+and end by themselves (:mod:`.failures.peer_failure`). So the launcher gives them the time for it,
+and then kills only the remaining processes: those that are stuck before they have met the others.
 
-Lightning has no public name for its launcher, nor a hook for what it does when a child fails.
+Lightning has no public name for its launcher, nor a hook for the failure of a child.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _POLL_SECONDS = 1
 
 
 class ChildProcessObserver(_ChildProcessObserver):
-    """Kills what is left of a run some time after one of its processes has failed.
+    """Kills the remaining processes of a run some time after one of them has failed.
 
     Args:
         main_pid: The process that has started the others.
-        child_processes: The others.
-        patience_seconds: How long they have to end by themselves.
+        child_processes: The processes that were started.
+        patience_seconds: Seconds that processes have to end by themselves.
     """
 
     def __init__(

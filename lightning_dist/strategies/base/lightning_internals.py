@@ -1,11 +1,10 @@
 """The private names of Lightning and torchmetrics that this package touches, and some of torch's.
 
 Each function says which name, and why no public one serves. The tests call each of them on the real
-objects, so that a renamed attribute fails there and not in somebody's run. Of Lightning's only the
-launcher's are elsewhere, in :mod:`.base.launcher`. A private name of
+objects, so that a renamed attribute fails there and not in a user's run. Of Lightning's names only
+the launcher's are elsewhere, in :mod:`.base.launcher`. A private name of
 torch that one module needs, most often below the strategies, stands in that module:
-:mod:`.mesh_runtime.fake_ranks`, :mod:`.sharding.interrupted_step`,
-:mod:`.tensors.placements` and others.
+:mod:`.mesh_runtime.fake_ranks`, :mod:`.sharding.fully_shard` and others.
 """
 
 from __future__ import annotations
@@ -53,33 +52,33 @@ def between_backward_and_step(
 ) -> None:
     """Calls the hooks before an optimizer's step, and clips.
 
-    The base class of precision plugins has ``_after_closure`` for that, which only its own
-    ``optimizer_step`` calls, and that one never leaves a step out.
+    The base class of precision plugins does both in ``_after_closure``. Only its own
+    ``optimizer_step`` calls it, and that method never skips a step.
 
     Args:
-        precision: Whose.
-        module: The user's.
-        optimizer: About to step, or not.
+        precision: The plugin that clips.
+        module: The user's module.
+        optimizer: The optimizer, whether it steps or skips the step.
     """
     precision._after_closure(module, optimizer)
 
 
 def set_device(module: pl.LightningModule, device: torch.device) -> None:
-    """Makes ``module.device`` what it should be; only ``.to`` does, which moves all parameters.
+    """Sets ``module.device``, which in public only ``.to`` does, by moving all parameters.
 
     Args:
-        module: The user's.
-        device: Where it computes.
+        module: The user's module.
+        device: The device that the module computes on.
     """
     _update_properties(module, device=device)
 
 
 def move_optimizers(optimizers: list[Optimizer], device: torch.device) -> None:
-    """Moves what optimizers have made when they were built; only ``Strategy.setup`` does.
+    """Moves optimizers' initial states to a device, which in public only ``Strategy.setup`` does.
 
     Args:
-        optimizers: Their counters of steps stay where they are.
-        device: Of their parameters.
+        optimizers: The optimizers; their step counters are not moved.
+        device: The device of the parameters.
     """
     _optimizers_to_device(optimizers, device)
 
@@ -90,11 +89,11 @@ def replace_sigterm_protocol(
     """Takes the blocking broadcasts out of Lightning's handling of SIGTERM.
 
     ``_sigterm_notifier_fn`` broadcasts in the signal handler, and ``_broadcast_sigterm_tensor``
-    before each training batch; there is no switch for either. What is left of Lightning's handler
-    calls the one that was there before.
+    before each training batch; there is no switch for either. The rest of Lightning's handler calls
+    the handler that was installed before.
 
     Args:
-        trainer: Must not have registered its signal handlers yet.
+        trainer: The trainer; it must not have registered its signal handlers yet.
         before_batch: Called before each training batch.
 
     Returns:
@@ -117,12 +116,12 @@ def replace_sigterm_protocol(
 def replace_handler_to_restore(
     trainer: pl.Trainer, signum: signal.Signals, handler: SignalHandler
 ) -> None:
-    """Changes what Lightning puts in place of its own handler of a signal when a run is over.
+    """Replaces the signal handler that Lightning restores when a run is over.
 
     Args:
-        trainer: May have registered its signal handlers, or not yet.
+        trainer: The trainer, whether or not it has registered its signal handlers.
         signum: The signal.
-        handler: Takes the place of the one that was found then, which ``_original_handlers`` keep.
+        handler: The handler to restore, in the place of the one that ``_original_handlers`` keep.
     """
     found = trainer._signal_connector._original_handlers
     if signum in found:
@@ -134,17 +133,17 @@ def replace_requeue(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Takes the save out of Lightning's handler of the signal by which SLURM announces its end.
 
-    ``_slurm_sigusr_handler_fn`` saves wherever the signal has found the process. Each rank numbers
-    the checkpoint by what it finds in the directory, in ``hpc_save_path``, while others may have
-    begun to write theirs.
+    ``_slurm_sigusr_handler_fn`` saves wherever the signal has found the process. In
+    ``hpc_save_path`` each rank numbers the checkpoint by the files in the directory, while other
+    ranks may have begun to write theirs.
 
     Args:
-        trainer: Must not have registered its signal handlers yet.
+        trainer: The trainer; it must not have registered its signal handlers yet.
         on_signal: Called in the handler, so it must do nothing that waits.
 
     Returns:
-        What saves and asks SLURM to run the job again, for all ranks to call, and what undoes the
-        change.
+        A function that saves and asks SLURM to requeue the job, which every rank must call, and a
+        function that undoes the change.
     """
     signals, checkpoints = trainer._signal_connector, trainer._checkpoint_connector
     own = type(signals)._slurm_sigusr_handler_fn
@@ -165,13 +164,13 @@ def replace_requeue(
 
 
 def is_raised_in_step(error: BaseException) -> bool:
-    """Tells whether an exception comes out of a step, as the traceback shows.
+    """Returns whether an exception was raised in a step, as the traceback shows.
 
     The methods in which Lightning's loops call a step are private. The strategy's
-    ``optimizer_step`` calls it only in some of the batches.
+    ``optimizer_step`` calls a step only in some of the batches.
 
     Args:
-        error: Has been raised.
+        error: The exception, after it has been raised.
     """
     steps = {
         _AutomaticOptimization.run.__code__,
@@ -183,23 +182,23 @@ def is_raised_in_step(error: BaseException) -> bool:
 
 
 def replace_torch_layer_sync(strategy: ParallelStrategy, layer_sync: LayerSync) -> None:
-    """Puts another plugin in the place of torch's ``SyncBatchNorm``, if the user wants that.
+    """Replaces the plugin of torch's ``SyncBatchNorm``, if the user asked for that one.
 
     Args:
-        strategy: The trainer's; see :func:`apply_layer_sync`.
-        layer_sync: The other one.
+        strategy: The trainer's strategy; see :func:`apply_layer_sync`.
+        layer_sync: The plugin to use instead.
     """
     if isinstance(strategy._layer_sync, TorchSyncBatchNorm):
         strategy._layer_sync = layer_sync
 
 
 def apply_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
-    """Makes BatchNorm layers see all ranks where ``sync_batchnorm=True``.
+    """Synchronises BatchNorm layers over all ranks if ``sync_batchnorm=True``.
 
-    The Trainer leaves the plugin that does so in ``_layer_sync``.
+    The Trainer leaves the plugin for it in ``_layer_sync``.
 
     Args:
-        strategy: The trainer's.
+        strategy: The trainer's strategy.
         module: The user's module; changed.
     """
     if strategy._layer_sync is not None:
@@ -213,10 +212,10 @@ def revert_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) ->
 
 
 def default_store() -> dist.Store:
-    """Gives the store by which the processes have found each other.
+    """Returns the store of the default process group.
 
-    Another one would need an address and a port of its own; ``_get_default_store`` is the only way
-    to this one.
+    Another store would need an address and a port of its own. ``_get_default_store`` is the only
+    way to the existing one.
     """
     return dist.distributed_c10d._get_default_store()
 
@@ -225,23 +224,23 @@ def keep_users_samplers(trainer: pl.Trainer) -> None:
     """Keeps Lightning from putting in a ``DistributedSampler``, which would shuffle besides.
 
     With one data replica there is nothing to share out. ``use_distributed_sampler`` is an argument
-    of the Trainer that cannot be changed later, and the strategy is asked for a sampler's arguments
-    but not whether there is to be one.
+    of the Trainer that cannot be changed later. A strategy can only choose a sampler's arguments,
+    not whether there is one.
     """
     assert hasattr(trainer._accelerator_connector, "use_distributed_sampler")
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def copy_of_loader(loader: DataLoader[Any], name: str, value: Any) -> DataLoader[Any]:
-    """Copies a loader, and sets an attribute of the copy, which refuses that for its samplers.
+    """Copies a loader and sets an attribute of the copy; plain assignment refuses samplers.
 
-    To build another one would take the arguments that the user's class was built with.
+    To build another loader would take the arguments that the user's class was built with.
     ``_iterator`` holds the loader's workers.
 
     Args:
-        loader: Stays as it is.
-        name: Of the attribute.
-        value: What it is in the copy.
+        loader: The loader to copy; not changed.
+        name: Name of the attribute.
+        value: Value of the attribute in the copy.
     """
     copied = copy(loader)
     copied.__dict__.update({name: value, "_iterator": None})
@@ -249,10 +248,10 @@ def copy_of_loader(loader: DataLoader[Any], name: str, value: Any) -> DataLoader
 
 
 def is_iterated_by_loop() -> bool:
-    """Tells whether the caller, an ``__iter__``, was called by Lightning's loops.
+    """Returns whether the caller, an ``__iter__``, was called by Lightning's loops.
 
-    They do so in the module of :class:`CombinedLoader` alone, whose iterators are private, and give
-    no sign of it. A user's hook that iterates a loader of the Trainer does not come that way.
+    The loops iterate loaders only in the module of :class:`CombinedLoader`, whose iterators are
+    private. A user's hook that iterates a loader of the Trainer does not go through that module.
     """
     caller = sys._getframe(2)
     return caller.f_globals.get("__name__") == CombinedLoader.__module__
@@ -266,8 +265,8 @@ def replace_loader_hooks(
     Nothing public comes before these hooks; ``_data_source`` calls them.
 
     Args:
-        trainer: About to fit; changed until the returned function is called.
-        wrap: Gives what to call in the place of each.
+        trainer: The trainer, before it fits; changed until the returned function is called.
+        wrap: Returns the function to call in the place of each hook.
 
     Returns:
         Undoes the change.
@@ -285,14 +284,14 @@ def replace_loader_hooks(
 
 
 def request_loaders(trainer: pl.Trainer) -> tuple[Any, CombinedMode] | None:
-    """Asks for the loaders of a run ahead of it.
+    """Requests the loaders of a run ahead of it.
 
     ``setup_data`` of a loop is public, but it is done once: a resumed run would find its loaders
     made before the state that belongs to them. ``_data_source`` knows which hook to call, and
     ``_request_dataloader`` how, for loaders that Lightning has to make anew.
 
     Args:
-        trainer: About to run.
+        trainer: The trainer, before it runs.
 
     Returns:
         The loaders, and how the loop combines them; None where there are none.
@@ -312,12 +311,12 @@ def request_loaders(trainer: pl.Trainer) -> tuple[Any, CombinedMode] | None:
 
 
 def to_step(trainer: pl.Trainer, batch: Any, device: torch.device) -> Any:
-    """Makes of a loader's batch what a step is called with, by the hooks that a loop calls.
+    """Returns a loader's batch as a step gets it, after the transfer hooks that a loop calls.
 
     Args:
-        trainer: About to run.
-        batch: From a loader.
-        device: Where it should be; ``_on_before_batch_transfer`` comes before.
+        trainer: The trainer, before it runs.
+        batch: The batch of a loader.
+        device: The device to move the batch to, after ``_on_before_batch_transfer``.
     """
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
@@ -325,11 +324,11 @@ def to_step(trainer: pl.Trainer, batch: Any, device: torch.device) -> Any:
 
 
 def set_sampler_epoch(trainer: pl.Trainer, dataloader: object) -> None:
-    """Tells a training loader's sampler the epoch before its workers ask it for indices.
+    """Sets the epoch of a training loader's sampler, before workers ask the sampler for indices.
 
     Lightning calls ``_set_sampler_epoch`` when an epoch begins. A run that is resumed has started
-    the workers by then, and would read its first epoch in the order of epoch 0. Any other run need
-    not be told twice.
+    the workers by then, and would read its first epoch in the order of epoch 0. Other runs do not
+    need the second call.
     """
     epoch = getattr(trainer.fit_loop.epoch_progress.current, "processed")  # noqa: B009
     if epoch:
@@ -337,13 +336,13 @@ def set_sampler_epoch(trainer: pl.Trainer, dataloader: object) -> None:
 
 
 def batches_read(trainer: pl.Trainer) -> tuple[int, int | None, bool]:
-    """Tells how far the training loader has been read in this epoch.
+    """Returns how far the training loader has been read in this epoch.
 
-    The loop counts the batches that it has trained on, not those that there were; who reads the
-    loader, ``_data_fetcher``, knows.
+    The loop counts the batches that it has trained on, not those that were read. ``_data_fetcher``,
+    which reads the loader, counts the latter.
 
     Args:
-        trainer: In an epoch of training, or at its end.
+        trainer: The trainer, in an epoch of training or at its end.
 
     Returns:
         Batches read, the loader's length if it has one, and whether it has ended.
@@ -354,27 +353,27 @@ def batches_read(trainer: pl.Trainer) -> tuple[int, int | None, bool]:
 
 
 def set_received_sigterm(trainer: pl.Trainer) -> None:
-    """Makes Lightning's loops end at their next boundary; the public property is read-only."""
+    """Ends Lightning's loops at their next boundary; the public property is read-only."""
     trainer._signal_connector.received_sigterm = True
 
 
 def can_stop_early(trainer: pl.Trainer) -> bool:
-    """Tells whether training may end before its last epoch and step.
+    """Returns whether training may end before its last epoch and step.
 
-    A loop obeys ``trainer.should_stop`` where ``_can_stop_early`` says that ``min_epochs`` and
-    ``min_steps`` are met. Nothing public tells as of when the loop counts an epoch.
+    A loop obeys ``trainer.should_stop`` if ``_can_stop_early`` says that ``min_epochs`` and
+    ``min_steps`` are met. No public name says from when on the loop counts an epoch.
 
     Args:
-        trainer: In a fit.
+        trainer: The trainer, in a fit.
     """
     return trainer.fit_loop._can_stop_early
 
 
 def validates_by_the_clock(trainer: pl.Trainer) -> bool:
-    """Tells whether ``val_check_interval`` is a time; ``_val_check_time_interval`` is it parsed.
+    """Returns whether ``val_check_interval`` is a time, parsed in ``_val_check_time_interval``.
 
     Args:
-        trainer: About to fit.
+        trainer: The trainer, before it fits.
     """
     return getattr(trainer, "_val_check_time_interval") is not None  # noqa: B009
 
@@ -387,8 +386,8 @@ def change_validation_due(
     Each rank reads its own clock in ``_should_check_val_fx``, and no hook is called before.
 
     Args:
-        trainer: About to fit; changed until the returned function is called.
-        change: Takes what this rank would do, and gives what it shall do.
+        trainer: The trainer, before it fits; changed until the returned function is called.
+        change: Takes the decision of this rank, and returns the decision to follow.
 
     Returns:
         Undoes the change.
@@ -400,15 +399,15 @@ def change_validation_due(
 
 @contextmanager
 def as_of_training_step(module: pl.LightningModule) -> Iterator[None]:
-    """Lets ``self.log`` add to what ``training_step`` has logged in this epoch.
+    """Lets ``self.log`` add to the values that ``training_step`` has logged in this epoch.
 
     The values of the last batches before a validation, or of an epoch that was stopped, come when
-    its steps are over. Then the trainer's stage may be validation already, ``_current_fx_name``
-    names another hook than the one that results are kept under, and without ``_first_loop_iter``
-    Lightning takes the next value for that of a new epoch.
+    its steps are over. Then the trainer's stage may be validation already, and ``_current_fx_name``
+    names another hook than the one that results are kept under. ``_first_loop_iter`` must be False,
+    or Lightning takes the next value for that of a new epoch.
 
     Args:
-        module: Whose hook is running.
+        module: The user's module, in one of its hooks.
 
     Yields:
         Nothing.
@@ -427,10 +426,10 @@ def as_of_training_step(module: pl.LightningModule) -> Iterator[None]:
 
 
 def hook_of(module: pl.LightningModule) -> str | None:
-    """Gives the name of the hook that is running, which ``_current_fx_name`` has.
+    """Returns the name of the running hook, which ``_current_fx_name`` has.
 
     Args:
-        module: Whose hook, or a callback's beside it.
+        module: The user's module; the hook is the module's or a callback's.
     """
     return module._current_fx_name
 
@@ -440,8 +439,8 @@ def as_of_hook(module: pl.LightningModule, hook: str) -> Iterator[None]:
     """Lets ``self.log`` log as in another hook than the one that is running.
 
     Args:
-        module: Whose ``log`` is called.
-        hook: Name of the other one.
+        module: The module whose ``log`` is called.
+        hook: Name of the other hook.
 
     Yields:
         Nothing.
@@ -454,26 +453,26 @@ def as_of_hook(module: pl.LightningModule, hook: str) -> Iterator[None]:
 
 
 def logged_step(trainer: pl.Trainer) -> int:
-    """Gives the step at which loggers get what a training batch logs.
+    """Returns the step at which loggers get the values that a training batch logs.
 
-    It counts optimizer steps as loggers do, unlike ``global_step``; ``_batches_that_stepped``.
+    Unlike ``global_step``, ``_batches_that_stepped`` counts optimizer steps as loggers do.
 
     Args:
-        trainer: In a training batch.
+        trainer: The trainer, in a training batch.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def log_training_step(trainer: pl.Trainer, step: int, *, stops: bool) -> None:
-    """Hands what ``training_step`` has just logged to the loggers, as of an earlier step.
+    """Passes the values that ``training_step`` has just logged to the loggers, for an earlier step.
 
     ``_logger_connector`` would do so at the end of the present batch, at the present step. So the
-    values are handed over here, and taken out of ``_results``, where they wait in the
-    ``_forward_cache`` of each. How often loggers are called the trainer does not declare.
+    values are passed on here, and removed from ``_results``, where each waits in its
+    ``_forward_cache``. The trainer does not declare how often loggers are called.
 
     Args:
-        trainer: In a training batch, or under :func:`as_of_training_step`.
-        step: Of the batch whose values they are; see :func:`logged_step`.
+        trainer: The trainer, in a training batch or under :func:`as_of_training_step`.
+        step: The step of the batch that the values belong to; see :func:`logged_step`.
         stops: Whether the training stops behind that batch, which is then logged in any case.
     """
     connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
@@ -495,10 +494,10 @@ def log_training_step(trainer: pl.Trainer, step: int, *, stops: bool) -> None:
 
 
 def forget_step_values(trainer: pl.Trainer) -> None:
-    """Forgets what ``training_step`` has logged for a step, lest it be logged for the next as well.
+    """Forgets the values that ``training_step`` logged, so that the next step does not repeat them.
 
     Args:
-        trainer: In a training batch, or under :func:`as_of_training_step`; see
+        trainer: The trainer, in a training batch or under :func:`as_of_training_step`; see
             :func:`log_training_step`.
     """
     assert trainer._results is not None
@@ -508,7 +507,7 @@ def forget_step_values(trainer: pl.Trainer) -> None:
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Gives a trainer's callbacks; the documented attribute is not declared."""
+    """Returns a trainer's callbacks; the documented attribute is not declared."""
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks")  # noqa: B009
     return callbacks
 
@@ -519,33 +518,33 @@ def set_callbacks(trainer: pl.Trainer, callbacks: list[pl.Callback]) -> None:
 
 
 def profiler_of(trainer: pl.Trainer) -> Profiler:
-    """Gives what the loop tells what it does; the attribute is not declared."""
+    """Returns the profiler that the loop reports to; the attribute is not declared."""
     profiler: Profiler = getattr(trainer, "profiler")  # noqa: B009
     return profiler
 
 
 def set_profiler(trainer: pl.Trainer, profiler: Profiler) -> None:
-    """Replaces it; see :func:`profiler_of`."""
+    """Replaces a trainer's profiler; see :func:`profiler_of`."""
     setattr(trainer, "profiler", profiler)  # noqa: B010
 
 
 def set_rank_of_rank_zero_functions(rank: int) -> None:
-    """Tells ``rank_zero_only`` the rank; the documented attribute of a function is not declared."""
+    """Sets the rank of ``rank_zero_only``; the documented function attribute is not declared."""
     setattr(rank_zero_only, "rank", rank)  # noqa: B010
 
 
 def mark_optimizer_called(optimizer: Optimizer) -> None:
-    """Tells LR schedulers that the optimizer's first step is only late.
+    """Marks an optimizer as stepped for LR schedulers, although its first step is still to come.
 
-    The first steps of an asynchronous pipeline fill it, and the first steps in fp16 may be left
-    out. Torch would warn that the scheduler was stepped before the optimizer; ``_opt_called`` is
-    the flag that it looks at.
+    The first steps of an asynchronous pipeline fill it, and the first steps in fp16 may be skipped.
+    Torch would warn that the scheduler was stepped before the optimizer; ``_opt_called`` is the
+    flag that torch reads.
     """
     setattr(optimizer, "_opt_called", True)  # noqa: B010
 
 
 def set_step_value(metric: Metric, value: Tensor) -> None:
-    """Sets what a metric reports for the present step.
+    """Sets the value that a metric reports for the present step.
 
     Lightning reads ``_forward_cache`` for ``self.log(metric, on_step=True)``. Only the last stage
     has called the metric's forward.
@@ -554,5 +553,5 @@ def set_step_value(metric: Metric, value: Tensor) -> None:
 
 
 def step_value(metric: Metric) -> Any:
-    """Gives what a metric reports for the present step; see :func:`set_step_value`."""
+    """Returns the value that a metric reports for the present step; see :func:`set_step_value`."""
     return metric._forward_cache

@@ -1,10 +1,10 @@
-"""torchmetrics objects on the module: computed where they were updated, known everywhere.
+"""torchmetrics objects on the module: computed on the last stage, known on all stages.
 
-Only the last stage updates a metric, while Lightning, and the user's own hooks, ask each rank for
-its value. So while the pipeline is set up, ``compute`` of each metric of the module is a collective
-of the pipeline: the last stage computes (over its data replicas, by torchmetrics' own
-``process_group``) and the other stages take its result. Inside a step, which only the last stage
-runs to its end, ``compute`` stays what it was.
+Only the last stage updates a metric, while Lightning, and the user's own hooks, read its value on
+each rank. So while the pipeline is set up, ``compute`` of each metric of the module is a collective
+of the pipeline. The last stage computes (over its data replicas, by torchmetrics' own
+``process_group``) and the other stages receive the result. Inside a step, which only the last stage
+runs to its end, ``compute`` is unchanged.
 
 torchmetrics objects on the module: reduced over the ranks that read different data.
 
@@ -24,14 +24,14 @@ from torchmetrics import Metric
 
 
 def reduce_metrics_over(module: nn.Module, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Makes each metric of a module, without a group of its own, reduce over one.
+    """Sets the process group of each metric of a module that has none.
 
     Args:
         module: The user's module.
         group: The ranks that read different data.
 
     Returns:
-        Undoes it, so that the metrics can be pickled again.
+        A function that undoes the change, so that the metrics can be pickled again.
     """
     metrics = [m for m in module.modules() if isinstance(m, Metric) and m.process_group is None]
     for metric in metrics:
@@ -52,7 +52,7 @@ class StageMetrics:
         pipeline_group: A gloo group of the stages of this replica.
         data_group: The ranks that hold this stage.
         source: Global rank of the last stage.
-        is_source: Whether this rank is it.
+        is_source: Whether this rank is the last stage.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StageMetrics:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Marks that only the last stage runs what is inside to its end.
+        """Marks a step, which only the last stage runs to its end.
 
         Yields:
             Nothing.
@@ -88,7 +88,7 @@ class StageMetrics:
             self._in_step = False
 
     def detach(self) -> None:
-        """Gives the metrics back as they were."""
+        """Restores the metrics."""
         for metric, compute, process_group in self._originals:
             metric.compute = compute  # type: ignore[method-assign]
             metric.process_group = process_group

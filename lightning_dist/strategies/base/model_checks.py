@@ -1,4 +1,4 @@
-"""Refuse what needs the whole model on each rank, where a rank has a stage or shards only."""
+"""Refuse callbacks and optimizers that need the whole model, if a rank has a part only."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def check_callbacks(trainer: pl.Trainer) -> None:
     """Checks that no callback copies the model, or compares all of its parameters.
 
     Args:
-        trainer: Set up to fit.
+        trainer: The trainer, set up to fit.
 
     Raises:
-        ValueError: One does.
+        ValueError: A callback does.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, ModelPruning):
@@ -44,13 +44,13 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 
 
 def check_finetuning(trainer: pl.Trainer) -> None:
-    """Checks that no callback adds parameter groups by what a rank has of the model.
+    """Checks that no callback adds parameter groups according to a rank's part of the model.
 
     Args:
-        trainer: Set up to fit.
+        trainer: The trainer, set up to fit.
 
     Raises:
-        ValueError: One does.
+        ValueError: A callback does.
     """
     if any(isinstance(callback, BackboneFinetuning) for callback in callbacks_of(trainer)):
         raise ValueError(
@@ -62,13 +62,13 @@ def check_finetuning(trainer: pl.Trainer) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Checks that no optimizer looks at all parameters as one vector.
+    """Checks that no optimizer treats all parameters as one vector.
 
     Args:
-        optimizers: What ``configure_optimizers`` returned.
+        optimizers: The optimizers that ``configure_optimizers`` returned.
 
     Raises:
-        ValueError: One does.
+        ValueError: An optimizer does.
     """
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
@@ -82,11 +82,11 @@ def check_sharded_optimizers(optimizers: Sequence[Optimizer], group: dist.Proces
     """Checks that torch can update shards with each optimizer.
 
     Args:
-        optimizers: What ``configure_optimizers`` returned.
+        optimizers: The optimizers that ``configure_optimizers`` returned.
         group: A gloo group of all ranks, of which some may hold no shards.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: torch cannot update shards with an optimizer.
     """
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, _find_unshardable(optimizers), group=group)
@@ -122,14 +122,14 @@ def check_group_values(optimizers: Sequence[Optimizer], group: dist.ProcessGroup
     """Checks that numbers in parameter groups are equal on all ranks with parameters of a group.
 
     Collective: every rank must call it. An optimizer with one estimate for all parameters computes
-    another one from each rank's part of the gradients.
+    a different estimate from each rank's part of the gradients.
 
     Args:
-        optimizers: This rank's.
+        optimizers: This rank's optimizers.
         group: A gloo group of all ranks.
 
     Raises:
-        ValueError: They differ.
+        ValueError: The numbers differ.
     """
     found: list[Any] = [None] * dist.get_world_size(group)
     own = [(type(o).__name__, _numbers(o)) for o in optimizers]
@@ -158,7 +158,7 @@ def check_group_values(optimizers: Sequence[Optimizer], group: dist.ProcessGroup
 
 
 def _numbers(optimizer: Optimizer) -> list[dict[str, float]]:
-    """Gives the numbers of each parameter group; none of a group that has no parameters here."""
+    """Returns the numbers of each parameter group, none for a group without parameters here."""
     values = zip(optimizer.param_groups, group_values(optimizer), strict=True)
     return [
         {key: float(value) for key, value in found.items() if _is_number(value)}

@@ -1,8 +1,8 @@
-"""Warn where a script takes what one rank holds of a model for the whole.
+"""Warn if a script takes a rank's part of a model for the whole.
 
-Behind ``trainer.fit(module)`` a script may do ``torch.save(module.state_dict(), path)``. On a stage
-of a pipeline that has the layers of the stage and no others, and with shards it has DTensors, which
-no single process can load. Neither looks wrong until the file is needed.
+After ``trainer.fit(module)`` a script may do ``torch.save(module.state_dict(), path)``. On a stage
+of a pipeline that file has the layers of the stage and no others. With shards it has DTensors,
+which no single process can load. Neither looks wrong until the file is needed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _LEVEL_OF_CALLER = 3  # behind the hook and torch's `state_dict`
 
 
 class PartWarning:
-    """Warns the first time that a state dict is asked for; copied and pickled with the module.
+    """Warns the first time that a state dict is made; copied and pickled with the module.
 
     Attributes:
-        is_muted: Whether it is asked for by what knows that it is a part.
+        is_muted: Whether the state dict is made by code that knows that it is a part.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class PartWarning:
         self._is_due = True
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Is called by torch before it makes the state dict of a module."""
-        if prefix or self.is_muted or not self._is_due:  # what is around it may know better
+        """Warns, if it is due; called by torch before it makes the state dict of a module."""
+        if prefix or self.is_muted or not self._is_due:  # an enclosing module may know better
             return
         self._is_due = False
         warnings.warn(
@@ -43,10 +43,10 @@ class PartWarning:
 
 
 def warn_of_part(module: nn.Module) -> None:
-    """Lets a module warn when it is asked for its state dict.
+    """Makes a module warn when its state dict is made.
 
     Args:
-        module: The user's, of which this rank holds a part from now on.
+        module: The user's module, of which this rank holds a part from now on.
     """
     if _ATTRIBUTE not in vars(module):
         warning = PartWarning()
@@ -56,10 +56,10 @@ def warn_of_part(module: nn.Module) -> None:
 
 @contextmanager
 def without_warning(module: nn.Module) -> Iterator[None]:
-    """Lets a state dict be taken for the part that it is.
+    """Mutes the warning of :func:`warn_of_part`.
 
     Args:
-        module: The user's.
+        module: The user's module.
 
     Yields:
         Nothing.

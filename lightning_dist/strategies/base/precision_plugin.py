@@ -1,9 +1,9 @@
-"""Half precision with masters, where Lightning does what depends on a precision.
+"""Half precision with masters, as a precision plugin of Lightning's.
 
 A precision plugin runs the context of each step, the backward, clipping and the optimizer's step,
 under Lightning's strategies and this package's alike. So the scheme has one place, and a strategy
-only says what it takes over: FSDP2 casts what it gathers, a pipeline makes versions of its stage's
-weights, and how ranks agree on a step that is left out depends on when they update.
+only takes over some parts. FSDP2 casts the parameters that it gathers. A pipeline makes versions of
+its stage's weights. How ranks vote on skipping a step depends on when they update.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class HalfPrecisionPlugin(Precision):
     """Runs steps in half precision and updates masters.
 
     Args:
-        half: What computes in half precision.
-        loss_scale: Of fp16; None scales nothing and leaves no step out.
+        half: The parts of a model that compute in half precision.
+        loss_scale: The loss scale of fp16; None scales nothing and skips no step.
     """
 
     def __init__(self, half: HalfPrecision, loss_scale: LossScale | None = None) -> None:
@@ -53,10 +53,10 @@ class HalfPrecisionPlugin(Precision):
         self._lent: tuple[nn.Parameter, ...] = ()
         self._copies: Copies = {}
 
-    # --- what a strategy says ----------------------------------------------------------------
+    # --- settings of a strategy --------------------------------------------------------------
 
     def leave_to_shards(self) -> None:
-        """Leaves the cast to whoever gathers parameters."""
+        """Leaves the cast to the sharding, which gathers parameters."""
         self._shards_cast = True
         self._find_lent()
 
@@ -64,11 +64,11 @@ class HalfPrecisionPlugin(Precision):
         """Leaves the cast, and the division by the loss scale, to a pipeline.
 
         Args:
-            layers: Of the pipelined module.
+            layers: The layers of the pipelined module.
             is_in_graph: As for :class:`HalfWeights`.
 
         Returns:
-            What the pipeline shall do; None where parameters are half, or gathered so.
+            The casts for the pipeline; None if parameters are half already, or gathered in half.
         """
         self._divides = False
         if not self.half.master_weights or self._shards_cast:
@@ -81,26 +81,26 @@ class HalfPrecisionPlugin(Precision):
         return self.half.dtype if parameter in self._own else parameter.dtype
 
     def agree_by(self, overflow: Overflow) -> None:
-        """Says how ranks agree on steps that are left out.
+        """Sets the vote on skipping a step.
 
         Args:
-            overflow: For the coming run.
+            overflow: The vote of the coming run.
         """
         self._overflow = overflow
 
     def scale_of_next_batch(self) -> float:
-        """Gives what multiplies the loss of the batch that comes; the same on all ranks."""
+        """Returns the factor of the next batch's loss, which is the same on all ranks."""
         self.settle()
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def measure_gradients(self) -> Ranges:
-        """Counts what the range of half precision cuts off this rank's gradients, by layer."""
+        """Counts this rank's gradients outside of half precision's range, by layer."""
         found = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         return measure(found, self.half.dtype, scale)
 
     def settle(self) -> None:
-        """Takes in what is known of the steps so far."""
+        """Updates the loss scale by the outcomes of the steps that are known so far."""
         if self.loss_scale is not None:
             for overflowed in self._overflow.outcomes():
                 self.loss_scale.end_step(overflowed=overflowed)
@@ -137,7 +137,7 @@ class HalfPrecisionPlugin(Precision):
         self.find_parameters()
 
     def find_parameters(self) -> None:
-        """Finds what computes in half precision here, again where layers have moved."""
+        """Finds this rank's parameters that compute in half precision, again after layers moved."""
         assert self._module is not None
         with whole(self._module):
             everywhere = self.half.half_parameters(self._module)
@@ -150,7 +150,7 @@ class HalfPrecisionPlugin(Precision):
         self._find_lent()
 
     def _find_lent(self) -> None:
-        """Finds the masters that nobody else casts."""
+        """Finds the masters that neither shards nor stages cast."""
         parts = () if self._stages is None else self._stages.parts()
         elsewhere = {p for part in parts for p in part.module.parameters()}
         casts = self.half.master_weights and not self._shards_cast
@@ -205,7 +205,7 @@ class HalfPrecisionPlugin(Precision):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
         if result is None:
-            return None  # `training_step` has asked to leave the batch out
+            return None  # `training_step` has asked to skip the batch
         gradients = self._divided_gradients(optimizer)
         is_left_out = self._overflow.decide(gradients)
         lightning_internals.between_backward_and_step(self, model, optimizer)
@@ -228,10 +228,10 @@ class HalfPrecisionPlugin(Precision):
 
 
 def param_dtype_of(plugin: Precision) -> torch.dtype | None:
-    """Returns what sharded units compute in; None if in the parameters' own dtype.
+    """Returns the dtype that sharded units compute in; None for the parameters' own dtype.
 
     Args:
-        plugin: The Trainer's.
+        plugin: The Trainer's precision plugin.
     """
     half = half_precision_of(plugin)
     if half is not None and half.half.master_weights:
@@ -241,9 +241,9 @@ def param_dtype_of(plugin: Precision) -> torch.dtype | None:
 
 
 def half_precision_of(precision: Precision) -> HalfPrecisionPlugin | None:
-    """Gives a strategy's plugin if it is this package's.
+    """Returns a strategy's precision plugin if it is this package's, else None.
 
     Args:
-        precision: The strategy's.
+        precision: The strategy's precision plugin.
     """
     return precision if isinstance(precision, HalfPrecisionPlugin) else None

@@ -1,8 +1,8 @@
-"""Processes on a mesh, under Lightning's contract: what a strategy is before it trains anything.
+"""Processes on a mesh, under Lightning's contract: the part of a strategy that trains nothing.
 
-The launcher, the process group, which ranks share an axis, which read the same data, and reductions
-over the data axes alone: what is the same on other axes must not count several times. A subclass
-says how large its mesh is (:meth:`ProcessMesh.mesh_shape`).
+It has the launcher, the process group, and the ranks that share an axis or read the same data.
+Reductions are over the data axes alone: a value that is the same on other axes must not count
+several times. A subclass chooses the sizes of its mesh (:meth:`ProcessMesh.mesh_shape`).
 
 Reduce one tensor over a gloo group, as Lightning names the ways to do so.
 """
@@ -37,15 +37,15 @@ from lightning_dist.strategies.base.launcher import ScriptLauncher
 def reduce_tensor(
     tensor: Tensor, group: dist.ProcessGroup, reduce_op: ReduceOp | str | None
 ) -> Tensor:
-    """Reduces a tensor over the ranks of a group; each must call it.
+    """Reduces a tensor over the ranks of a group. Collective: every rank must call it.
 
     Args:
-        tensor: Of any device; it stays as it is.
+        tensor: The tensor, on any device; not changed.
         group: A gloo group.
         reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch ``ReduceOp``.
 
     Returns:
-        The result on the tensor's device; a mean of whole numbers is of floating point.
+        The result on the tensor's device; the mean of an integer tensor is floating.
     """
     if dist.get_world_size(group) == 1:
         return tensor
@@ -75,8 +75,8 @@ class ProcessMesh(ParallelStrategy):
         precision_plugin: As for any Lightning strategy.
         process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
         timeout_s: Seconds that a rank waits for another before it gives up.
-        start_method: Only ``"popen"``, which runs the script once per device: other launchers bring
-            back rank 0's weights only.
+        start_method: Only ``"popen"``, which runs the script once per device: other launchers
+            return rank 0's weights only.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class ProcessMesh(ParallelStrategy):
         """Decides the sizes of the mesh.
 
         Args:
-            world_size: All ranks.
+            world_size: Number of all ranks.
 
         Raises:
-            ValueError: The strategy's sizes do not fit.
+            ValueError: The strategy's sizes do not fit the world size.
         """
 
     @property
@@ -139,7 +139,7 @@ class ProcessMesh(ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Hosts of the run."""
+        """Number of hosts of the run."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -148,12 +148,12 @@ class ProcessMesh(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this host."""
+        """Number of processes on this host."""
         return len(self.parallel_devices or [])
 
     @property
     def is_distributed(self) -> bool:
-        """Tells Lightning that there are other ranks."""
+        """Whether there may be other ranks, as Lightning asks; always true."""
         return True
 
     @property
@@ -173,11 +173,11 @@ class ProcessMesh(ParallelStrategy):
         }
 
     def set_world_ranks(self) -> None:
-        """Tells the cluster environment the ranks, and checks the mesh; called by Lightning."""
+        """Sets the ranks of the cluster environment, and checks the mesh; called by Lightning."""
         asked = self.num_nodes * self.num_processes
         environment = self.cluster_environment
         if environment is not None:
-            # One whose launcher has started the processes, such as Ray's, knows its own.
+            # An environment whose launcher has started the processes, such as Ray's, knows better.
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(asked)
             asked = environment.world_size()
@@ -231,13 +231,13 @@ class ProcessMesh(ParallelStrategy):
     def group(
         self, *axes: str, purpose: str = "", timeout: timedelta | None = None
     ) -> dist.ProcessGroup:
-        """Gives this rank's gloo group along some mesh axes; each rank must ask alike.
+        """Returns this rank's gloo group along some mesh axes. Collective: every rank must call it.
 
         Args:
             axes: Names of mesh axes; all of them for a group of all ranks.
-            purpose: Of a group of one's own, for collectives whose order among others differs from
+            purpose: Name of a separate group, for collectives whose order among others differs from
                 rank to rank.
-            timeout: Of its operations, for a group of one's own; None takes the run's.
+            timeout: Timeout of the operations in a separate group; None takes the run's.
         """
         key = (*axes, purpose)
         if key not in self._groups:
@@ -247,25 +247,25 @@ class ProcessMesh(ParallelStrategy):
             self._groups[key] = group = pool.take(kind)
             if self._has_begun:
                 self._taken.append((kind, group))
-            else:  # behind a run no other one is under way
+            else:  # between two runs no other run uses it
                 pool.give_back(kind, group)
         return self._groups[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves process groups out of copies of a Trainer; they are this process's."""
+        """Leaves process groups, which belong to this process, out of copies of a Trainer."""
         state: dict[str, Any] = super().__getstate__()
         return {**state, "_groups": {}, "_taken": []}
 
     def begin_run(self) -> None:
-        """Takes other groups from now on; each rank must call it alike."""
+        """Begins a run, which takes groups anew. Collective: every rank must call it."""
         self._groups.clear()
         self._taken.clear()
         self._has_begun = True
 
     def end_run(self, *, failed: bool) -> None:
-        """Lets other Trainers have the groups; each rank must call it alike.
+        """Releases the groups to other Trainers. Collective: every rank must call it.
 
-        This strategy can still use them, where all ranks do.
+        This strategy can still use the groups, if all ranks do.
 
         Args:
             failed: Whether the groups are in an unknown state.
@@ -290,7 +290,7 @@ class ProcessMesh(ParallelStrategy):
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup | None]:
-        """All groups that this strategy has made."""
+        """All groups that this strategy has created."""
         return [*self._groups.values(), dist.group.WORLD]
 
     # --- collectives -------------------------------------------------------------------------
@@ -305,8 +305,8 @@ class ProcessMesh(ParallelStrategy):
         """Reduces a tensor over the data replicas; the other axes hold the same value.
 
         Args:
-            tensor: What to reduce; anything else than a tensor is returned as it is.
-            group: Another process group.
+            tensor: The tensor to reduce; any other object is returned unchanged.
+            group: Process group to reduce over, if not the data replicas.
             reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch ``ReduceOp``.
         """
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
@@ -348,7 +348,7 @@ class ProcessMesh(ParallelStrategy):
         return objects[0]
 
     def check_peers(self) -> None:
-        """Called where this rank is about to wait for all others; raises if that is in vain."""
+        """Raises if another rank has failed; called before this rank waits for all others."""
 
     @property
     def is_running(self) -> bool:

@@ -1,4 +1,4 @@
-"""How the one ordinary file of a checkpoint gets to the disk, and either form from it."""
+"""Write the one ordinary file of a checkpoint, and remove either form of checkpoint."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightning_dist.engine.checkpoint import files as checkpoints
 
 
 def is_local(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is one of the operating system, not a URL.
+    """Returns whether a path is one of the operating system, not a URL.
 
     Args:
-        path: Of a checkpoint.
+        path: Path of a checkpoint.
     """
     return "://" not in os.fspath(path)
 
 
 class WholeFileIO(TorchCheckpointIO):
-    """Writes a file under a temporary name first; a URL is Lightning's to write to."""
+    """Writes a file under a temporary name first; leaves URLs to Lightning."""
 
     @override
     def save_checkpoint(

@@ -1,8 +1,8 @@
-"""Refuse what sharding cannot do, on all ranks alike, before any waits for another.
+"""Refuse modules that cannot be sharded, on all ranks alike, before any rank waits for another.
 
-Refuse what cannot be combined on one mesh, on all ranks alike, with the reason.
+Refuse arguments that cannot be combined on one mesh, on all ranks alike, with the reason.
 
-Refuse what tensor parallelism cannot do, on all ranks alike, before any waits for another.
+Refuse precisions that tensor parallelism cannot train in, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lightning_dist.engine.tensors.patch import gradient_hooks_of, has_gradient_
 
 
 def check_compression(compression: str) -> None:
-    """Checks that gradients are to travel as they are.
+    """Checks that gradients are to be sent uncompressed.
 
     Args:
         compression: As given to the strategy.
 
     Raises:
-        ValueError: They are not.
+        ValueError: Gradients are to be compressed.
     """
     if compression != "none":
         raise ValueError(
@@ -39,14 +39,14 @@ def check_compression(compression: str) -> None:
 
 
 def check_reshard(reshard_after_forward: bool | int | str, shard_size: int) -> None:
-    """Checks that parameters can stay spread over so many ranks after the forward.
+    """Checks that parameters can be resharded to so many ranks after the forward.
 
     Args:
         reshard_after_forward: As given to the strategy.
-        shard_size: Ranks that share one replica.
+        shard_size: Number of ranks that share one replica.
 
     Raises:
-        ValueError: It is no true divisor of the shard size.
+        ValueError: The number is no true divisor of the shard size.
     """
     if isinstance(reshard_after_forward, bool | str):
         return
@@ -66,7 +66,7 @@ def check_hooks(module: pl.LightningModule) -> None:
         module: The user's module.
 
     Raises:
-        ValueError: One does, and would not be called, for shards are other parameters.
+        ValueError: A hook does, and would not be called, for shards are other parameters.
     """
     for name, parameter in module.named_parameters():
         before, behind = gradient_hooks_of(parameter)
@@ -75,10 +75,10 @@ def check_hooks(module: pl.LightningModule) -> None:
 
 
 class HookCheck:
-    """Refuses hooks that come when parameters are sharded, and would not run as on one device.
+    """Refuses hooks that are added to sharded parameters, and would not run as on one device.
 
     Args:
-        module: Sharded, and in no step.
+        module: The sharded module, outside of any step.
         reduces_each: Whether each backward of an update reduces gradients.
     """
 
@@ -89,16 +89,16 @@ class HookCheck:
         self._gathered: list[tuple[str, nn.Parameter]] | None = None
 
     def check(self, *, accumulating: bool) -> None:
-        """Looks at all parameters; to be called between a step's forward and its backward.
+        """Checks the hooks of all parameters, between a step's forward and its backward.
 
         Args:
             accumulating: Whether more gradients come before the update.
 
         Raises:
-            ValueError: A hook would not be called, or not with what one device has.
+            ValueError: A hook would not be called, or not with the gradient of a single device.
         """
         if self._gathered is None:
-            # What the root has gathered for a step; the same tensors in each step.
+            # The parameters that the root has gathered for a step; the same tensors in each step.
             own = {id(parameter) for _, parameter in self._shards}
             found = self._module.named_parameters()
             self._gathered = [(name, p) for name, p in found if id(p) not in own]
@@ -132,14 +132,14 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
 
     Args:
         module: The user's module.
-        is_manual: Whether it should have sharded itself.
+        is_manual: Whether the module should have sharded itself.
 
     Raises:
-        ValueError: It has a parameter without a dimension or without elements, has
-            not sharded itself though it should, or the other way round.
+        ValueError: The module has a parameter without a dimension or without elements, has not
+            sharded itself though it should, or the other way round.
     """
     is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
-    # Where one unit is all of it, an earlier run's unit is around the module, not in it.
+    # If one unit is the whole module, an earlier run's unit is around the module, not in it.
     if not is_manual and (is_sharded or any(is_spread(p) for p in module.parameters())):
         raise ValueError(
             "The module is sharded already, as part of another LightningModule that was trained, or"
@@ -173,7 +173,7 @@ def check_automatic(module: pl.LightningModule) -> None:
         module: The user's module.
 
     Raises:
-        ValueError: One does.
+        ValueError: The module has manual optimization.
     """
     if not module.automatic_optimization:
         raise ValueError(
@@ -188,10 +188,10 @@ def check_optimization(module: pl.LightningModule, is_manual: bool) -> None:
 
     Args:
         module: The user's module.
-        is_manual: Whether it was sharded for steps that call backward.
+        is_manual: Whether the module was sharded for steps that call backward.
 
     Raises:
-        ValueError: It does so by itself now, and did not.
+        ValueError: The module optimizes manually now, and did not when it was sharded.
     """
     if not is_manual and not module.automatic_optimization:
         raise ValueError(
@@ -201,14 +201,14 @@ def check_optimization(module: pl.LightningModule, is_manual: bool) -> None:
 
 
 def check_half_precision(module: pl.LightningModule, is_manual: bool) -> None:
-    """Checks that shards can be gathered in half precision where others compute so.
+    """Checks that shards can be gathered in half precision, as ``MixedPrecision`` asks.
 
     Args:
         module: The user's module.
-        is_manual: Whether it has sharded itself.
+        is_manual: Whether the module has sharded itself.
 
     Raises:
-        ValueError: It has, or a parameter belongs to no module that is called.
+        ValueError: The module has sharded itself, or a parameter belongs to no called module.
     """
     if is_manual:
         raise ValueError(
@@ -234,7 +234,7 @@ def check_sizes(pp: object, dp_replicate: object, dp_shard: object, tp: object) 
         tp: As given to the strategy.
 
     Raises:
-        ValueError: One is no number of ranks.
+        ValueError: A size is no number of ranks.
     """
     for name, size in (("pp", pp), ("dp_replicate", dp_replicate), ("tp", tp)):
         check_count(name, size)
@@ -246,13 +246,13 @@ def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -
     """Checks that a pipeline goes with the rest of the mesh.
 
     Args:
-        pp: Stages.
-        tp: Tensor-parallel ranks.
-        pipeline: How it runs.
+        pp: Number of stages.
+        tp: Number of tensor-parallel ranks.
+        pipeline: How the pipeline runs.
         shard: How parameters are sharded.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The pipeline does not go with it.
     """
     if pipeline.asynchronous:
         raise ValueError(
@@ -280,11 +280,11 @@ def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -
 
 
 def check_offload(offload: Offload, shape: MeshShape) -> None:
-    """Checks that what is to be kept in host memory exists.
+    """Checks that there are shards to keep in host memory.
 
     Args:
         offload: As given to the strategy.
-        shape: Of the mesh.
+        shape: Sizes of the mesh.
 
     Raises:
         ValueError: No parameter is sharded.
@@ -298,14 +298,14 @@ def check_offload(offload: Offload, shape: MeshShape) -> None:
 
 
 def check_dry_run(is_manual: bool, optimizer_states_per_parameter: int) -> None:
-    """Checks what a dry run is asked for.
+    """Checks the arguments of a dry run.
 
     Args:
         is_manual: Whether the module shards itself.
-        optimizer_states_per_parameter: As given to it.
+        optimizer_states_per_parameter: As given to the dry run.
 
     Raises:
-        ValueError: There is none of it.
+        ValueError: No dry run can have these arguments.
     """
     if is_manual:
         raise ValueError(
@@ -323,11 +323,11 @@ def check_precision(precision: str, tp_size: int) -> None:
     """Checks that tensor-parallel ranks skip the same steps.
 
     Args:
-        precision: The Trainer's.
-        tp_size: Tensor-parallel ranks.
+        precision: The Trainer's precision.
+        tp_size: Number of tensor-parallel ranks.
 
     Raises:
-        ValueError: Each would decide for itself.
+        ValueError: Each rank would decide for itself.
     """
     if precision == "16-mixed" and tp_size > 1:
         raise ValueError(

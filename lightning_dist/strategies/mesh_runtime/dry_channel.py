@@ -1,8 +1,8 @@
-"""Channels to stages that do not exist: what is sent is noted, what is received has no values.
+"""Channels to stages that do not exist: sent tensors are counted, received ones have no values.
 
-Ranks are tried one after the other. What a stage would send to the next is remembered as shapes.
-From these the next one's activations are made, and the gradients that it would send back: one for
-each tensor that requires grad, as large.
+Ranks are tried one after the other. The tensors that a stage would send to the next are kept as
+shapes. From the shapes the next stage's activations are made, and the gradients that the next stage
+would send back: one for each tensor that requires grad, of the same size.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class TensorShape:
     """Stands for a tensor.
 
     Attributes:
-        size: Its shape.
-        dtype: Its dtype.
-        requires_grad: Whether its sender wants a gradient.
+        size: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        requires_grad: Whether the sender of the tensor wants a gradient.
     """
 
     size: torch.Size
@@ -35,7 +35,7 @@ class TensorShape:
     requires_grad: bool
 
     def make(self) -> Tensor:
-        """Makes a tensor like it."""
+        """Creates a tensor of this shape."""
         made = torch.empty(self.size, dtype=self.dtype)
         return made.requires_grad_(self.requires_grad)
 
@@ -45,8 +45,8 @@ class DryMessage:
     """Stands for a tree of tensors.
 
     Attributes:
-        shapes: Of the tensors.
-        skeleton: The rest.
+        shapes: Shapes of the tensors.
+        skeleton: The tree without its tensors.
     """
 
     shapes: tuple[TensorShape, ...]
@@ -54,29 +54,29 @@ class DryMessage:
 
     @classmethod
     def of(cls, tree: Any) -> DryMessage:
-        """Forgets the values of a tree.
+        """Creates the message of a tree, without the tree's values.
 
         Args:
-            tree: Any.
+            tree: A tree with tensors as leaves.
         """
         tensors, skeleton = flatten(tree)
         shapes = (TensorShape(t.shape, t.dtype, t.requires_grad) for t in tensors)
         return cls(tuple(shapes), skeleton)
 
     def make(self) -> Any:
-        """Makes a tree like it."""
+        """Creates a tree of these shapes."""
         return unflatten([shape.make() for shape in self.shapes], self.skeleton)
 
 
 Sent = Mapping[int, DryMessage]
-"""What a stage has sent, by port."""
+"""The messages that a stage has sent, by port."""
 
 
 class DrySender:
-    """Remembers what is sent.
+    """Records the messages that are sent.
 
     Args:
-        note: Told of the bytes of each message.
+        note: Called with the bytes of each message.
     """
 
     def __init__(self, note: Callable[[int], None]) -> None:
@@ -84,7 +84,7 @@ class DrySender:
         self._note = note
 
     def send(self, tree: Any, *, port: int = 0) -> None:
-        """Notes a tree."""
+        """Records a tree."""
         self._note(sum(t.nbytes for t in flatten(tree)[0]))
         self.sent[port] = DryMessage.of(tree)
 
@@ -93,21 +93,21 @@ class DrySender:
 
 
 class DryReceiver:
-    """Makes what was sent, when it is received.
+    """Creates the tensors of a message when it is received.
 
     Args:
-        find: Gives the message of a port.
+        find: Returns the message of a port.
     """
 
     def __init__(self, find: Callable[[int], DryMessage]) -> None:
         self._find = find
 
     def receive(self, *, port: int = 0) -> Any:
-        """Makes the tree of a port."""
+        """Creates the tree of a port."""
         return self._find(port).make()
 
     def interrupt(self, error: BaseException) -> None:
-        """Does nothing: nobody waits."""
+        """Does nothing: no receive waits."""
 
     def close(self) -> None:
         """Does nothing."""
@@ -118,8 +118,8 @@ class DryLinks:
     """The channels of a rank that is alone.
 
     Attributes:
-        links: For the runtime.
-        sent: What each stage of the rank has sent to one of another rank, by port.
+        links: The links for the runtime.
+        sent: Messages of each of the rank's stages to a stage of another rank, by port.
     """
 
     links: Links
@@ -133,13 +133,13 @@ class DryLinks:
         known: Mapping[int, Sent],
         note: Callable[[int], None],
     ) -> DryLinks:
-        """Makes them.
+        """Creates the channels of a rank.
 
         Args:
             rank_of_stage: The rank of each stage.
-            rank: This one, in the pipeline.
-            known: What other ranks' stages send to this one's.
-            note: Told of the bytes of each message to another rank.
+            rank: This rank in the pipeline.
+            known: The messages of other ranks' stages to this rank's.
+            note: Called with the bytes of each message to another rank.
         """
         activations = _DryActivations(known, note)
         gradients = _DryGradients(activations.sent, note)
@@ -170,7 +170,7 @@ class _DryGradients:
         return DrySender(self._note)
 
     def of(self, peer: int, stage: int) -> DryReceiver:
-        """Receives what the stage after would send back for what the one before has sent it."""
+        """Creates a receiver of the gradients that ``stage`` would send back to the one before."""
         return DryReceiver(lambda port: _gradient_of(self._sent[stage - 1][port]))
 
 

@@ -1,18 +1,18 @@
-"""Run a training step on each rank of a mesh that does not exist, and look.
+"""Run a training step on each rank of a mesh that does not exist, and count.
 
-Nothing is estimated, and no rule of thumb stands beside the code that trains: the user's module is
-made parallel by :func:`.parallelize`, the step is run by the same
-classes as in a training, and collectives are counted where torch dispatches them. Only what is
-underneath differs: a process group in which nobody else exists, tensors without values
+Nothing is estimated, and no rule of thumb stands beside the code that trains. The user's module is
+made parallel by :func:`.parallelize`, and the step is run by the same
+classes as in a training. Collectives are counted where torch dispatches them. Only the layer
+underneath differs: a process group without other processes, tensors without values
 (:mod:`.mesh_runtime.fake_ranks`), and channels to stages that are tried before and after
 (:mod:`.mesh_runtime.dry_channel`).
 
 One rank of each place in a pipeline is tried, the first along all other axes. Tensor-parallel
-places are alike, for what they share out divides by their number. So are places along the data
-axes, but for a parameter whose dimension does not divide: there the first place holds the most.
+places are alike, for the dimensions that they shard are divisible by their number. So are places
+along the data axes, unless a dimension is not divisible: there the first place holds the most.
 
-*Counted:* a step of one batch and its backward, the gradients that it leaves, and what the rank
-says meanwhile. *Not counted:* activations, and whatever else lives for a moment; buffers; the
+*Counted:* a step of one batch and its backward, the gradients that remain, and the bytes that the
+rank sends meanwhile. *Not counted:* activations and other temporary tensors; buffers; the
 optimizer's own scalars; clipping, logging with ``sync_dist`` and metrics; synchronised BatchNorm;
 the few bytes by which ranks agree on how a run goes on, and the header of a message between stages.
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_dist.engine.common.device_mesh import build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
+from lightning_dist.engine.parallelize.parallelize import Parallelism, compose
 from lightning_dist.engine.planning.dry_run_report import DryRunSummary, RankKind, collapse
 from lightning_dist.engine.planning.traffic import Traffic, TrafficLedger
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
@@ -50,13 +50,13 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class DryRun:
-    """What is to be tried.
+    """The mesh, the parallelism and the batch to try.
 
     Attributes:
-        mesh: The sizes.
+        mesh: The sizes of the mesh.
         asked: How the module is made parallel.
-        precision: Converts the module, and gives what a step runs in.
-        batch: What a loader would give one rank; only shapes and dtypes are looked at.
+        precision: Converts the module, and creates the context manager that a step runs in.
+        batch: A loader's batch for one rank, of which only shapes and dtypes are used.
         optimizer_states_per_parameter: Tensors of a parameter's size that the optimizer keeps.
     """
 
@@ -70,10 +70,10 @@ class DryRun:
         """Tries each place in a pipeline.
 
         Args:
-            module: The user's; stays as it is.
+            module: The user's module; not changed.
 
         Raises:
-            ValueError: It cannot be made parallel so, or its step needs values.
+            ValueError: The module cannot be made parallel so, or its step needs values.
         """
         with torch.random.fork_rng(devices=[]), python_state_kept():
             whole = self._configured(module)
@@ -90,9 +90,9 @@ class DryRun:
         return self.asked.pipeline.rank_of_stage(self.mesh.pp)
 
     def _learned(self, whole: pl.LightningModule) -> dict[int, Sent]:
-        """Gives each stage a rank of its own, and notes what it sends.
+        """Returns the messages that each stage sends, found with one rank per stage.
 
-        Of ranks with several stages none could be tried before another.
+        Ranks with several stages depend on each other, so none of them could be tried first.
         """
         known: dict[int, Sent] = {}
         one_each = replace(
@@ -109,7 +109,7 @@ class DryRun:
         return known
 
     def _try_each(self, whole: pl.LightningModule, known: dict[int, Sent]) -> list[RankKind]:
-        """Tries the ranks of a pipeline, and adds what they send to what is known."""
+        """Tries the ranks of a pipeline, and adds the messages that they send to ``known``."""
         return [self._try(place, skeleton_of(whole), known) for place in range(self.mesh.pp)]
 
     def _configured(self, module: pl.LightningModule) -> pl.LightningModule:
@@ -129,7 +129,7 @@ class DryRun:
         asked = replace(self.asked, shard=replace(self.asked.shard, compile=False))
         ledger = TrafficLedger()
         with fake_rank(rank, self.mesh.world_size):
-            composed = parallelize(module, build_mesh(self.mesh, _CPU.type), asked)
+            composed = compose(module, build_mesh(self.mesh, _CPU.type), asked)
             context = self.precision.train_step_context
             step = DryStep(composed, asked, self.mesh, rank, context, ledger)
             with without_values(TrafficCounter(ledger, self.mesh)):
@@ -153,7 +153,7 @@ class DryRun:
 
 
 def _move_from_meta(module: pl.LightningModule) -> None:
-    """Puts tensors on the CPU that have no memory there either."""
+    """Replaces meta tensors by tensors on the CPU, which have no memory either."""
     tensors = named_tensors(module)
     fill(module, tensors, lambda name: _without_values(tensors[name]), _CPU)
 

@@ -1,6 +1,6 @@
 """One training step of a rank whose neighbours do not exist, by the classes that train.
 
-What a Trainer would do around a step is left out: no hooks, no logging, no update.
+The Trainer's work around a step is left out: no hooks, no logging, no update.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class DryStep:
 
     Attributes:
         composed: The user's module, made parallel.
-        asked: How.
-        mesh: The sizes.
-        rank: Who runs it.
-        context: Gives what it runs in.
-        ledger: Gets what this rank sends to other stages.
+        asked: How the module was made parallel.
+        mesh: The sizes of the mesh.
+        rank: The rank that runs the step.
+        context: Creates the context manager that the step runs in.
+        ledger: Records the bytes that this rank sends to other stages.
     """
 
     composed: ParallelModule
@@ -49,11 +49,11 @@ class DryStep:
         """Runs forward and backward.
 
         Args:
-            batch: What a loader would give.
-            known: What stages of other ranks send to the next ones, by stage.
+            batch: A loader's batch.
+            known: The messages that stages of other ranks send to the next stages, by stage.
 
         Returns:
-            The same of this rank's.
+            The messages that this rank's stages send to the next stages, by stage.
         """
         takes_index = is_param_in_hook_signature(self._training_step, "batch_idx", min_args=2)
         rest = (0,) if takes_index else ()

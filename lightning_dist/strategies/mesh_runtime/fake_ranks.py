@@ -1,12 +1,12 @@
 """One process as any rank of a large mesh, and tensors without values.
 
-A rank's part of a mesh follows from sizes alone. torch has what it takes to ask for it without
-other processes: a process group whose collectives return at once, and tensors that know their
-shape, dtype and device and nothing else. Unlike those on the meta device, they say that they are on
-the CPU, which FSDP2 insists upon.
+A rank's part of a mesh follows from sizes alone. torch can compute it without other processes: with
+a process group whose collectives return at once, and with tensors that have a shape, a dtype and a
+device and nothing else. Unlike meta tensors, such tensors report the CPU as their device, which
+FSDP2 insists upon.
 
-Each private name of torch that this takes is here and nowhere else; torch's own memory estimators
-stand on the same ones.
+The private names of torch that this needs are here and nowhere else; torch's own memory estimators
+use the same ones.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lightning_dist.engine.tensors.observers import OperationWatch, Watch
 
 @contextmanager
 def fake_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Makes this process a rank of a world in which nobody else exists.
+    """Makes this process a rank of a world without other processes.
 
     Args:
         rank: The rank.
-        world_size: All ranks.
+        world_size: Number of all ranks.
 
     Yields:
         Nothing.
@@ -64,7 +64,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """Clears what torch keeps by mesh: a later one may be equal, but its groups are others."""
+    """Clears torch's caches by mesh: a later mesh may be equal, but has other process groups."""
     _clear_sharding_prop_cache()
     _redistribute._planner_cache.clear()
     _redistribute._gen_transform_infos.cache_clear()
@@ -72,12 +72,12 @@ def _forget_meshes() -> None:
 
 @contextmanager
 def without_values(watch: Watch) -> Iterator[None]:
-    """Gives each tensor that is made inside a shape, but no memory.
+    """Creates all tensors inside without memory: they have a shape, but no values.
 
-    What asks for a value gets one: 1, 1.0 or True. So a branch is taken that others may not be.
+    Code that reads a value gets 1, 1.0 or True. So a step may take another branch than in training.
 
     Args:
-        watch: Told of the operations on plain tensors.
+        watch: Called with the operations on plain tensors.
 
     Yields:
         Nothing.
@@ -99,7 +99,7 @@ def without_values(watch: Watch) -> Iterator[None]:
 
 
 class _Watched(OperationWatch):
-    """Tells of operations, and answers for values that do not exist."""
+    """Passes operations to a watch, and returns a constant for values that do not exist."""
 
     @override
     def __torch_dispatch__(

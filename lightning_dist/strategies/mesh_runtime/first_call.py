@@ -1,8 +1,8 @@
-"""Find out what a run's first step calls a module with.
+"""Find the arguments that a run's first step calls a module with.
 
-The user's own step runs on the first batch as far as to that call, on all ranks alike: the first
-rank reads the batch and sends it to the others, for a step may talk to other ranks. Nothing of it
-remains: what the step has logged, counted or drawn is forgotten, and the batch will come again.
+The user's own step runs on the first batch as far as to that call. A step may run collectives, so
+it runs on all ranks: the first rank reads the batch and sends it to the others. The run has no
+effects: logged values, counts and random draws are discarded, and the batch will come again.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class FirstCall:
-    """What the first step of a run calls a module with.
+    """Finds the arguments that the first step of a run calls a module with.
 
     Attributes:
-        trainer: About to run; its strategy has set the processes up.
-        half: What computes in half precision, as ``MixedPrecision`` says.
-        begun: Takes note of loaders that cannot be read anew.
+        trainer: The trainer, before it runs; its strategy has set the processes up.
+        half: The half-precision policy of ``MixedPrecision``.
+        begun: Records the loaders that cannot be read anew.
     """
 
     trainer: pl.Trainer
@@ -47,14 +47,14 @@ class FirstCall:
     begun: BegunLoaders
 
     def of(self, traced: nn.Module, path: str) -> Arguments:
-        """Gives the arguments of the call; all ranks must ask alike, and get the same.
+        """Returns the arguments of the call, the same on all ranks. Collective.
 
         Args:
-            traced: The module; each rank has the whole of it.
-            path: Its dotted name in the LightningModule.
+            traced: The module; each rank has the whole module.
+            path: Dotted name of the module in the LightningModule.
 
         Raises:
-            ValueError: There is no batch, or the step does not come to the call.
+            ValueError: There is no batch, or the step does not reach the call.
         """
         module = self.trainer.lightning_module
         with random_state_kept(module.device), state_kept(module):
@@ -67,7 +67,7 @@ class FirstCall:
         return value if self.trainer.world_size == 1 else self.trainer.strategy.broadcast(value)
 
     def _share_batch(self, path: str) -> tuple[Any, int]:
-        """Lets rank 0 read, and gives all ranks what it has read."""
+        """Reads a batch on rank 0, and broadcasts the batch to all ranks."""
         read: tuple[Any, int] | None = None
         problem = ""
         if self.trainer.is_global_zero:
@@ -144,7 +144,7 @@ def _ignore(*_: object, **__: object) -> None:
 
 
 def _arguments_of(step: Callable[..., Any], batch: Any, num_loaders: int) -> list[Any]:
-    """Gives what Lightning calls a step with."""
+    """Returns the arguments that Lightning calls a step with."""
     arguments = [batch]
     if is_param_in_hook_signature(step, "batch_idx", min_args=2):
         arguments.append(0)

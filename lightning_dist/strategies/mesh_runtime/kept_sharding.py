@@ -1,8 +1,8 @@
-"""What a sharded module keeps of how it was sharded, for another Trainer to go on with.
+"""The sharding of a module stays with the module, for another Trainer to go on with.
 
-``trainer.fit(module)`` and then ``Trainer(...).test(module)`` is what any script may do. Nothing
-takes a module out of its shards again: FSDP2 has no way back, and no rank may have room for the
-whole. So what was composed stays with the module, and a Trainer of the same layout takes it over.
+Any script may call ``trainer.fit(module)`` and then ``Trainer(...).test(module)``. A module cannot
+be unsharded: FSDP2 has no way back, and no rank may have room for the whole model. So the composed
+module is kept as an attribute of the module, and a Trainer of the same layout takes it over.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _ADVICE = "Give both Trainers the same, or load a checkpoint of the module into 
 
 @dataclass(frozen=True)
 class Layout:
-    """What Trainers must have in common to run one sharded module.
+    """The settings that Trainers must have in common to run one sharded module.
 
     Attributes:
-        mesh: Its sizes.
+        mesh: The sizes of the mesh.
         pipeline: How the model is cut into stages.
         tensor: How layers are spread.
         shard: How parameters are sharded.
-        precision: The Trainer's.
-        mixed_precision: What the callback of that name says.
-        sync_batchnorm: The Trainer's; None where nothing is trained, so that it changes nothing.
+        precision: The Trainer's precision.
+        mixed_precision: The policy of the ``MixedPrecision`` callback.
+        sync_batchnorm: The Trainer's argument; None if nothing is trained, so that it has no
+            effect.
     """
 
     mesh: MeshShape
@@ -54,7 +55,7 @@ class KeptSharding:
 
     Attributes:
         sharded: The module.
-        layout: What the strategy was asked for.
+        layout: The layout that the strategy was asked for.
         mesh: The ranks that hold the shards.
     """
 
@@ -68,10 +69,10 @@ class KeptSharding:
 
 
 def keep_sharding(kept: KeptSharding) -> None:
-    """Lets the module know how it was sharded.
+    """Stores a module's sharding in the module.
 
     Args:
-        kept: Of the module.
+        kept: The sharding.
     """
     setattr(kept.sharded.module, _ATTRIBUTE, kept)
 
@@ -79,18 +80,18 @@ def keep_sharding(kept: KeptSharding) -> None:
 def find_sharding(
     module: pl.LightningModule, layout: Layout, mesh: DeviceMesh
 ) -> ShardedModule | None:
-    """Finds what an earlier Trainer has made of a module.
+    """Returns the module as an earlier Trainer has sharded it.
 
     Args:
-        module: The user's.
-        layout: What this Trainer's strategy is asked for.
+        module: The user's module.
+        layout: The layout that this Trainer's strategy is asked for.
         mesh: This Trainer's ranks.
 
     Returns:
-        None if no Trainer has sharded the module.
+        The sharded module; None if no Trainer has sharded it.
 
     Raises:
-        ValueError: It has been sharded in another way, or on ranks whose state is unknown.
+        ValueError: The module was sharded in another way, or on ranks whose state is unknown.
     """
     kept = vars(module).get(_ATTRIBUTE)
     if not isinstance(kept, KeptSharding) or kept.sharded.module is not module:

@@ -1,7 +1,7 @@
-"""Say in one line at the start of training how a model is spread, where it is not by stages only.
+"""Say in one line at the start of training how a model is spread, unless by stages only.
 
-``strategy.describe()`` has the details; this is the line to look for in a log. What the stages of a
-pipeline are is known with the first batch: see :mod:`.pipelining.start_line`.
+``strategy.describe()`` has the details; this is the line to look for in a log. The stages of a
+pipeline are described with the first batch: see :mod:`.pipelining.start_line`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def describe_layout(mesh: MeshShape, parts: Sequence[str]) -> str:
 
     Args:
         mesh: All ranks.
-        parts: What :func:`describe_tensor` and :func:`describe_shards` say of it.
+        parts: The results of :func:`describe_tensor` and :func:`describe_shards`.
     """
     if mesh.world_size == 1:
         return _ALONE
@@ -36,12 +36,12 @@ def describe_layout(mesh: MeshShape, parts: Sequence[str]) -> str:
 
 
 def describe_tensor(num_layers: int, num_cut: int, num_parameters: int) -> str:
-    """Describes what a tensor-parallel plan cuts.
+    """Describes the layers and parameters that a tensor-parallel plan cuts.
 
     Args:
-        num_layers: Those that the plan names.
-        num_cut: Parameters of which each rank has a part.
-        num_parameters: All that a rank has, or has a part of.
+        num_layers: Number of layers that the plan names.
+        num_cut: Number of parameters of which each rank has a part.
+        num_parameters: Number of all parameters that a rank has, or has a part of.
     """
     share = num_cut / max(num_parameters, 1)
     return f"{num_layers} layers with {share:.0%} of the parameters cut"
@@ -51,9 +51,9 @@ def describe_shards(summary: WrapSummary, options: ShardingOptions, *, is_manual
     """Describes the units of a rank.
 
     Args:
-        summary: Of the units.
-        options: For units that say nothing else.
-        is_manual: Whether the user has sharded them, in ways that are not known here.
+        summary: Summary of the units.
+        options: Options of the units that have none of their own.
+        is_manual: Whether the user has sharded the units, in ways that are not known here.
     """
     units = summary.rows[1:]
     classes = Counter(row.class_name for row in units)
@@ -71,7 +71,7 @@ def describe_shards(summary: WrapSummary, options: ShardingOptions, *, is_manual
 
 
 def _describe_resharding(summary: WrapSummary, default: bool | int | None) -> list[str]:
-    """Gives what becomes of units behind the forward; nothing of what torch does unasked."""
+    """Describes the resharding of units after the forward; empty for torch's default."""
     own = [row.unit.reshard_after_forward for row in summary.rows[1:]]
     usual = True if default is None else default
     kinds = Counter(_kept(usual if chosen is None else chosen) for chosen in own)
@@ -93,10 +93,10 @@ def describe_replicas(
 
     Args:
         mesh: All ranks.
-        num_parameters: Of the model.
+        num_parameters: Number of parameters of the model.
         exchange: How gradients are averaged.
         sync_every: Updates from one average of the weights to the next; 1 averages gradients.
-        warmup: Updates with averaged gradients before that begins.
+        warmup: Updates with averaged gradients before weights are averaged.
     """
     if mesh.world_size == 1:
         return _ALONE

@@ -1,4 +1,4 @@
-"""The user's module as it was composed, and what a strategy does with it.
+"""The user's module as it was composed, with the operations that a strategy needs.
 
 Here each rank runs whole steps; :class:`.StagedModule` is
 the same for a pipeline.
@@ -45,11 +45,11 @@ class ShardedModule:
 
     Args:
         composed: The user's module, made parallel.
-        used: Compares what ranks use of it in a step; None where no other rank exists.
+        used: Compares which units the ranks use in a step; None where no other rank exists.
 
     Attributes:
-        early: Its parameters before; None where no optimizer can have them.
-        plan: Which layers are spread by a plan that was found, and why not the rest.
+        early: The module's parameters before sharding; None where no optimizer can have them.
+        plan: The plan that was found: which layers are spread, and why the others are not.
     """
 
     early: EarlyParameters | None = None
@@ -87,7 +87,7 @@ class ShardedModule:
 
     @property
     def tensor_summary(self) -> TensorSummary | None:
-        """What this rank holds of each layer, if layers are spread."""
+        """This rank's shard of each layer; None if no layers are spread."""
         return (
             None if self._spread is None else summarise(self.module, self._spread.styles, self.plan)
         )
@@ -114,10 +114,10 @@ class ShardedModule:
     # --- a run -------------------------------------------------------------------------------
 
     def open(self, run: RunContext) -> None:
-        """Begins a run of a pipeline; each rank must call it.
+        """Begins a run of a pipeline. Collective: every rank must call it.
 
         Args:
-            run: What it runs in.
+            run: The context of the run.
         """
 
     def close(self, *, failed: bool) -> None:
@@ -134,7 +134,7 @@ class ShardedModule:
         self.end_check()
 
     def measure(self, group: dist.ProcessGroup) -> Measurements:
-        """Gathers what the stages of a pipeline have measured; each rank must call it.
+        """Gathers the measurements of a pipeline's stages. Collective: every rank must call it.
 
         Args:
             group: A gloo group of all ranks.
@@ -145,7 +145,7 @@ class ShardedModule:
         """Wakes this rank's main thread where it waits for another stage.
 
         Args:
-            error: What to raise there.
+            error: The exception to raise in the main thread.
         """
 
     # --- steps -------------------------------------------------------------------------------
@@ -157,9 +157,9 @@ class ShardedModule:
 
         Args:
             step: A method of the module.
-            context: Gives what the step runs in.
-            args: Of the step.
-            kwargs: Of the step.
+            context: Creates the context manager that the step runs in.
+            args: Positional arguments of the step.
+            kwargs: Keyword arguments of the step.
         """
         return self._run(step, context, args, kwargs, training=True)
 
@@ -170,9 +170,9 @@ class ShardedModule:
 
         Args:
             step: A method of the module.
-            context: Gives what the step runs in.
-            args: Of the step.
-            kwargs: Of the step.
+            context: Creates the context manager that the step runs in.
+            args: Positional arguments of the step.
+            kwargs: Keyword arguments of the step.
         """
         # Gathered parameters made under `inference_mode` could not be trained with later.
         with torch.inference_mode(False), torch.no_grad():
@@ -199,15 +199,15 @@ class ShardedModule:
                 return entered(*args, **kwargs)
 
     def check_units(self, *, training: bool) -> AbstractContextManager[None]:
-        """Gives what compares what ranks use in a step.
+        """Returns the check that all ranks used the same FSDP units in this step.
 
         Args:
-            training: Whether its result will be differentiated.
+            training: Whether the step's result will be differentiated.
         """
         return nullcontext() if self._used is None else self._used.step(training=training)
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes a step one that knows of no other, nor that its logits are apart.
+        """Wraps a step so that it forgets earlier steps and gathers sharded logits by itself.
 
         Args:
             step: A method of the module.
@@ -229,7 +229,7 @@ class ShardedModule:
     # --- gradients ---------------------------------------------------------------------------
 
     def backward_context(self) -> AbstractContextManager[None]:
-        """Gives what the backward of a step's loss runs in."""
+        """Returns the context manager that the backward of a step's loss runs in."""
         if self._spread is not None:
             self._spread.crossings.begin_backward()
         return nullcontext() if self._logits is None else loss_parallel()
@@ -237,11 +237,11 @@ class ShardedModule:
     def backward(
         self, loss: Tensor, default: Callable[[], Tensor], *, accumulating: bool
     ) -> Tensor:
-        """Makes the gradients of the newest step those of the parameters.
+        """Stores the gradients of the newest step in the parameters.
 
         Args:
-            loss: What the step returned.
-            default: Differentiates it.
+            loss: The loss that the step returned.
+            default: Differentiates the loss.
             accumulating: Whether more gradients come before the update.
 
         Returns:
@@ -258,16 +258,16 @@ class ShardedModule:
         """Checks how spread layers were used for a loss, in a first step only.
 
         Args:
-            outputs: The loss, or what a stage returns.
+            outputs: The loss, or the outputs of a stage.
 
         Raises:
-            ValueError: Not as the plan says.
+            ValueError: A layer was not used as the plan says.
         """
         if self._spread is not None:
             self._spread.check_graph(outputs)
 
     def end_check(self) -> None:
-        """Ends what :meth:`check_graph` looks at."""
+        """Ends the record of activations that :meth:`check_graph` reads."""
         if self._spread is not None:
             self._spread.crossings.end()
 
@@ -277,33 +277,36 @@ class ShardedModule:
         """Runs a step and the update that it brings.
 
         Args:
-            optimizer: Whose update it is.
+            optimizer: The optimizer that updates.
             closure: Runs the step.
             apply: Runs the step and updates.
         """
         return apply() if self._manual is None else self._manual.run_update(apply)
 
     def add_gradients(self) -> None:
-        """Completes the gradients of which each tensor-parallel rank has a summand, once a step."""
+        """All-reduces gradients that are partial on tensor-parallel ranks, once per update."""
         if self._spread is not None:
             self._spread.add_gradients()
 
     def without_gradient(self) -> list[str]:
-        """Names the parameters that an update's backwards have not reached; all ranks call it."""
+        """Lists the parameters that have no gradient at an update.
+
+        Collective: every rank must call it.
+        """
         return [] if self._used is None else self._used.without_gradient()
 
     def forget_gradients(self, names: Sequence[str]) -> None:
-        """Gives parameters no gradient, as on a single device, in the place of zeros.
+        """Sets gradients of zeros to None, as on a single device.
 
         Args:
-            names: Of some that no rank has used.
+            names: Names of parameters that no rank has used.
         """
         for name in names:
             self.module.get_parameter(name).grad = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keeps the gradients of backwards inside on this rank, whole.
+        """Keeps the gradients of all backwards inside on this rank, unsharded.
 
         Yields:
             Nothing.
@@ -319,10 +322,10 @@ class ShardedModule:
     # --- parameters --------------------------------------------------------------------------
 
     def move(self, device: torch.device, *, offloaded: bool) -> None:
-        """Takes the module to where it computes.
+        """Moves the module to its device.
 
         Args:
-            device: That is.
+            device: The device that computes.
             offloaded: Whether shards stay in host memory.
         """
         if offloaded and self._shards:
@@ -331,22 +334,22 @@ class ShardedModule:
             return
         with kept_on_parameters(self.module):
             self.module.to(device)
-            # FSDP2 learns of it by a method of the modules that it knows, and a root is around the
+            # FSDP2 notices a move by a method of the modules that it knows. A root is around the
             # user's module, or beside it.
             for root in self._roots:
                 root.to(device)
 
     def run_deferred_checks(self) -> None:
-        """Checks what the ranks have run so far; all of them call it between two steps.
+        """Checks the units that ran so far. Collective: every rank must call it between two steps.
 
         Raises:
-            ValueError: They have run different units, or none has used some parameters.
+            ValueError: The ranks have run different units, or no rank has used some parameters.
         """
         if self._used is not None:
             self._used.run_deferred_checks()
 
     def reshard(self) -> None:
-        """Makes the module's parameters the sharded ones, whatever has run last."""
+        """Reshards the module's parameters, whatever has run last."""
         for root in self._roots:
             reshard(root)
 
@@ -355,21 +358,21 @@ class ShardedModule:
         return nullcontext()
 
     def keep_own_parameters(self, optimizer: Optimizer) -> None:
-        """Takes what other stages hold out of an optimizer.
+        """Removes the parameters of other stages from an optimizer.
 
         Args:
-            optimizer: Made while the whole structure was shown.
+            optimizer: The optimizer, created while the whole structure was shown.
         """
 
     def tie_again(self) -> None:
-        """Ties what this rank holds to what other stages share of it, when all has been sharded."""
+        """Ties this rank's parameters to those of other stages, after all have been sharded."""
 
     def counted_elsewhere(self) -> list[nn.Parameter]:
         """Lists the parameters that another stage counts in the norm of the whole gradient."""
         return []
 
     def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Gives what this stage puts into checkpoints.
+        """Returns the entries that this stage saves in checkpoints.
 
         Args:
             state: The module's state dict.
@@ -377,5 +380,5 @@ class ShardedModule:
         return dict(state)
 
     def foreign_names(self) -> set[str]:
-        """Names of the whole model's state that other stages hold."""
+        """Returns the names of the whole model's state that other stages hold."""
         return set()

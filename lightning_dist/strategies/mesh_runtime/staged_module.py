@@ -1,9 +1,9 @@
 """The user's module cut into stages, each of which is spread over the other axes of the mesh.
 
 Micro-batches are run by the same :class:`.Pipeline` that
-:class:`~lightning_dist.PipelineStrategy` uses. What differs is the backward: FSDP2 learns of
-gradients where autograd adds them up, and sends them in the last backward of a round; see
-:mod:`.pipeline.stage_backwards`.
+:class:`~lightning_dist.PipelineStrategy` uses. Only the backward differs: FSDP2 gets gradients
+where autograd accumulates them, and reduces them in the last backward of a round; see
+:mod:`.pipeline.fsdp_gradients`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class StagedModule(ShardedModule):
 
     Args:
         composed: The user's module, made parallel.
-        used: As for :class:`ShardedModule`.
-        config: Of the pipeline.
+        used: Compares which units the ranks use in a step; None where no other rank exists.
+        config: The pipeline's arguments.
         statistics: Modules that compute statistics of the batch.
     """
 
@@ -64,7 +64,7 @@ class StagedModule(ShardedModule):
 
     @property
     def session(self) -> Session:
-        """What is at work during a run."""
+        """The parts of the pipeline during a run."""
         assert self._session is not None, "the pipeline exists from setup to teardown"
         return self._session
 
@@ -135,18 +135,18 @@ class StagedModule(ShardedModule):
     # --- gradients ---------------------------------------------------------------------------
 
     def root(self, number: int) -> nn.Module:
-        """Gives the layers of a stage as one module.
+        """Returns the layers of a stage as one module.
 
         Args:
-            number: Of the stage, one of the rank's.
+            number: Number of the stage, one of the rank's.
         """
         return self._root_of[number]
 
     def gradients(self, number: int) -> ParamGradAccumulator:
-        """Makes what runs the backwards of a stage.
+        """Creates the accumulator of a stage's gradients, which runs the stage's backwards.
 
         Args:
-            number: Of the stage, one of the rank's.
+            number: Number of the stage, one of the rank's.
         """
         root = self.root(number)
         listener = StageBackwards(root, self.backward_context, lambda: self._sends)

@@ -1,4 +1,4 @@
-"""Refuse what a pipeline cannot do, before any rank waits for another.
+"""Refuse trainers and modules that a pipeline cannot run, before any rank waits for another.
 
 Each check reads the trainer and the module, which are the same on all ranks, so all ranks raise the
 same ``ValueError``. The strategy's own arguments check themselves, in
@@ -30,11 +30,11 @@ def check_trainer(
     Args:
         trainer: The trainer.
         module: The user's module.
-        config: What the user asks for.
-        num_stages: Of the pipeline.
+        config: The arguments of the pipeline.
+        num_stages: Number of stages of the pipeline.
 
     Raises:
-        ValueError: They ask for what a pipeline cannot do.
+        ValueError: The trainer or the module asks for something that a pipeline cannot do.
     """
     if not module.automatic_optimization:
         raise ValueError(
@@ -74,7 +74,7 @@ def check_trainer(
 
 
 def clips_by_norm(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Tells whether gradients are clipped by their norm, as far as one can know before.
+    """Returns whether gradients are clipped by their norm, as far as that is known before a run.
 
     Args:
         trainer: The trainer.
@@ -92,7 +92,7 @@ def one_optimizer() -> Iterator[None]:
         Nothing.
 
     Raises:
-        ValueError: ``configure_optimizers`` returned several.
+        ValueError: ``configure_optimizers`` returned several optimizers.
     """
     try:
         yield
@@ -106,11 +106,11 @@ def one_optimizer() -> Iterator[None]:
 
 
 def arguments_of_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Gives a step's arguments, the batch first.
+    """Returns a step's arguments, the batch first.
 
     Args:
-        args: As Lightning passes them.
-        kwargs: As Lightning passes them.
+        args: Positional arguments that Lightning passes.
+        kwargs: Keyword arguments that Lightning passes.
 
     Raises:
         ValueError: The step takes the loader's iterator.

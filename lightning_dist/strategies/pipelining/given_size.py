@@ -1,10 +1,11 @@
-"""Finds the weight of a batch whose micro-batches were logged with a ``batch_size`` of the user's.
+"""Find the weight of a batch whose micro-batches were logged with a user's ``batch_size``.
 
-A step that logs ``batch_size=len(y)``, or its number of tokens, counts what is in the micro-batch;
-the batch has the sum. One that logs ``batch_size=1``, or the loader's batch size, gives a constant;
-the batch then weighs the same however many micro-batches it has. The numbers of one batch with
-equal micro-batches do not tell the two apart, and need not: only how batches weigh beside each
-other matters. A batch that is cut otherwise has micro-batches of another size, which tells.
+A step that logs ``batch_size=len(y)``, or its number of tokens, counts items of the micro-batch;
+the batch weighs their sum. A step that logs ``batch_size=1``, or the loader's batch size, logs a
+constant; the batch then weighs the same however many micro-batches it has. The numbers of one batch
+with equal micro-batches do not tell the two apart. They need not, for only the weights of batches
+relative to each other matter. A batch that is cut otherwise has micro-batches of another size,
+which tells the two apart.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ class GivenSize:
     """The sizes that one ``self.log`` call has given so far.
 
     Attributes:
-        counts: Whether they count what is in a micro-batch; None while that is unknown.
-        num_pieces: Micro-batches of the first batch.
-        rows: Of the first micro-batch.
-        given: For that one.
+        counts: Whether the sizes count items of a micro-batch; None while that is unknown.
+        num_pieces: Number of micro-batches of the first batch.
+        rows: Number of samples in the first micro-batch.
+        given: The given size of the first micro-batch.
     """
 
     counts: bool | None = None
@@ -30,14 +31,14 @@ class GivenSize:
     given: float = 0.0
 
     def weights_of(self, rows: Sequence[int], given: Sequence[float]) -> tuple[list[float], float]:
-        """Notes the sizes of a batch.
+        """Returns the weights of a batch and its micro-batches, and remembers its sizes.
 
         Args:
-            rows: Samples of each micro-batch.
-            given: What the user says for each.
+            rows: Number of samples in each micro-batch.
+            given: The user's ``batch_size`` of each micro-batch.
 
         Returns:
-            What each micro-batch weighs in the batch, and the batch among others.
+            The weight of each micro-batch in the batch, and of the batch among others.
         """
         if not self.num_pieces:
             self.num_pieces, self.rows, self.given = len(rows), rows[0], given[0]
@@ -52,6 +53,6 @@ class GivenSize:
     def _counts_likely(self) -> bool:
         if self.counts is not None:
             return self.counts
-        # As yet all micro-batches have been equal. Weights are, too, but for a smaller batch's.
+        # So far all micro-batches were equal. Their weights are, too, but for a smaller batch.
         is_batch_size = self.given == self.rows * self.num_pieces
         return not is_batch_size or self.num_pieces == 1

@@ -1,10 +1,10 @@
-"""Reduces over stages what hooks log with ``sync_dist=True``.
+"""Reduce the values that hooks log with ``sync_dist=True`` over the stages.
 
-Each stage has a part of the model: the norm of its gradients, a sum over its weights. Lightning
-would reduce a value where it is logged. Stages may log under different names, though, those of
-their parameters, so no stage knows what others log. Calls are kept instead, until the stages hand
-each other what they have at a place where all of them come by. A value of several stages is
-reduced by the call's ``reduce_fx``; one of a single stage becomes known to all.
+Each stage has a part of such a value: the norm of its gradients, a sum over its weights. Lightning
+would reduce a value at the call of ``self.log``. But stages may log under different names, those of
+their parameters, so no stage knows the others' names. Calls are kept instead, until all stages
+exchange their calls at one place. A value of several stages is reduced by the call's
+``reduce_fx``; a value of a single stage becomes known to all.
 
 The stages exchange calls behind each batch only if a hook that may log there is overridden. Under
 an asynchronous schedule they do not, for stages are at different batches.
@@ -47,9 +47,9 @@ class HookCall:
     """One ``self.log`` call of a hook.
 
     Attributes:
-        key: Name of the hook, of the value, and how many calls of both there were before.
-        value: The number.
-        dtype: Of the logged tensor.
+        key: Name of the hook, name of the value, and number of earlier calls with these names.
+        value: The logged number.
+        dtype: Dtype of the logged tensor.
         options: The other arguments of the call.
     """
 
@@ -63,10 +63,10 @@ def merge_calls(calls_of_stages: Sequence[Sequence[HookCall]]) -> list[HookCall]
     """Reduces the calls of all stages.
 
     Args:
-        calls_of_stages: Of each stage, in the order of calls.
+        calls_of_stages: The calls of each stage, in order.
 
     Returns:
-        One call for each key; those of a hook are beside each other.
+        One call for each key; the calls of one hook follow each other.
     """
     by_hook: dict[str, dict[tuple[str, str, int], list[HookCall]]] = {}
     for calls in calls_of_stages:
@@ -82,7 +82,7 @@ def merge_calls(calls_of_stages: Sequence[Sequence[HookCall]]) -> list[HookCall]
 
 
 class HookLog:
-    """Keeps the calls of one stage's hooks, and makes those of all stages.
+    """Keeps the ``self.log`` calls of one stage's hooks, and replays those of all stages.
 
     Args:
         module: The user's module; its ``log`` is replaced until :meth:`close`.
@@ -116,13 +116,13 @@ class HookLog:
         self._undo += [replace_method(module, name, self._before_exchange(name)) for name in names]
 
     def close(self) -> None:
-        """Gives the module back as it was."""
+        """Restores the module's methods."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
 
     def exchange(self) -> None:
-        """Makes the kept calls of all stages; each stage must call it."""
+        """Replays the kept calls of all stages. Collective: every stage must call it."""
         if not self._any_kept():
             return
         calls_of_stages: list[Any] = [None] * dist.get_world_size(self._stages)
@@ -136,13 +136,13 @@ class HookLog:
                 self._log(name, value, **call.options)
 
     def _any_kept(self) -> bool:
-        """Returns whether any stage has calls, in a third of the time of gathering none."""
+        """Returns whether any stage has calls, in a third of the time of an empty gather."""
         count = torch.tensor([len(self._kept)], dtype=torch.int32)
         dist.all_reduce(count, group=self._stages)
         return bool(count.item())
 
     def _is_overridden(self, names: Sequence[str]) -> bool:
-        """Whether the module or a callback of the user's may log in one of some hooks."""
+        """Returns whether the module or a user's callback may log in one of some hooks."""
         callbacks = [
             callback
             for callback in callbacks_of(self._module.trainer)
@@ -187,7 +187,7 @@ class HookLog:
 
 
 class _Exchange(pl.Callback):
-    """Exchanges what was logged in a batch, before other callbacks look at it."""
+    """Exchanges the calls of a batch, before other callbacks read the logged values."""
 
     def __init__(self, exchange: Callable[[], None]) -> None:
         self._exchange = exchange

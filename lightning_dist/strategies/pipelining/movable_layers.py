@@ -1,7 +1,7 @@
 """Layers of a pipeline that change their rank while it trains.
 
-Who asks is a user's callback, :class:`.StageBalancer`, or
-``partition="profile"``, which looks at the first batch before it is trained on.
+Moves are requested by a user's callback, by :class:`.StageBalancer`, or by
+``partition="profile"``, which profiles the first batch before it is trained on.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class MovableLayers(LayoutFreeCheckpoints):
     """A strategy whose ranks can hand layers to each other; see the module's docstring.
 
     Args:
-        config: What the user asks for.
-        arguments: Of :class:`.DistributedStrategy`.
+        config: The arguments of the pipeline.
+        arguments: Arguments of :class:`.DistributedStrategy`.
     """
 
     def __init__(self, config: PipelineConfig, **arguments: Any) -> None:
@@ -54,7 +54,7 @@ class MovableLayers(LayoutFreeCheckpoints):
 
     @property
     def config(self) -> PipelineConfig:
-        """What the user asks for; layers that have moved since are where they are now."""
+        """The arguments of the pipeline, with the present partition if layers have moved."""
         return self._config
 
     @property
@@ -68,7 +68,7 @@ class MovableLayers(LayoutFreeCheckpoints):
 
     @property
     def session(self) -> Session:
-        """What is at work from ``setup`` to ``teardown``."""
+        """The parts of the pipeline, from ``setup`` to ``teardown``."""
         assert self._session is not None, "the pipeline exists from setup to teardown"
         return self._session
 
@@ -90,7 +90,7 @@ class MovableLayers(LayoutFreeCheckpoints):
             self._in_step = False
 
     def check_layers_can_move(self) -> None:
-        """Checks before a run that each layer can go wherever it should.
+        """Checks before a run that each layer can move to any rank.
 
         Raises:
             ValueError: Layers share parameters.
@@ -115,25 +115,25 @@ class MovableLayers(LayoutFreeCheckpoints):
     def repartition(self, layers_per_stage: Sequence[int]) -> Repartition:
         """Moves layers between the ranks, and goes on with another cut.
 
-        The pipeline is drained, and each layer that changes its rank goes there with its
-        parameters, buffers and optimizer state. What follows equals, bit for bit, a run that was
-        restarted from a checkpoint with ``partition=layers_per_stage``. The optimizer, its groups
-        and schedulers, metrics and what was recorded stay; the parameters of layers that come are
-        other objects than those that the model was built with.
+        The pipeline is drained, and each layer that changes its rank is sent there with its
+        parameters, buffers and optimizer state. The training afterwards equals, bit for bit, a run
+        that was restarted from a checkpoint with ``partition=layers_per_stage``. The optimizer, its
+        groups and schedulers, metrics and recorded values stay. The parameters of layers that
+        arrive are other objects than those that the model was built with.
 
-        All ranks call it with the same cut, between two batches: in ``on_train_batch_start``,
-        ``on_train_batch_end`` or a hook around epochs, of a callback or of the module. Later tasks
-        of this strategy keep the cut.
+        Collective: every rank must call it with the same cut, between two batches. Callbacks and
+        the module can do so in ``on_train_batch_start``, ``on_train_batch_end`` or a hook around
+        epochs. Later tasks of this strategy keep the cut.
 
         Args:
             layers_per_stage: The new cut.
 
         Returns:
-            What has moved.
+            The layers that have moved.
 
         Raises:
-            ValueError: It does not fit the layers, ranks want other cuts, stages share parameters
-                before or after, a step is running, or the model is not cut.
+            ValueError: The cut does not fit the layers, ranks want different cuts, stages share
+                parameters before or after, a step is running, or the model is not cut.
         """
         if self._session is None or self._in_step:
             when = "in a step" if self._in_step else "while the model is not cut"
@@ -150,7 +150,7 @@ class MovableLayers(LayoutFreeCheckpoints):
             self.check_group_names()
             self.drain()
             exchange = self._open_exchange()
-            self.check_peers()  # who had failed before it was there has interrupted nothing
+            self.check_peers()  # a rank that failed earlier has not interrupted the new exchange
             moves = exchange.run(
                 self.session.pipeline,
                 self._split,
@@ -179,7 +179,7 @@ class MovableLayers(LayoutFreeCheckpoints):
         """Wakes this rank where it waits for a layer.
 
         Args:
-            error: What to raise there.
+            error: The exception to raise in the waiting thread.
         """
         if self._exchange is not None:
             self._exchange.interrupt(error)

@@ -1,8 +1,8 @@
-"""Finds batches that are lists with a tensor for each sample.
+"""Recognise batches that are lists with a tensor for each sample.
 
-``[x, y]`` of default collation has the samples in the tensors' first dim; a list of images or of
-sequences, from a ``collate_fn`` of the user's, has them in the list. Where the tensors are of equal
-length the batch itself does not tell, so the loader's batch size does, on the first whole batch.
+``[x, y]`` of default collation has the samples in the tensors' first dim. A list of images or of
+sequences, from a user's ``collate_fn``, has one tensor per sample. If the tensors are of equal
+length, the batch itself does not tell. Then the loader's batch size does, on the first whole batch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lightning_dist.engine.pipeline.microbatch import SampleList
 
 
 class SampleLists:
-    """Marks such batches, for the pipeline to cut the list.
+    """Marks batches with a tensor for each sample, for the pipeline to cut the list.
 
     Args:
-        trainer: Whose loaders the batches come from.
+        trainer: The trainer whose loaders the batches come from.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -28,10 +28,10 @@ class SampleLists:
         self._known: dict[tuple[str, int], bool] = {}
 
     def mark(self, batch: Any, step: str, dataloader_idx: int = 0) -> Any:
-        """Makes a list with a tensor for each sample one that says so.
+        """Returns the batch, as a ``SampleList`` if it is a list with a tensor for each sample.
 
         Args:
-            batch: What the step is called with.
+            batch: The batch that the step is called with.
             step: Name of the step.
             dataloader_idx: Number of the loader.
         """
@@ -63,7 +63,7 @@ class SampleLists:
 
 
 def _batch_size_of(loader: Any) -> int | None:
-    """Gives the samples of a whole batch; a loader that has a batch sampler leaves that to it."""
+    """Returns the number of samples in a whole batch, of the loader or its batch sampler."""
     size: int | None = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -71,14 +71,14 @@ def _batch_size_of(loader: Any) -> int | None:
 
 
 def has_tensor_per_sample(batch: list[Tensor], batch_size: int | None) -> bool | None:
-    """Tells whether a list has one tensor for each sample, or one for each column.
+    """Returns whether a list has one tensor for each sample, or one for each column.
 
     Args:
         batch: Tensors with a first dim.
-        batch_size: Of whole batches, if known.
+        batch_size: Number of samples in whole batches, if known.
 
     Returns:
-        None where both are possible.
+        True for one tensor per sample, False for one per column, None if both are possible.
     """
     lengths = {len(tensor) for tensor in batch}
     if len(lengths) > 1:

@@ -41,19 +41,20 @@ def _ignore(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What a pipeline runs in.
+    """The ranks, the device and the callables that a pipeline runs with.
 
     Attributes:
         mesh: All ranks.
-        rank: This one.
-        device: Where it computes.
+        rank: This rank.
+        device: The device that the rank computes on.
         seed: Base of the random numbers; the same on all ranks.
-        timeout_seconds: How long a rank waits for another.
+        timeout_seconds: Seconds that a rank waits for another.
         stages: A gloo group of this replica's stages.
         replicas: A gloo group of the ranks that read other data and hold this stage.
         precision_plugin: Runs hooks, clipping and the optimizer's step.
         complete_gradients: Called before each update with the rank's gradients in place.
-        complete_early: Called instead where gradients are complete before their update is due.
+        complete_early: Called instead of ``complete_gradients`` when gradients are final before
+            the update is due (2BW).
     """
 
     mesh: MeshShape
@@ -73,12 +74,13 @@ def run_context(
     complete_gradients: Callable[[], None],
     complete_early: OnComplete = _ignore,
 ) -> RunContext:
-    """Returns what a pipeline on a strategy's mesh runs in. Collective: every rank must call it.
+    """Creates the run context on a strategy's mesh. Collective: every rank must call it.
 
     Args:
-        strategy: Has met the other ranks.
+        strategy: The strategy, after its process group has been initialised.
         complete_gradients: Called before each update with the rank's gradients in place.
-        complete_early: Called instead of it when gradients are final before their update is due.
+        complete_early: Called instead of ``complete_gradients`` when gradients are final before
+            the update is due (2BW).
     """
     return RunContext(
         strategy.mesh,
@@ -96,18 +98,18 @@ def run_context(
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The parts at work.
+    """The parts of a pipeline during a run.
 
     Attributes:
         mesh: All ranks.
         pipeline: This rank's stages.
-        channels: To the other stages.
+        channels: The channels to the other stages.
         metrics: The module's torchmetrics objects.
         runner: Runs the user's steps.
         updates: Applies the gradients.
-        tied: Sums those of parameters that several stages use.
-        hook_log: Reduces over stages what hooks log.
-        staleness_log: Logs how stale they are, if somebody has asked.
+        tied: Sums the gradients of parameters that several stages use.
+        hook_log: Reduces the values that hooks log over the stages.
+        staleness_log: Logs the staleness of weights; None if that is not asked for.
     """
 
     mesh: MeshShape
@@ -127,10 +129,10 @@ class Session:
         return [p for name, p in parameters if not self.tied.counts(name)]
 
     def close(self, *, failed: bool) -> None:
-        """Ends everything; each rank must call it.
+        """Closes all parts. Collective: every rank must call it.
 
         Args:
-            failed: Whether the run did not end well.
+            failed: Whether the run has failed.
         """
         if failed:
             self.pipeline.clear()
@@ -153,22 +155,22 @@ def open_session(
     logged: LoggedStaleness | None = None,
     change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
 ) -> Session:
-    """Puts the parts together; each rank must call it.
+    """Creates the parts of a pipeline. Collective: every rank must call it.
 
-    What has been connected is closed again if anything behind it fails.
+    If a later step fails, the channels are closed again.
 
     Args:
         module: The user's module.
-        found: The layers of the pipelined module in it.
+        found: The layers of the pipelined module.
         layers_per_stage: The partition.
-        config: What the user asks for.
-        run: What the pipeline runs in.
-        layers: Gives what runs a stage's layers, if something has been made of them.
-        gradients: Makes what holds those of a stage until an update; by default they are lent to
-            each backward.
-        optimizer: Of this rank's parameters; None where nothing is trained.
-        logged: What to log of how stale the weights are; None for nothing.
-        change_step: What is made of each of the user's steps.
+        config: The arguments of the pipeline.
+        run: The context of the run.
+        layers: Returns the module that runs a stage's layers, if the layers have been wrapped.
+        gradients: Creates the holder of a stage's gradients until an update; by default
+            ``HeldGradients``.
+        optimizer: The optimizer of this rank's parameters; None if nothing is trained.
+        logged: The staleness values to log; None for none.
+        change_step: Wraps each of the user's steps.
     """
     predict = config.prediction(optimizer)  # first, for it may refuse
     shape = config.shape(run.mesh, run.rank, layers_per_stage)

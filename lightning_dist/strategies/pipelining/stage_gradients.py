@@ -1,8 +1,8 @@
-"""What becomes of the gradients of a rank's stages before the optimizer takes them.
+"""Reduce the gradients of a rank's stages before the optimizer's step.
 
-They are averaged over the data replicas, summed over the stages that share a parameter, and clipped
-by the norm of the whole model's. Where they are complete before their update is due, the sums are
-on their way meanwhile.
+The gradients are averaged over the data replicas, summed over the stages that share a parameter,
+and clipped by the norm of the whole model's gradient. If gradients are final before their update is
+due, these sums are sent meanwhile.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lightning_dist.strategies.pipelining.session import Session
 
 
 class StageGradients:
-    """Makes the gradients of some stages those of the whole batch.
+    """Reduces the gradients of some stages to those of the whole batch.
 
     Args:
-        session: Gives what is at work.
+        session: Returns the parts of the pipeline.
         replicas: The ranks that hold these stages and read other data; None if there are none.
-        norms: Where norms are found ahead of their update; None where they are found in it.
-        overflow: Where it is found ahead whether an update is left out; None where nothing is, or
+        norms: Computes norms ahead of their update; None if norms are computed in the update.
+        overflow: Votes ahead on skipping an update; None if no update is skipped, or the vote is
             in the update.
     """
 
@@ -47,17 +47,17 @@ class StageGradients:
         self._overflow = overflow
 
     def complete(self) -> None:
-        """Averages the gradients that are in place over the replicas."""
+        """Averages the gradients in the parameters over the replicas."""
         if self._replicas is not None:
             parameters = self._session().pipeline.stages.named_parameters()
             average_gradients(parameters.values(), self._replicas)
 
     def complete_early(self, update: int, gradients: Mapping[str, Tensor]) -> None:
-        """Averages gradients that are complete, and sends off what other stages must know of them.
+        """Averages gradients that are final, and starts their sums, norms and votes.
 
         Args:
-            update: What they are for.
-            gradients: By parameter name; changed.
+            update: Number of the update that the gradients are for.
+            gradients: The gradients by parameter name; changed.
         """
         if self._replicas is not None:
             average(list(gradients.values()), self._replicas)
@@ -68,10 +68,10 @@ class StageGradients:
             self._overflow.post(update, gradients.values())
 
     def find_norm(self, stages: dist.ProcessGroup) -> FindNorm:
-        """Gives what finds the norm of the whole model's gradient.
+        """Returns the function that computes the norm of the whole model's gradient.
 
         Args:
-            stages: The ranks of all stages; takes CPU tensors.
+            stages: A group of the ranks of all stages, which takes CPU tensors.
         """
         norms = self._norms
         if norms is None:

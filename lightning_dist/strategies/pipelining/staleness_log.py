@@ -1,9 +1,9 @@
 """Log how stale the weights of each stage are; see ``PipelineStrategy(log_staleness=True)``.
 
 Each stage knows its own numbers, when it updates, and the first stage updates for a batch
-``num_stages - 1`` batches after the last one. So at each update a stage adds its row to a sum over
-all stages, which gloo's threads do, and reads that of an earlier batch: one for which each stage
-has updated since. Nobody waits, and all ranks log the same numbers at the same step.
+``num_stages - 1`` batches after the last one. So at each update a stage adds its row to an
+asynchronous all-reduce, and reads that of an earlier batch, for which each stage has updated since.
+No rank waits, and all ranks log the same numbers at the same step.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class _Posted:
 
 @dataclass(frozen=True, slots=True)
 class LoggedStaleness:
-    """What is to be logged.
+    """The values to log.
 
     Attributes:
-        group: A gloo group of the stages, for nothing else.
+        group: A gloo group of the stages, used for nothing else.
         staleness: Whether to log the staleness and the bytes of stashed weights.
         discrepancy: Whether to log how far weights have moved; the pipeline must measure it.
     """
@@ -47,12 +47,12 @@ class LoggedStaleness:
 
 
 class StalenessLog:
-    """Makes the stages' reports known to all of them.
+    """Exchanges the stages' reports and logs them on all stages.
 
     Args:
         module: The user's module, whose ``log`` is called.
-        pipeline: This rank's stages at work.
-        logged: What to log.
+        pipeline: This rank's stages.
+        logged: The values to log.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StalenessLog:
         self._newest: Tensor | None = None
 
     def post(self) -> None:
-        """Hands this rank's reports of an update over; returns at once."""
+        """Starts the all-reduce of an update's reports, and returns at once."""
         # In double precision, which holds the count of bytes of any model.
         values = torch.zeros(self._pipeline.shape.num_stages, len(self._names), dtype=torch.float64)
         for stage, report in self._pipeline.stages.reports.items():
@@ -88,7 +88,7 @@ class StalenessLog:
                 self._module.log(f"{name}/stage_{stage}", value, on_step=True, batch_size=1)
 
     def finish(self) -> None:
-        """Waits for what is still on its way, when all stages have updated for all batches."""
+        """Waits for the pending all-reduces, when all stages have updated for all batches."""
         while self._posted:
             self._take()
 
@@ -98,7 +98,7 @@ class StalenessLog:
         self._newest = posted.values
 
     def _is_everywhere(self, batch: int) -> bool:
-        """Whether each stage has updated for a batch for sure, and some time ago."""
+        """Returns whether each stage has surely updated for a batch, some time ago."""
         present = self._pipeline.num_batches - 1
         first_since_drain = present + 1 - self._pipeline.batches_since_drain
         # The activation of batch `batch + lag + 1` was sent when the first stage had updated.

@@ -1,4 +1,4 @@
-"""Say at the start of training how a pipeline was cut, and what that means for batch statistics."""
+"""Say at the start of training how a pipeline was cut, and how batch statistics are computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StartLine(pl.Callback):
     Args:
         pipeline: This rank's stages.
         mesh: All ranks.
-        source: Of the layers; see ``PipelineSplit.source``.
+        source: Source of the layers; see ``PipelineSplit.source``.
         statistics: Modules that compute statistics of the batch.
     """
 
@@ -56,8 +56,8 @@ def describe_pipeline(
     Args:
         pipeline: A rank's stages.
         mesh: All ranks.
-        source: Of the layers; see ``PipelineSplit.source``.
-        sizes: Samples of each micro-batch.
+        source: Source of the layers; see ``PipelineSplit.source``.
+        sizes: Number of samples in each micro-batch.
     """
     shape = pipeline.shape
     versions = [1 + copies for copies in pipeline.stages.num_copies]
@@ -76,12 +76,12 @@ def describe_pipeline(
 
 
 def explain_statistics(names: Sequence[str], sizes: Sequence[int], num_ranks: int) -> str:
-    """Explains what becomes of the statistics of a batch.
+    """Explains which samples the statistics of a batch are computed over.
 
     Args:
-        names: Modules that compute them.
-        sizes: Samples of each micro-batch.
-        num_ranks: Ranks of the pipeline.
+        names: Modules that compute statistics.
+        sizes: Number of samples in each micro-batch.
+        num_ranks: Number of ranks of the pipeline.
     """
     compute = f"{shorten(names, _MOST_NAMES)}: statistics of the batch"
     instead = (

@@ -1,23 +1,24 @@
-"""What the user logs on the last stage, made known to all ranks.
+"""The values that the user logs on the last stage, made known to all ranks.
 
 Only the last stage reaches the ``self.log`` calls of a step, once per micro-batch. The calls are
-recorded there instead of made; at the end of the batch they are combined over the micro-batches,
+recorded there instead of made. At the end of the batch they are combined over the micro-batches,
 sent to the other stages, and made on each rank. So the progress bar, the loggers and callbacks that
 monitor a metric see the same numbers everywhere. Data replicas agree too: each call is made with
-``sync_dist=True``, which costs nothing where there is one replica.
+``sync_dist=True``, which costs nothing if there is one replica.
 
 A call's ``reduce_fx`` is over batches. Over the micro-batches of one batch a value is taken for a
-mean, as a loss is, and averaged by samples. Whole numbers count something: where ``reduce_fx`` is a
-sum, a maximum or a minimum, it is that of the micro-batches too. Counts are often made floating,
-for Lightning warns of others. So what is summed over batches counts, if its first values are whole.
+mean, as a loss is, and averaged by samples. Integers count something: if ``reduce_fx`` is a sum, a
+maximum or a minimum, the micro-batches are reduced by it too. Counts are often made floating, for
+Lightning warns of integers. So a value that is summed over batches counts, if its first values are
+whole.
 
-What the last stage found out about a batch, on all stages at the same batch.
+The last stage's outcome of a batch, on all stages at the same batch.
 
-Under an asynchronous schedule a stage meets a batch's gradients some batches after its forward, the
-first stage the longest after. Were each stage to log what it knows, ranks would log different
-batches at the same step. So each stage holds outcomes back until the first one must have them too:
-``num_stages - 1`` batches after their own, and at once where an epoch or the run ends, which costs
-one wait and changes no weights.
+Under an asynchronous schedule a stage gets a batch's gradients some batches after its forward, the
+first stage the longest after. If each stage logged at once, ranks would log different batches
+at the same step. So each stage holds outcomes back until the first stage must have them too:
+``num_stages - 1`` batches after their own. If an epoch or the run ends, outcomes are exchanged at
+once, which costs one wait and changes no weights.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class LogCall:
     """One ``self.log`` call, without its value.
 
     Attributes:
-        name: What is logged.
+        name: Name of the logged value.
         options: The other arguments of the call.
-        dtype: Of the logged tensor.
+        dtype: Dtype of the logged tensor.
         metric: Name of the logged torchmetrics object in the module, None for plain values.
-        batch_size: What the batch weighs by the call's own batch sizes, or None.
+        batch_size: Weight of the batch by the call's own batch sizes, or None.
     """
 
     name: str
@@ -67,9 +68,9 @@ class BatchLog:
     """The calls of one batch and their values, combined over its micro-batches.
 
     Attributes:
-        calls: Static from step to step, so that the transport sends them once.
+        calls: The calls, static from step to step, so that the transport sends them once.
         values: One float64 number per call; nan for a metric without a value for the step.
-        num_samples: Samples of the batch.
+        num_samples: Number of samples in the batch.
     """
 
     calls: tuple[LogCall, ...]
@@ -79,11 +80,11 @@ class BatchLog:
 
 @dataclass(slots=True)
 class _Microbatch:
-    """What a step is recorded for.
+    """The micro-batch that a step is recorded for.
 
     Attributes:
-        num_samples: Its rows.
-        weight: What its means weigh, which may be known only when the step is over.
+        num_samples: Number of samples in the micro-batch.
+        weight: Weight of the micro-batch's means, which may be known only when the step is over.
     """
 
     num_samples: int
@@ -93,7 +94,7 @@ class _Microbatch:
 @dataclass(slots=True)
 class _Recorded:
     call: LogCall
-    is_whole: bool  # of a type for whole numbers
+    is_whole: bool  # of an integer type
     values: list[float] = field(default_factory=list)
     microbatches: list[_Microbatch] = field(default_factory=list)
     given: list[float] = field(default_factory=list)
@@ -120,10 +121,10 @@ class _Recorded:
 
 
 _OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
-"""Names of what ``self.log`` takes after a name and a value, in their order."""
+"""Names of the arguments of ``self.log`` after the name and the value, in order."""
 
 _OF_COUNTS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
-"""How whole numbers of micro-batches are combined; others are averaged."""
+"""The functions that combine integers of micro-batches; other values are averaged."""
 
 _REDUCTIONS: dict[Any, str] = {
     "mean": "mean",
@@ -139,14 +140,14 @@ _REDUCTIONS: dict[Any, str] = {
     max: "max",
     min: "min",
 }
-"""What Lightning takes for ``reduce_fx``, by one name each, which travels."""
+"""The name of each ``reduce_fx`` that Lightning takes; ranks send the name."""
 
 
 def reduction_of(name: str, reduce_fx: Any) -> str:
-    """Gives the name of a reduction.
+    """Returns the name of a reduction.
 
     Args:
-        name: Of the logged value.
+        name: Name of the logged value.
         reduce_fx: As for ``self.log``.
 
     Raises:
@@ -186,7 +187,7 @@ class StepLog:
         The calls of a step that is left before its end are dropped: the last stage makes them too.
 
         Args:
-            num_samples: Samples of the micro-batch.
+            num_samples: Number of samples in the micro-batch.
 
         Yields:
             Nothing.
@@ -201,21 +202,21 @@ class StepLog:
             undo()
 
     def weigh(self, weight: float) -> None:
-        """Gives the micro-batch at hand a weight in the place of its samples.
+        """Sets the weight of the present micro-batch, in the place of its number of samples.
 
-        Means that are logged with a ``batch_size`` that counts something else keep that.
+        Means that are logged with a ``batch_size`` that counts something else keep that weight.
 
         Args:
-            weight: What the step's loss is a mean over.
+            weight: The weight: the number of items that the step's loss is a mean over.
         """
         self._microbatch.weight = weight
 
     def take(self, num_samples: int, step: Hashable = None) -> BatchLog:
-        """Combines what was recorded since the last call.
+        """Combines the calls that were recorded since the last call.
 
         Args:
-            num_samples: Samples of the batch.
-            step: Names the step and its loader, whose batches weigh beside each other.
+            num_samples: Number of samples in the batch.
+            step: Key of the step and its loader, whose batches are weighed against each other.
         """
         recorded, self._recorded = self._recorded, {}
         combined = []
@@ -227,14 +228,14 @@ class StepLog:
         return BatchLog(tuple(call for call, _ in combined), values, num_samples)
 
     def forget(self) -> None:
-        """Drops what was recorded, after a failure."""
+        """Drops the recorded calls, after a failure."""
         self._recorded = {}
 
     def replay(self, log: BatchLog) -> None:
-        """Makes the calls of one batch.
+        """Calls ``self.log`` for each call of one batch.
 
         Args:
-            log: What :meth:`take` gave on the last stage.
+            log: The result of :meth:`take` on the last stage.
         """
         for call, value in zip(log.calls, log.values.tolist(), strict=True):
             tensor = torch.tensor(value, dtype=call.dtype, device=self._module.device)
@@ -296,7 +297,7 @@ class StepLog:
                 )
             return float(whole(value.detach())), _floating(value.dtype), None
         if not isinstance(value, numbers.Number):
-            pl.LightningModule.log(self._module, name, value)  # says what can be logged
+            pl.LightningModule.log(self._module, name, value)  # raises, and lists the types it logs
         return float(value), torch.get_default_dtype(), None
 
 
@@ -307,17 +308,17 @@ def _is_whole(value: Any) -> bool:
 
 
 def _floating(dtype: torch.dtype) -> torch.dtype:
-    """Gives the dtype of a mean, which need not be whole; Lightning's are floating as well."""
+    """Returns the floating dtype of a mean; Lightning's means are floating as well."""
     return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the last stage found out about a batch.
+    """The outcome of a batch on the last stage.
 
     Attributes:
         log: The user's ``self.log`` calls.
-        result: What the step returned, merged over the micro-batches.
+        result: The step's return value, merged over the micro-batches.
         should_stop: Whether the step asked to end the training.
     """
 
@@ -330,7 +331,7 @@ class Outcomes:
     """Carries outcomes from the last stage to the others, in order.
 
     Args:
-        channels: This stage's.
+        channels: The channels of this stage.
     """
 
     def __init__(self, channels: Channels) -> None:
@@ -343,7 +344,7 @@ class Outcomes:
         """Ends a batch on this stage.
 
         Args:
-            outcome: On the last stage; None on the others, which get it from there.
+            outcome: The outcome on the last stage; None on the others, which receive it.
         """
         self._num_published += 1
         if outcome is None:
@@ -353,13 +354,13 @@ class Outcomes:
             sender.send(outcome)
 
     def deliver(self, num_held_back: int) -> list[Outcome]:
-        """Gives the outcomes that each stage may know now; waits for those still to come.
+        """Returns the outcomes that each stage may know now, and waits for those still to come.
 
         Args:
-            num_held_back: The newest batches to leave for later.
+            num_held_back: Number of the newest batches to leave for later.
 
         Returns:
-            Oldest first, each once.
+            The outcomes, oldest first, each once.
         """
         due = self._num_published - num_held_back - self._num_delivered
         outcomes = [self._next() for _ in range(due)]

@@ -1,4 +1,4 @@
-"""Run the user's steps through the pipeline, and tell all ranks what came of them."""
+"""Run the user's steps through the pipeline, and send the results to all ranks."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class StepRunner:
 
     Args:
         module: The user's module.
-        pipeline: This rank's stages at work.
-        channels: This rank's.
+        pipeline: This rank's stages.
+        channels: The channels of this rank.
         metrics: The module's torchmetrics objects.
-        evaluation_microbatches: Into at most how many a batch is cut that runs forward only.
-        change_step: What is made of each of the user's steps.
-        loss_scale: Gives what multiplies the loss of the batch that comes.
+        evaluation_microbatches: Most micro-batches of a batch that runs forward only.
+        change_step: Wraps each of the user's steps.
+        loss_scale: Returns the factor of the next batch's loss.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class StepRunner:
         """Runs a training batch.
 
         Args:
-            arguments: Of ``training_step``.
-            context: Wraps each micro-batch's step.
+            arguments: Arguments of ``training_step``.
+            context: Creates the context manager around each micro-batch's step.
 
         Returns:
             The loss (or the dict with it) of the newest batch that all ranks know of.
@@ -92,8 +92,8 @@ class StepRunner:
         scale = 1.0 / trainer.accumulate_grad_batches
         # Counted over epochs and resumed runs alike, so a resumed run draws the same numbers.
         seed = trainer.fit_loop.epoch_loop.total_batch_idx
-        # Only the last stage runs the whole step; what it asks for reaches all at one batch. What
-        # the others ask for is theirs, as if a callback had.
+        # Only the last stage runs the whole step; its request to stop reaches all at one batch. A
+        # request of another stage is that rank's own, like one of a callback.
         stopped_before, trainer.should_stop = trainer.should_stop, False
 
         def publish(results: list[Any]) -> None:
@@ -102,7 +102,7 @@ class StepRunner:
 
         self._steps.append(logged_step(trainer))
 
-        # Told before the weights' parts of the last backwards, or others would wait for these.
+        # Published before the last backwards' weight halves, or other ranks would wait for them.
         self._pipeline.train_batch(
             batch,
             step,
@@ -117,12 +117,12 @@ class StepRunner:
         return self._last_result
 
     def rehearse(self, pipeline: Pipeline, arguments: Sequence[Any], context: StepContext) -> None:
-        """Runs a training batch through another pipeline; what it logs is forgotten.
+        """Runs a training batch through another pipeline, and drops its ``self.log`` calls.
 
         Args:
-            pipeline: On this rank's stages.
-            arguments: Of ``training_step``.
-            context: Wraps each micro-batch's step.
+            pipeline: The other pipeline of this rank's stages.
+            arguments: Arguments of ``training_step``.
+            context: Creates the context manager around each micro-batch's step.
         """
         batch, *rest = arguments
         batch = self._sample_lists.mark(batch, "training_step")
@@ -132,10 +132,10 @@ class StepRunner:
         self._log.forget()
 
     def catch_up(self) -> None:
-        """Makes the newest training batches known that :meth:`train` has held back.
+        """Delivers the outcomes of the newest training batches, which :meth:`train` has held back.
 
-        There are some before a validation within an epoch, and at the end of an epoch that somebody
-        has stopped; a whole epoch's last batch holds nothing back.
+        There are such batches before a validation within an epoch, and at the end of an epoch that
+        was stopped early. The last batch of a whole epoch holds nothing back.
         """
         with as_of_training_step(self._module):
             self._deliver(num_held_back=0)
@@ -152,14 +152,14 @@ class StepRunner:
 
         Args:
             method: The module's step.
-            arguments: Of that step.
-            context: Wraps each micro-batch's step.
+            arguments: Arguments of the step.
+            context: Creates the context manager around each micro-batch's step.
 
         Returns:
-            What the step would have returned for the undivided batch, on each rank.
+            The step's return value for the undivided batch, on each rank.
         """
         batch, *rest = arguments
-        # A user may have put anything callable in the place of the method.
+        # A user may have replaced the method by any callable.
         stage = self._module.trainer.state.stage
         assert stage is not None
         name = _EVALUATION_STEPS[stage]
@@ -209,14 +209,14 @@ class StepRunner:
             trainer.should_stop = trainer.should_stop or outcome.should_stop
             step = self._steps.popleft()
             is_newest = index == len(outcomes) - 1
-            # What is known in its own batch Lightning logs at the end of that, when it knows too
-            # whether a callback stops there.
+            # If an outcome is known in its own batch, Lightning logs it at the end of the batch.
+            # By then it is also known whether a callback stops there.
             is_at_hand = in_batch and is_newest and num_held_back == 0
             if self._pipeline.asynchronous and not is_at_hand:
                 log_training_step(trainer, step, stops=is_newest and trainer.should_stop)
 
     def _num_held_back(self) -> int:
-        """Batches whose outcome the first stage need not wait for."""
+        """Returns the number of batches whose outcome the first stage need not wait for."""
         trainer = self._module.trainer
         is_last_step = trainer.global_step + 1 == trainer.max_steps
         if self._last_result is None:
@@ -247,9 +247,10 @@ def _cut_from_graph(result: Any) -> Any:
 
 
 def _scalars_of(results: list[Any]) -> list[Any]:
-    """Keeps the loss, and of dicts whatever is a single number; the rest stays on its stage.
+    """Keeps the loss, and of dicts the values that are single numbers in all micro-batches.
 
-    Of a micro-batch of one sample everything may look like a number, so all of them are asked.
+    The other values stay on the last stage. With one sample in a micro-batch any value may look
+    like a number, so the check is over all micro-batches.
     """
     if not all(isinstance(result, Mapping) for result in results):
         return results
@@ -265,5 +266,5 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _without_dims(result: Any) -> Any:
-    """Makes a loss of shape (1,) one that is averaged over micro-batches, not concatenated."""
+    """Reshapes a loss of shape (1,) to a scalar, so that it is averaged and not concatenated."""
     return map_tensors(lambda t: t.reshape(()), result)

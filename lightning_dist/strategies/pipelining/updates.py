@@ -23,13 +23,13 @@ class Updates:
 
     Args:
         module: The user's module.
-        pipeline: This rank's stage at work.
+        pipeline: This rank's stages.
         precision_plugin: Runs the hooks, the clipping and the step.
         complete_gradients: Called before each update with the rank's gradients in place, unless
             they were complete before.
         tied: Sums the gradients of parameters that several stages use.
-        on_update: Called at each update, when it is known how stale it is.
-        rate_correction: For stale weights.
+        on_update: Called at each update, when its staleness is known.
+        rate_correction: Correction of learning rates for stale weights.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Updates:
         """Installs the held gradients, between Lightning's hooks around the backward.
 
         Args:
-            loss: As Lightning hands it over.
+            loss: The loss that Lightning passes.
             accumulating: Whether more gradients come before the next step.
 
         Returns:
@@ -99,12 +99,12 @@ class Updates:
         """Runs a batch, and applies the update that it brings.
 
         Args:
-            optimizer: Whose step it is.
+            optimizer: The optimizer that steps.
             closure: Runs the batch.
             apply: Runs the batch and the optimizer's step.
 
         Returns:
-            What the one that was called returned.
+            The return value of ``closure`` or of ``apply``, whichever was called.
         """
         self._is_in_step = True
         try:
@@ -128,7 +128,7 @@ class Updates:
         """Runs the backwards of the batches in flight and applies each.
 
         Args:
-            optimizer: Whose steps they are.
+            optimizer: The optimizer that steps.
         """
         with torch.enable_grad():
             for _ in self._pipeline.drain():

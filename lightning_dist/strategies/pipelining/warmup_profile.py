@@ -1,9 +1,9 @@
-"""Run real batches and forget what came of them, to see where the time goes before it counts.
+"""Run real batches and discard their results, to measure the layers' times before training.
 
-A pipeline of its own runs this rank's stages meanwhile, over the same channels, so nothing of what
-it does is in flight, counted or recorded in the one that trains. No optimizer sees its gradients.
-What a user's step may leave in the module (running statistics, metrics, counters) and in the
-generators of random numbers is put back.
+A separate pipeline runs this rank's stages meanwhile, over the same channels. So nothing of its
+work is in flight, counted or recorded in the pipeline that trains. No optimizer gets its gradients.
+The state that a user's step may change in the module (running statistics, metrics, counters) and in
+random number generators is restored.
 
 Weights do not move, so a schedule whose batches overlap is not needed: layers cost the same in a
 synchronous one of as many micro-batches.
@@ -34,8 +34,8 @@ class WarmupProfile:
 
     Args:
         module: The user's module.
-        session: What trains later; nothing is in flight.
-        run: What it runs in.
+        session: The session that trains later, with nothing in flight.
+        run: The context of the run.
     """
 
     def __init__(self, module: pl.LightningModule, session: Session, run: RunContext) -> None:
@@ -44,11 +44,11 @@ class WarmupProfile:
         self._run = run
 
     def profile(self, batch: Any, batch_idx: int) -> RankProfile:
-        """Runs a training batch some times; each rank of the pipeline must call it.
+        """Times some runs of a training batch. Collective: every rank of the pipeline must call it.
 
         Args:
-            batch: What the next training step gets.
-            batch_idx: Its number.
+            batch: The batch of the next training step.
+            batch_idx: Number of the batch.
         """
         context = self._run.precision_plugin.train_step_context
         arguments = _arguments_of(self._module, batch, batch_idx)
@@ -101,7 +101,7 @@ class WarmupProfile:
 
 
 def _arguments_of(module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Any]:
-    """Gives what Lightning calls the step with."""
+    """Returns the arguments that Lightning calls the step with."""
     step = module.training_step
     takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
     return [batch, batch_idx] if takes_index else [batch]

@@ -1,8 +1,9 @@
 """Show a user's mistake once, and without the frames of this package and of Lightning.
 
-A mistake is a ``ValueError`` that this package raises itself: its text says what to type, and the
-way to where it was found is of no use. The whole traceback stays on the exception, for whatever
-catches it; only what the interpreter prints when it ends the process is shorter.
+A mistake is a ``ValueError`` that this package raises itself. Its text says what to type, so the
+frames between the user's call and the check are of no use. The whole traceback stays on the
+exception, for code that catches it. Only the interpreter's output at the end of the process is
+shorter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class BriefHook:
     """Stands in for ``sys.excepthook``.
 
     Args:
-        mistake: What to show briefly. Only its text is kept, for its frames hold the model.
+        mistake: The error to show briefly. Only its text is kept, for its frames hold the model.
         otherwise: Shows any other exception.
         is_shown_elsewhere: Whether another rank shows it.
 
@@ -38,7 +39,7 @@ class BriefHook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Shows what ends the process."""
+        """Shows the exception that ends the process."""
         if str(error) != self._text or not is_mistake(error):
             self.otherwise(kind, error, trace)
         elif not self._is_shown_elsewhere:
@@ -47,13 +48,13 @@ class BriefHook:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether an exception is a user's mistake: raised by this package, for no other reason.
+    """Returns whether an exception is a user's mistake: raised by this package, without a cause.
 
     Args:
-        error: Has been raised.
+        error: The exception, after it has been raised.
     """
     packages = [_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    has_reason = error.__cause__ is not None  # which may have frames to look at
+    has_reason = error.__cause__ is not None  # the cause may have frames that help
     return isinstance(error, ValueError) and not has_reason and packages[-1:] == [_OWN]
 
 
@@ -61,7 +62,7 @@ def format_mistake(error: BaseException) -> str:
     """Formats a traceback of the user's own frames.
 
     Args:
-        error: Has been raised.
+        error: The exception, after it has been raised.
     """
     frames = traceback.walk_tb(error.__traceback__)
     own = ((frame, line) for frame, line in frames if _package(frame) not in _HIDDEN)
@@ -74,8 +75,8 @@ def show_briefly(error: BaseException, *, is_shown_elsewhere: bool = False) -> N
     """Lets the interpreter show a mistake briefly, should it end this process.
 
     Args:
-        error: On its way out; left alone unless it is a mistake.
-        is_shown_elsewhere: Whether another rank shows it, so that this one need not.
+        error: The exception that leaves the run; ignored unless it is a mistake.
+        is_shown_elsewhere: Whether another rank shows the error, so that this rank does not.
     """
     if isinstance(error, ValueError) and is_mistake(error):
         before = sys.excepthook
@@ -85,7 +86,7 @@ def show_briefly(error: BaseException, *, is_shown_elsewhere: bool = False) -> N
 
 @contextmanager
 def brief_mistakes() -> Iterator[None]:
-    """Shows a mistake that is found inside briefly, should it end this process.
+    """Shows a mistake that is raised inside briefly, should it end this process.
 
     Yields:
         Nothing.

@@ -1,4 +1,4 @@
-"""All ranks of a run end together: when one fails, and when one is asked to stop."""
+"""End all ranks of a run together: when one fails, and when one is asked to stop."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class RunGuard:
     """Watches over one run, from the start of its processes to its teardown.
 
     Args:
-        trainer: Whose run it is; must not have registered its signal handlers yet.
+        trainer: The trainer of the run; it must not have registered its signal handlers yet.
         ring_group: A gloo group of all ranks whose timeout never comes.
         stop_group: Another gloo group of all ranks.
         stop_lag: By how many batches one rank can be ahead of another.
-        interrupt: Wakes this rank's main thread where it waits for another rank, with an error.
+        interrupt: Raises an error in this rank's main thread, where it waits for another rank.
         is_stop_due: Whether to ask for a stop at the first batch boundary.
-        shared: Finds out whether all ranks have failed alike.
-        timeout_seconds: How long ranks wait for one that does not answer.
+        shared: Decides whether all ranks have failed alike.
+        timeout_seconds: Seconds that ranks wait for a rank that does not answer.
     """
 
     def __init__(
@@ -91,21 +91,21 @@ class RunGuard:
 
     @property
     def is_stop_due(self) -> bool:
-        """Whether this rank was told to stop when no batch boundary was left to do it at."""
+        """Whether this rank was asked to stop when no batch boundary was left."""
         return self._stop.requested is StopReason.TERMINATE and not self._has_stopped
 
     def check_peers(self) -> None:
-        """Ends the run of a rank that has not waited for the one that has failed.
+        """Raises another rank's failure on a rank that was not waiting when the failure came.
 
         Raises:
-            ValueError: Another rank's, which is the user's mistake.
+            ValueError: Another rank has raised one, for a mistake of the user's.
             RankFailedError: Another rank has failed otherwise.
         """
         if self._peers_failure is not None and not self._is_leaving:
             raise self._peers_failure.to_exception()
 
     def stop_if_agreed(self) -> None:
-        """Combines the ranks' wishes to stop; each rank calls it once before each batch.
+        """Combines the ranks' requests to stop. Collective, once before each batch.
 
         Raises:
             SIGTERMException: All ranks stop here.
@@ -128,13 +128,13 @@ class RunGuard:
             raise KeyboardInterrupt
 
     def post_vote(self, vote: int) -> Posted:
-        """Posts a vote with what this rank says at the next batch boundary. Collective.
+        """Posts a vote with this rank's request at the next batch boundary. Collective.
 
         Args:
             vote: Any number.
 
         Returns:
-            The sum of all ranks' votes, as the first element, when it is there.
+            The pending sum of all ranks' votes, as the first element.
         """
         return self._stop.post(vote)
 
@@ -145,7 +145,7 @@ class RunGuard:
         return True
 
     def connect_signals(self, before_reading: Callable[[], None] = lambda: None) -> None:
-        """Puts the agreement on signals in place of Lightning's handlers.
+        """Replaces Lightning's reaction to signals by the ranks' agreement.
 
         Args:
             before_reading: Called before each training batch is read, for which there is no hook.
@@ -161,10 +161,10 @@ class RunGuard:
         self._undo_signals = (undo_sigterm, undo_requeue)
 
     def report(self, exception: BaseException) -> None:
-        """Tells the other ranks, unless all agreed to stop, have failed alike, or know already.
+        """Reports a failure to the other ranks, unless all have stopped, failed alike or know it.
 
         Args:
-            exception: What ends this rank's run.
+            exception: The exception that ends this rank's run.
         """
         is_first, self._is_leaving = not self._is_leaving, True
         if self._has_stopped or self._have_all_failed or self._failed.is_set():
@@ -174,7 +174,7 @@ class RunGuard:
             show_briefly(exception, is_shown_elsewhere=self._rank > 0)
             return
         if isinstance(exception, RuntimeError) and self._ring is not None:
-            # A broken collective raises one too; the news of who broke it is on its way.
+            # A broken collective raises one too; the report of the rank that broke it may come.
             self._ring.wait_for_news(_NEWS_SECONDS)
         self._failed.set()
         if self._ring is not None:
@@ -191,17 +191,17 @@ class RunGuard:
         return failure
 
     def leave(self) -> None:
-        """Ends what ranks that have failed alike can still do together."""
+        """Ends collectives among ranks that have failed alike."""
         if self._have_all_failed:
             self._failed.set()
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Ends the watch after a block that ends what else ties the ranks; each rank must enter it.
+        """Ends the watch after a block that closes all else. Collective: every rank must enter it.
 
-        After a failure others may not answer any more. A rank that has heard of it has been given a
-        grace to get through here; the one that failed gets its own now, for it may have had to save
-        something first.
+        After a failure other ranks may not answer any more. A rank that received the failure has a
+        grace period to get through here. The failed rank's own period begins now, for that rank may
+        have had to save something first.
         """
         if self._own_failure is not None:
             exit_after_grace(self._own_failure, self._closed.is_set)
@@ -219,14 +219,14 @@ class RunGuard:
             self._sigint.remove()
             self._closed.set()
         if self._stop.requested is StopReason.INTERRUPT and not self._is_leaving:
-            raise KeyboardInterrupt  # no batch was left to do it at
+            raise KeyboardInterrupt  # no batch boundary was left for it
 
     @contextmanager
     def file_work(self, activity: str) -> Iterator[None]:
-        """Names work on files, for other ranks to know where this one is stuck in it.
+        """Names work on files in the progress that other ranks see, should this rank be stuck.
 
         Args:
-            activity: Such as ``"saving x.ckpt"``.
+            activity: Name of the work, such as ``"saving x.ckpt"``.
         """
         before, self._file_work = self._file_work, activity
         try:

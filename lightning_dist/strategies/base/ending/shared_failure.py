@@ -1,8 +1,8 @@
 """Find out whether all ranks have failed alike: the same exception at the same place.
 
-A hook that all ranks run may raise on all of them, between two steps and with nothing under way.
+A hook that all ranks run may raise on all of them, between two steps and with nothing in flight.
 Then a checkpoint can still be written. A rank that fails alone must not wait for the others, which
-do not know yet. So a rank that fails leaves a note, and looks for a moment whether all have left
+do not know yet. So a rank that fails leaves a note, and checks for a moment whether all have left
 one. The first rank to decide decides for all.
 """
 
@@ -25,13 +25,13 @@ _STORE_SECONDS = 1.0  # to answer
 
 
 class SharedFailure:
-    """One rank's part in that.
+    """Decides on one rank whether all ranks have failed alike.
 
     Args:
-        trainer: Whose run it is.
-        notes: Of all ranks.
-        steps_are_local: Whether an exception out of a step leaves no other rank half-way.
-        seconds: How long other ranks may take to fail, too.
+        trainer: The trainer of the run.
+        notes: The notes of all ranks.
+        steps_are_local: Whether an exception in a step leaves no other rank inside of that step.
+        seconds: Seconds that other ranks may take to fail, too.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class SharedFailure:
         self._seconds = seconds
 
     def is_shared(self, error: BaseException, has_peer_failed: threading.Event) -> bool:
-        """Waits a moment for the other ranks; at most once in a run.
+        """Returns whether all ranks have failed alike, after a short wait; once in a run at most.
 
         Args:
-            error: What ends this rank's run.
+            error: The exception that ends this rank's run.
             has_peer_failed: Ends the wait when it is set.
         """
         if is_raised_in_step(error) and not self._steps_are_local:

@@ -1,9 +1,8 @@
-"""SIGTERM and SIGINT set a flag while a run lasts, from the first thing that its ranks do together.
+"""SIGTERM and SIGINT set a flag while a run lasts, from the first collective of its ranks on.
 
-Lightning registers its handlers when all is set up. Until then a signal would end the process where
-it stands, among ranks that wait for it. Lightning calls the handler that it finds beside its own,
-so this one stays in force. It is taken back when the ranks have parted; then the signal does again
-what it did before.
+Lightning registers its handlers when all is set up. Until then a signal would end the process at
+any place, among ranks that wait for it. Lightning calls the installed handler beside its own, so
+this one stays in force. When the run has ended on all ranks, the earlier handler is restored.
 
 A ``KeyboardInterrupt`` in the middle of a step would leave ranks at different places, with nothing
 to save. So the first Ctrl-C waits for a batch boundary of all ranks, and the second one does not.
@@ -26,7 +25,7 @@ class SigtermHandler:
     """Handles the signal from its construction on, if that is in the main thread.
 
     Args:
-        trainer: Must not have registered its own handlers yet.
+        trainer: The trainer; it must not have registered its own handlers yet.
         on_signal: Called in the handler, so it must do nothing that waits.
     """
 
@@ -34,15 +33,15 @@ class SigtermHandler:
         self._trainer = trainer
         self._on_signal = on_signal
         self._process = os.getpid()
-        # One that is not Python's reads as None, and cannot be put back.
+        # A handler that is not Python's reads as None, and cannot be restored.
         self._before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
         self._install(self)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """Calls ``on_signal`` in the process of the run.
 
-        A process that was forked from it, by a pool for one, has no run that could end. A pool
-        ends its processes by this signal and waits until they have.
+        A process that was forked from this one, by a pool for example, has no run to end. A pool
+        ends its processes by this signal and waits until they have ended.
         """
         if os.getpid() == self._process:
             self._on_signal()
@@ -64,8 +63,8 @@ class InterruptHandler:
     """Handles Ctrl-C from its construction on, where Python's own handler would.
 
     Args:
-        trainer: Must not have registered its own handlers yet.
-        on_signal: Called in the handler, so it must do nothing that waits. Tells whether a batch
+        trainer: The trainer; it must not have registered its own handlers yet.
+        on_signal: Called in the handler, so it must do nothing that waits. Returns whether a batch
             boundary is to come.
     """
 
@@ -84,7 +83,7 @@ class InterruptHandler:
         """Waits for a batch boundary the first time.
 
         Raises:
-            KeyboardInterrupt: There is none, or a second time.
+            KeyboardInterrupt: No batch boundary is to come, or the signal comes a second time.
         """
         if self._is_waiting or os.getpid() != self._process or not self._on_signal():
             signal.default_int_handler(signum, frame)
@@ -92,7 +91,7 @@ class InterruptHandler:
         os.write(2, b"\nAll ranks stop at the next batch. Once more: this one stops at once.\n")
 
     def remove(self) -> None:
-        """Gives the signal back to Python."""
+        """Restores Python's own handler."""
         if self._is_installed:
             if signal.getsignal(signal.SIGINT) is self:
                 signal.signal(signal.SIGINT, signal.default_int_handler)

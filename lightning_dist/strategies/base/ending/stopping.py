@@ -1,22 +1,22 @@
-"""Training ends on all ranks at the same batch, whoever asks for it.
+"""Training ends on all ranks at the same batch, whichever rank asks for it.
 
 A rank may set ``trainer.should_stop``, or return -1 from its module's ``on_train_batch_start`` to
 skip the rest of an epoch. Lightning obeys on that rank alone, and the others wait for its gradients
-until the process group's timeout. Here the ranks decide together. What all of them ask for happens
-where it does on a single device. What only some ask for happens some batches later: one, or as many
-as a rank can be ahead of another. A validation that is due by the clock is decided on likewise.
+until the process group's timeout. Here the ranks decide together. If all ranks ask, the stop comes
+at the same place as on a single device. If only some ask, it comes some batches later: one, or as
+many as a rank can be ahead of another. A validation that is due by the clock is decided likewise.
 
-A rank's wish to stop waits until ``min_epochs`` and ``min_steps`` are met, as Lightning's does.
+A rank's request to stop waits until ``min_epochs`` and ``min_steps`` are met, as Lightning's does.
 
-Catch up before each validation, where the weights in use are not yet those to look at.
+Drain before each validation, if the weights in use are not yet those to validate.
 
 An asynchronous pipeline has batches in flight then, local SGD has replicas that differ.
 
 All ranks of an evaluation stop at the same batch when any of them is asked to.
 
-In training each step ties the ranks together, and the guard's agreement goes with it. Evaluating
+In training each step synchronises the ranks, and the guard's agreement goes with it. Evaluating
 replicas share nothing until their metrics are combined, and may have different numbers of batches.
-They agree before each batch that all of them have; the few that are left run to their end.
+They agree before each batch that all of them have; the remaining few batches run to their end.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def drain_before_validation(
     """Drains before each validation inside of ``fit``.
 
     ``on_validation_model_zero_grad`` is the one hook that Lightning calls exactly then while the
-    module is still in training mode: later ones come after ``module.eval()``, where a backward that
-    recomputes activations would do so without dropout.
+    module is still in training mode. Later hooks come after ``module.eval()``, where a backward
+    that recomputes activations would do so without dropout.
 
     Args:
         module: The user's module; changed until the returned function is called.
@@ -68,8 +68,8 @@ def stop_evaluations_together(
     """Lets the ranks of ``validate``, ``test`` and ``predict`` agree to stop.
 
     Args:
-        trainer: Changed until the returned function is called.
-        guard: Combines the ranks' wishes.
+        trainer: The trainer, changed until the returned function is called.
+        guard: Combines the ranks' requests to stop.
         group: A gloo group of all ranks.
 
     Returns:
@@ -79,10 +79,10 @@ def stop_evaluations_together(
 
 
 class EvaluationStop(pl.Callback):
-    """Asks before each batch whether to stop.
+    """Stops before a batch if the ranks agree to.
 
     Args:
-        guard: Combines the ranks' wishes.
+        guard: Combines the ranks' requests to stop.
         group: A gloo group of all ranks.
     """
 
@@ -92,7 +92,7 @@ class EvaluationStop(pl.Callback):
         self._common: list[int] = []
 
     def _start(self, lengths: Sequence[int | float]) -> None:
-        """Finds out how many batches of each loader all ranks have; of an unknown number, none."""
+        """Counts the batches of each loader that all ranks have; none if a length is unknown."""
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, list(lengths), group=self._group)
         self._common = [
@@ -126,7 +126,7 @@ class EvaluationStop(pl.Callback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
 
-_SKIP = -1  # Lightning's word for it
+_SKIP = -1  # Lightning's value for it
 
 
 def stop_training_together(
@@ -136,16 +136,16 @@ def stop_training_together(
     post: Callable[[int], Posted],
     check_batch: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
-    """Puts joint decisions where Lightning's loops look at a rank's own.
+    """Replaces a rank's own decisions in Lightning's loops by joint decisions of all ranks.
 
-    Validation is decided on by ``should_stop`` too, in ``on_advance_end``. Other places are ends of
+    A validation depends on ``should_stop`` too, in ``on_advance_end``. The other places are ends of
     loops, where all ranks meet.
 
     Args:
-        trainer: Set up to fit; changed until the returned function is called.
+        trainer: The trainer, set up to fit; changed until the returned function is called.
         group: A gloo group of all ranks.
         lag: By how many batches one rank can be ahead of another.
-        post: Posts a vote behind a batch, with what is agreed on before the next one.
+        post: Posts a vote behind a batch, together with the vote before the next batch.
         check_batch: Called behind each training batch, ahead of a validation.
 
     Returns:

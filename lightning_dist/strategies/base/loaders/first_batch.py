@@ -1,7 +1,7 @@
 """Read the first batch of a run ahead of it, so that the run does not notice.
 
-The hooks that build loaders are called, and called again when the run begins: what they return then
-is what the run reads. A loader of known length is read anew. Any other may be a stream that is
+The hooks that build loaders are called, and called again when the run begins: the run reads the
+loaders of the second call. A loader of known length is read anew. Any other may be a stream that is
 there once, so its iterator is kept, and the run goes on with it behind the first batch.
 """
 
@@ -27,7 +27,7 @@ from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 
 
 class BegunLoaders:
-    """The loaders that cannot be read anew, with what has been read of them."""
+    """The loaders that cannot be read anew, with the batches that have been read of them."""
 
     def __init__(self) -> None:
         self._begun: list[tuple[object, Iterator[Any]]] = []
@@ -36,7 +36,7 @@ class BegunLoaders:
         """Yields the first batch of a loader, if it has one.
 
         Args:
-            loader: The user's.
+            loader: The user's loader.
         """
         if _is_there_once(loader):
             iterator = iter(loader)
@@ -49,10 +49,10 @@ class BegunLoaders:
         yield from first
 
     def resume(self, loader: object) -> object:
-        """Returns what to read in the place of a loader.
+        """Returns the loader to read in the place of another, which may have been begun.
 
         Args:
-            loader: The one that the run is about to read.
+            loader: The loader that the run is about to read.
         """
         for index, (begun, batches) in enumerate(self._begun):
             if loader is begun or _dataset_of(loader) is _dataset_of(begun) is not None:
@@ -65,8 +65,8 @@ class ResumedLoader(LoaderProxy):
     """A loader of which a part has been read.
 
     Args:
-        loader: The user's.
-        batches: What its first iteration gives.
+        loader: The user's loader.
+        batches: The batches of the loader's first iteration.
     """
 
     def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
@@ -89,11 +89,11 @@ def read_first_batch(trainer: pl.Trainer, begun: BegunLoaders) -> tuple[Any, int
     """Reads a batch as the loop of a run would.
 
     Args:
-        trainer: About to run.
-        begun: Takes note of what cannot be read anew.
+        trainer: The trainer, before it runs.
+        begun: Records the loaders that cannot be read anew.
 
     Returns:
-        The batch, as the collation has made it, and the number of loaders; None if there is none.
+        The collated batch and the number of loaders; None if there is no batch.
     """
     found = lightning_internals.request_loaders(trainer)
     if found is None:
@@ -140,7 +140,7 @@ def _dataset_of(loader: object) -> object:
 
 @contextmanager
 def _own_generators_kept(loader: object) -> Iterator[None]:
-    """Puts the generators back that a loader, its samplers and its datasets have of their own."""
+    """Restores the random generators of a loader, its samplers and its datasets."""
     values = [value for part in _parts_of(loader) for value in vars(part).values()]
     undo = [put_back for value in values if (put_back := _put_back_of(value)) is not None]
     try:
@@ -151,7 +151,7 @@ def _own_generators_kept(loader: object) -> Iterator[None]:
 
 
 def _parts_of(loader: object) -> Iterator[object]:
-    """Yields a loader and what it reads with: what a sampler or a dataset wraps, too."""
+    """Yields a loader, its samplers and datasets, and the ones that these wrap."""
     todo, seen = [loader], set[int]()
     while todo:
         part = todo.pop()

@@ -3,18 +3,18 @@
 A rank with more would wait in its next forward for others that are past their last batch. Replicas
 that only train together may differ: evaluation ties them by their metrics alone.
 
-Find a loader that ends before the length that it has told, while other ranks' go on.
+Find a loader that ends before its ``__len__``, while other ranks' loaders go on.
 
-Lengths are compared when training starts, and nobody looks again: Lightning reads no batch ahead of
-a loader whose length it knows. One that has told a wrong number ends an epoch where nobody expects
-it, the rank goes on to what comes behind the epoch, and the others wait for its gradients. That all
-end alike is no mistake; on a single device it would be none. So a rank that ends early leaves a
-note, and looks whether all others have left one.
+Lengths are compared when training starts and not again: Lightning reads no batch ahead of a loader
+whose length it knows. If a loader's length is wrong, its epoch ends unexpectedly. The rank goes on
+behind the epoch, and the others wait for its gradients. If all loaders end alike, that is no
+mistake; on a single device it would be none. So a rank that ends early leaves a note, and checks
+whether all others have left one.
 
 Find loaders of unknown length that end at different batches, before a rank waits for ever.
 
-Lengths that are known are compared when training starts. Lightning reads one batch ahead where they
-are not, so a rank knows in time that a batch is its last; the ranks say so while they compute it.
+Known lengths are compared when training starts. If a length is unknown, Lightning reads one batch
+ahead. So a rank knows in time that a batch is its last; the ranks exchange that during the batch.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _GRACE_SECONDS = 10.0  # the ranks have just been at the same batch, or nearly
 
 
 class EarlyEnds:
-    """One rank's part in that.
+    """Checks on one rank that its loader does not end early alone.
 
     Args:
-        notes: Of all ranks.
+        notes: The notes of all ranks.
         grace_seconds: How long other ranks may take to end, too.
     """
 
@@ -48,10 +48,10 @@ class EarlyEnds:
         self._grace_seconds = grace_seconds
 
     def check(self, trainer: pl.Trainer) -> None:
-        """Looks how an epoch has ended, before this rank waits for others.
+        """Checks how an epoch has ended, before this rank waits for others.
 
         Args:
-            trainer: At the end of a training epoch.
+            trainer: The trainer, at the end of a training epoch.
 
         Raises:
             ValueError: This rank's loader has ended early, and another one's has not.
@@ -82,7 +82,7 @@ class EpochEnds:
         self._pending: tuple[dist.Work, list[Tensor]] | None = None
 
     def post(self, *, is_last: bool) -> None:
-        """Says whether the batch at hand is this rank's last; all ranks call it before the step.
+        """Posts whether this batch is the rank's last. Collective, before the step.
 
         Args:
             is_last: Whether the loader has ended.
@@ -94,13 +94,13 @@ class EpochEnds:
         self._pending = work, everyone
 
     def check(self, batch_index: int) -> None:
-        """Reads what the ranks have said; all of them call it behind the step.
+        """Checks that all ranks' loaders end at this batch, or none. Collective, behind the step.
 
         Args:
-            batch_index: Of the batch in its epoch.
+            batch_index: Index of the batch in its epoch.
 
         Raises:
-            ValueError: Some have ended, and others go on.
+            ValueError: Some loaders have ended, and others go on.
         """
         if self._pending is None:
             return
@@ -123,11 +123,12 @@ def check_evaluation_lengths(
 ) -> Callable[[], None]:
     """Compares the ranks' evaluation loaders whenever they have been set up.
 
-    ``setup_data`` is the last place where all ranks come by: a rank without any batch skips the
-    hooks. The check raises a ``ValueError`` there, before the sanity check too.
+    ``setup_data`` is the last call that all ranks make: a rank without any batch skips the hooks.
+    The check raises a ``ValueError`` there, before the sanity check too.
 
     Args:
-        trainer: Set up to fit, or to evaluate; changed until the returned function is called.
+        trainer: The trainer, set up to fit or to evaluate; changed until the returned function is
+            called.
         tied: The ranks that compute a forward together, each in one of the sequences.
         group: A gloo group of all ranks.
 

@@ -10,7 +10,7 @@ class LoaderProxy:
     """Base of loaders that stand in for another one; a subclass has ``__iter__``.
 
     Args:
-        loader: The user's.
+        loader: The user's loader.
     """
 
     state_dict: Callable[[], dict[str, Any]]
@@ -28,12 +28,12 @@ class LoaderProxy:
         return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Returns the number of batches of an epoch."""
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        """Looks a public attribute up: Lightning and users ask for samplers and the data set."""
-        if name.startswith("_"):  # code that sets a private one must set the loader's own
+        """Returns a public attribute of the loader, such as its sampler or its dataset."""
+        if name.startswith("_"):  # code that sets a private name must set it on the loader itself
             raise AttributeError(name)
         return getattr(self._loader, name)
 

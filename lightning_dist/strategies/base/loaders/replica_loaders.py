@@ -1,7 +1,7 @@
 """One reader per data replica: the loaders of its first rank send, those of the others receive.
 
-The reader reads in its main thread when Lightning asks for a batch, so datasets, samplers and
-augmentations draw what they would on one device. Loaders of the other ranks are never iterated.
+The reader reads in its main thread when Lightning asks for a batch. So datasets, samplers and
+augmentations draw the same numbers as on one device. Loaders of other ranks are never iterated.
 
 Hooks may iterate a loader of the Trainer by themselves, maybe on one rank alone. Such a rank reads
 its own loader, and nothing is sent: only the iterators that Lightning's loops make are shared.
@@ -22,13 +22,13 @@ from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 
 
 class SendingLoader(LoaderProxy):
-    """Reads the user's loader and sends what it reads.
+    """Reads the user's loader and sends each batch.
 
     Args:
-        loader: The user's.
-        number: Of the loader.
-        channel: To the replica's other ranks.
-        lengths: Gives the length of each loader, by number.
+        loader: The user's loader.
+        number: Number of the loader.
+        channel: The channel to the replica's other ranks.
+        lengths: Returns the length of each loader, by number.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SendingLoader(LoaderProxy):
 
     def _read(self, iterator: Iterator[Any], epoch: int) -> Iterator[Any]:
         for position, batch in enumerate(iterator):
-            # Of prediction: which samples are in the batch.
+            # In prediction: the indices of the samples in the batch.
             seen = getattr(getattr(self._loader, "batch_sampler", None), "seen_batch_indices", None)
             self._send(epoch, Event.BATCH, (batch, None if seen is None else seen[position]))
             yield batch
@@ -66,13 +66,13 @@ class SendingLoader(LoaderProxy):
 
 
 class ReceivingLoader(LoaderProxy):
-    """Gives what the replica's first rank has read; its public attributes are its own loader's.
+    """Yields the batches of the replica's first rank, with the attributes of this rank's loader.
 
     Args:
-        loader: The user's on this rank.
-        number: Of the loader.
-        channel: From the replica's first rank.
-        note_lengths: Is told the length of each loader, by number.
+        loader: The user's loader on this rank.
+        number: Number of the loader.
+        channel: The channel from the replica's first rank.
+        note_lengths: Called with the length of each loader, by number.
 
     Attributes:
         length: Batches of an epoch on the first rank, if known.
@@ -137,10 +137,10 @@ class ReplicaLoaders:
         self._receivers: WeakValueDictionary[int, ReceivingLoader] = WeakValueDictionary()
 
     def wrap(self, loader: Any) -> LoaderProxy:
-        """Gives what Lightning shall iterate; each rank of the replica must call it alike.
+        """Wraps a loader for Lightning to iterate. Collective: every rank of the replica calls it.
 
         Args:
-            loader: The user's on this rank.
+            loader: The user's loader on this rank.
         """
         number, self._count = self._count, self._count + 1
         if self.channel.is_reader:
@@ -154,7 +154,7 @@ class ReplicaLoaders:
         return receiving
 
     def _lengths(self) -> dict[int, int | None]:
-        """Lists lengths anew: a batch sampler may have another one in each epoch."""
+        """Returns the present lengths: a batch sampler may have another one in each epoch."""
         return {number: sized_len(loader) for number, loader in self._senders.items()}
 
     def _note_lengths(self, lengths: dict[int, int | None]) -> None:

@@ -1,14 +1,14 @@
-"""What decides which data replica reads what is drawn alike on all of them.
+"""Random numbers that share the data out are drawn alike on all data replicas.
 
 Replicas draw different random numbers, so that they augment and drop out differently. But a sampler
 that shuffles and takes each second index, or a ``train_dataloader`` that calls ``random_split``,
 shares the data out only if all replicas shuffle alike. Both kinds of numbers come from the same
 global generators, so the ones for samplers and loader hooks are swapped in while these run.
 
-When torch draws what: creating a DataLoader's iterator calls ``iter`` of its batch sampler, then
-draws the base seed of the workers. torch's batch sampler draws the permutation when it is asked for
-its first indices. Without workers this is in the loader's first ``next``, right before the samples
-are read and augmented; with workers it is in the creation, which asks for a few batches in advance.
+The order of torch's draws: creating a DataLoader's iterator calls ``iter`` of its batch sampler,
+then draws the base seed of the workers. torch's batch sampler draws the permutation when its first
+indices are requested. Without workers this is in the loader's first ``next``, right before samples
+are read and augmented. With workers it is in the creation, which requests a few batches in advance.
 So neither moment could be seeded as a whole, and the sampler itself is wrapped.
 
 An iterable dataset's order cannot be told from its augmentation: all numbers of its reading are the
@@ -38,7 +38,7 @@ class SharedSampler(LoaderProxy):
     """A sampler that draws from a stream of its own; its public attributes are the sampler's.
 
     Args:
-        sampler: Gives indices, or batches of them.
+        sampler: Yields indices, or batches of indices.
         open_stream: Called when an epoch's indices begin.
         begin_epoch: Called then too, right before torch draws the seed of the workers.
         begin_reading: Called when the first indices are there, right before samples are read.
@@ -69,7 +69,7 @@ class SharedReading(LoaderProxy):
     """A loader of an iterable dataset whose reading draws from a stream of its own.
 
     Args:
-        loader: Of an iterable dataset.
+        loader: The loader of an iterable dataset.
         open_stream: Called when an epoch begins.
         seed_alike: Seeds the global generators alike on all ranks; ``__iter__`` of the dataset
             draws from them, and torch the workers' seed.
@@ -90,7 +90,7 @@ class SharedReading(LoaderProxy):
 
 
 class _SharedItems(LoaderProxy):
-    """What an iterator gives, drawn from a stream."""
+    """The items of an iterator, drawn from a stream."""
 
     def __init__(
         self,
@@ -119,20 +119,20 @@ def share_order(
     seed_reader: Callable[[], None],
     seed_alike: Callable[[], None],
 ) -> object:
-    """Makes a loader read in an order that is drawn alike on all ranks.
+    """Returns a loader that reads in an order that is drawn alike on all ranks.
 
-    Iterables that are no loaders of torch's draw their order themselves, while they are read; what
-    their ``__iter__`` draws at once is for the caller to seed.
+    Iterables that are no loaders of torch's draw their order themselves, while they are read. The
+    caller must seed the numbers that their ``__iter__`` draws at once.
 
     Args:
-        loader: Stays as it is.
-        open_stream: Gives the numbers of an epoch's order.
-        seed_reader: Seeds what this rank draws while it reads: called right before torch draws the
+        loader: The loader; not changed.
+        open_stream: Returns the random numbers of an epoch's order.
+        seed_reader: Seeds this rank's generators for reading: called right before torch draws the
             seed of the loader's workers, or before an early first batch.
         seed_alike: Seeds the global generators alike on all ranks.
 
     Returns:
-        What to iterate in its place.
+        The loader to iterate in the place of the given one.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -149,11 +149,11 @@ def share_order(
 
 
 def with_shared_draws(hook: Callable[[], Any], open_stream: Stream) -> Callable[[], Any]:
-    """Makes a hook that builds loaders draw from a stream of its own.
+    """Wraps a hook that builds loaders so that it draws from a stream of its own.
 
     Args:
-        hook: Gives loaders.
-        open_stream: Called when the hook is.
+        hook: Returns loaders.
+        open_stream: Called when the hook is called.
     """
 
     def drawing() -> Any:

@@ -1,11 +1,11 @@
 """Ranks that have different numbers of batches, none of them dropped or repeated.
 
-A rank that has run out goes through the others' steps with an empty one: its loss is zero whatever
-the weights, so its gradients are zeros, and it joins all collectives by going the way that all go.
+A rank that has run out of data runs an empty step beside the others' steps. The loss of the empty
+step is zero whatever the weights, so its gradients are zeros, and the rank joins all collectives.
 The mean of a step is over the ranks that have data in it. All ranks apply the same update, with the
-same optimizer state, step count, schedulers, validations and checkpoints; nothing has to be made
-good at the end of an epoch. torch's ``Join`` shadows the collectives from outside of the loop
-instead, and leaves the optimizer of a rank that has ended behind.
+same optimizer state, step count, schedulers, validations and checkpoints. So the end of an epoch
+needs no correction. torch's ``Join`` shadows the collectives from outside of the loop instead, and
+leaves the optimizer of a rank that has ended behind.
 
 A loader as long as the longest of all ranks.
 
@@ -33,14 +33,14 @@ from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 
 
 class ProlongedLoader(LoaderProxy):
-    """Gives a loader's batches, and then its last one again and again.
+    """Yields a loader's batches, and then its last batch again and again.
 
     Args:
-        loader: Of known length, at least 1. Its public attributes are this one's too.
-        length: Batches to give, at least the loader's own.
+        loader: A loader of known length, at least 1, whose public attributes are passed on.
+        length: Number of batches to yield, at least the loader's own.
 
     Attributes:
-        position: Place in the epoch of the batch that was given last.
+        position: Place in the epoch of the batch that was yielded last.
     """
 
     def __init__(self, loader: Any, length: int) -> None:
@@ -53,7 +53,7 @@ class ProlongedLoader(LoaderProxy):
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        """Gives the batches of an epoch.
+        """Yields the batches of an epoch.
 
         Raises:
             ValueError: The loader ends before its length.
@@ -75,7 +75,7 @@ class ProlongedLoader(LoaderProxy):
 
     @property
     def has_own_batch(self) -> bool:
-        """Whether the batch that was given last is not a repetition."""
+        """Whether the batch that was yielded last is not a repetition."""
         return self.position < len(self._loader)
 
 
@@ -109,10 +109,10 @@ class UnevenInputs:
         return self._step_group
 
     def prolong(self, loader: Any) -> ProlongedLoader:
-        """Makes this rank's training loader as long as the longest; each rank must call it.
+        """Makes the training loader as long as the longest. Collective: every rank must call it.
 
         Args:
-            loader: This rank's own.
+            loader: This rank's training loader.
 
         Raises:
             ValueError: On each rank: a loader has no length, no batch, or a state to be resumed.
@@ -133,7 +133,7 @@ class UnevenInputs:
         return self._loader
 
     def _attendances(self) -> list[tuple[int, ...]]:
-        """Lists who is there, from all ranks to the one with the most batches."""
+        """Lists the sets of ranks with data, from all ranks to those with the most batches."""
         shorter = sorted({0, *self._lengths})[:-1]
         return [self._present_at(position) for position in shorter]
 
@@ -149,13 +149,13 @@ class UnevenInputs:
         """Scales the gradients of a backward: means over all ranks become means over present ones.
 
         Args:
-            loss: Of the step; not scaled itself.
+            loss: The loss of the step, which is not scaled itself.
         """
         factor = len(self._lengths) / len(self._present)
         self._scaling = loss.register_hook(lambda gradient: gradient * factor)
 
     def end_backward(self) -> None:
-        """Ends what :meth:`begin_backward` has begun."""
+        """Removes the hook of :meth:`begin_backward`."""
         assert self._scaling is not None
         self._scaling.remove()
         self._scaling = None
@@ -171,12 +171,12 @@ class UnevenInputs:
 
         Args:
             ddp: The wrapped model.
-            step: The user's.
-            arguments: Of the step.
-            keywords: Of the step.
+            step: The user's step.
+            arguments: Positional arguments of the step.
+            keywords: Keyword arguments of the step.
 
         Returns:
-            What the step returned; a loss of zero of an empty one.
+            The result of the step; for an empty step, a loss of zero.
         """
         assert self._loader is not None
         if not self._loader.has_own_batch:
@@ -196,7 +196,7 @@ class UnevenInputs:
             self._step_group = None
 
     def close(self, *, failed: bool) -> None:
-        """Lets go of the loader and the groups.
+        """Releases the loader and the groups.
 
         Args:
             failed: Whether a rank has failed, so that groups must not be destroyed.
