@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_dist.engine.common.device_mesh import build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.parallelize import Parallelism, compose
+from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.planning.dry_run_report import DryRunSummary, RankKind, collapse
 from lightning_dist.engine.planning.traffic import Traffic, TrafficLedger
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
@@ -129,7 +129,7 @@ class DryRun:
         asked = replace(self.asked, shard=replace(self.asked.shard, compile=False))
         ledger = TrafficLedger()
         with fake_rank(rank, self.mesh.world_size):
-            composed = compose(module, build_mesh(self.mesh, _CPU.type), asked)
+            composed = parallelize(module, build_mesh(self.mesh, _CPU.type), asked)
             context = self.precision.train_step_context
             step = DryStep(composed, asked, self.mesh, rank, context, ledger)
             with without_values(TrafficCounter(ledger, self.mesh)):
