@@ -51,8 +51,7 @@ class MissingGradients:
         """Sends zeros for the gradients that are missing, and waits for the averages.
 
         Returns:
-            Names of the parameters without a gradient on any rank, the same on all ranks that
-            lack one.
+            Names of the parameters that have no gradient on any rank; the same on all ranks.
         """
         self._num_rounds += 1
         missing = [

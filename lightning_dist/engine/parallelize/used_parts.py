@@ -75,7 +75,7 @@ class UsedParts:
         return self._units.step(training=training)
 
     def without_gradient(self) -> list[str]:
-        """Names the parameters without a gradient in an update. Collective: every rank must call it.
+        """Names the parameters without a gradient. Collective: every rank must call it.
 
         If ranks may use different parameters: those that no rank used in this or the last update.
         """

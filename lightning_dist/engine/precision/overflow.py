@@ -172,7 +172,7 @@ class PerStageOverflow:
             yield bool(posted.found.item())
 
     def _is_everywhere(self, batch: int) -> bool:
-        """Whether all stages have updated for a batch; ranks agree at the start of each batch."""
+        """Whether all stages have updated for a batch: each rank decides alike, without waiting."""
         pipeline = self._pipeline()
         first_since_drain = pipeline.num_batches - pipeline.batches_since_drain
         return batch < first_since_drain or batch + pipeline.lag + 1 < pipeline.num_batches
