@@ -104,8 +104,8 @@ class ByName(WrapPolicy):
     """All modules whose dotted name fits a pattern.
 
     Attributes:
-        patterns: Patterns as for :mod:`fnmatch`, part by part, as in torch's ``parallelize_module``:
-            ``*`` stands for one part of a name, so ``layers.*`` is each layer, and nothing inside a
+        patterns: As for :mod:`fnmatch`, part by part, as in torch's ``parallelize_module``: ``*``
+            stands for one part of a name, so ``layers.*`` is each layer, and nothing inside a
             layer. Each pattern must match a module.
     """
 

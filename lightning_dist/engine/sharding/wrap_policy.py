@@ -75,7 +75,7 @@ class WrapPolicy(ABC):
             name.
 
         Raises:
-            ValueError: The policy matches no module, or would put a shared parameter into two units.
+            ValueError: The policy matches no module, or puts a shared parameter into two units.
         """
         chosen: dict[str, Unit] = {}
         for unit in self.choose(module):
