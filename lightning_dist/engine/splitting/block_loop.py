@@ -17,7 +17,7 @@ from lightning_dist.engine.tensors.forward_ast import syntax_of
 
 
 def loops_over(model: nn.Module, list_path: str) -> bool:
-    """Returns whether a model's forward runs the blocks of a list as a chain, and nothing beside it.
+    """Returns whether a model's forward runs the blocks of a list as a chain, and only so.
 
     Args:
         model: The model with the list.

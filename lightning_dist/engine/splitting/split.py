@@ -23,7 +23,7 @@ from lightning_dist.engine.splitting.ties import Tie, find_ties
 
 _NO_SUM_IN_TIME = (
     "Under schedule='pipedream' the later stage applies a batch's gradients before the earlier one"
-    " has found its own, so nobody could apply their sum without a bubble. Use"
+    " has found its own, so no rank could apply their sum without a bubble. Use"
     " schedule='pipedream_2bw', which has the time, or a synchronous one."
 )
 
@@ -129,7 +129,7 @@ class PipelineSplit:
         return tensors_outside(module, self.layers)
 
     def foreign_names(self) -> set[str]:
-        """Names what other stages hold, as in the whole model's state dict."""
+        """Returns the entries of the whole model's state dict that other stages hold."""
         names = foreign_state_names(self.layers, self.layers_per_stage, self.stages)
         return {f"{self.path}.{name}" for name in names}
 

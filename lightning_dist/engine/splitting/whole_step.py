@@ -68,11 +68,11 @@ class StepInterceptor:
 
 
 class _Step(nn.Module):
-    """Runs steps; what the user's module holds is under the same names here."""
+    """Runs steps; has the user's tensors and submodules under the same names."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        # The same dicts, so that weights lent to one are lent to the other.
+        # The same dicts, so that weights swapped in one module are swapped in both.
         self._parameters = module._parameters
         self._buffers = module._buffers
         self._modules = module._modules

@@ -226,7 +226,7 @@ class ShardedLogits(TorchFunctionMode):
     def _write(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Lets a function write into the joined logits, which take the place of those apart."""
         logits, *others = args
-        copy = whole(logits).clone()  # autograd lets nobody write into what was joined
+        copy = whole(logits).clone()  # autograd refuses a write into the gathered tensor
         self._written[id(logits)] = (logits, copy)
         others, named = map_tensors(_join, (others, named))
         return func(copy, *others, **named)

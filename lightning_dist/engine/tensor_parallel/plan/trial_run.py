@@ -1,12 +1,10 @@
-"""What a module may be called with, when it is run on its own.
+"""Runs a copy of a module on its own, without side effects, with guessed arguments.
 
-An activation, mostly, and for a cross-attention a second one. Attentions also want to know how to
-rotate queries and keys, as a complex number, as cosine and sine, in one argument or in two. What it
-is can be guessed from the argument's name, and the guess that the module can compute with is right:
-wrong sizes are an error. Masks are left out. What nobody can guess is nothing,
-a number, or an activation.
-
-Run a copy of a module on its own, to see what it computes, so that nobody notices.
+The arguments are mostly an activation, and for a cross-attention a second one. Attentions also take
+rotations of queries and keys, as complex numbers or as cosine and sine, in one argument or in two.
+The kind of rotation is guessed from the argument's name. If the module can compute with a guess,
+the guess is right, for wrong sizes raise an error. Masks are left out. For any other argument None,
+a number and an activation are tried.
 """
 
 from __future__ import annotations
@@ -65,10 +63,10 @@ def random_copy(module: nn.Module) -> nn.Module:
         known[id(parameter)] = nn.Parameter(value, requires_grad=False)
     for buffer in module.buffers():
         kind = torch.float32 if buffer.is_floating_point() else buffer.dtype
-        value = torch.ones(buffer.shape, dtype=kind)  # what it is on the meta device nobody knows
+        value = torch.ones(buffer.shape, dtype=kind)  # the values on the meta device are unknown
         known[id(buffer)] = value if buffer.is_meta else value.copy_(buffer)
     copy = deepcopy(module, known).eval()
-    for part in copy.modules():  # nobody who watches the module is told of what its copy does
+    for part in copy.modules():  # hooks of the module must not see the copy's calls
         for hooks in hooks_of(part):
             hooks.clear()
     return copy
