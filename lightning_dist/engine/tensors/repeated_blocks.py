@@ -49,7 +49,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def repeated_blocks(root: nn.Module) -> list[str]:
-    """Finds the blocks of a model.
+    """Returns the blocks of a model.
 
     Args:
         root: The model.
