@@ -1,10 +1,10 @@
-"""How a checkpoint takes its name: when it is whole, and with no instant in which there is none.
+"""Atomic replacement of a checkpoint: at each instant its name belongs to a whole checkpoint.
 
-A file or directory is written under a temporary name and flushed to the disk. Then it changes
-places with the checkpoint before, which is removed last. A process may die at any point: under the
-name is one of the two, whole. Only where a file system cannot exchange names does the old directory
-step aside first. Its name is then one that Lightning's search for the last checkpoint finds, and
-:func:`resolve` finds it under the one it had.
+A file or directory is written under a temporary name and flushed to the disk. Then it exchanges its
+name with the checkpoint before, which is removed last. If a process dies at any point, the name
+belongs to one of the two whole checkpoints. If a file system cannot exchange names, the old
+directory is renamed first. Lightning's search for the last checkpoint finds that name, too, and
+:func:`resolve` finds the directory by its old name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NotSavedError(OSError):
 
 
 def temporary_name(target: Path) -> Path:
-    """Returns where a checkpoint is written until it is whole.
+    """Returns the temporary path of a checkpoint that is being written.
 
     Args:
         target: The checkpoint's own path.
@@ -37,7 +37,7 @@ def temporary_name(target: Path) -> Path:
 
 
 def aside_name(target: Path) -> Path:
-    """Returns where a directory waits for its removal if names cannot be exchanged.
+    """Returns the path of the replaced directory, for file systems that cannot exchange names.
 
     Args:
         target: The checkpoint's own path.
@@ -46,7 +46,7 @@ def aside_name(target: Path) -> Path:
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
-    """Returns where a checkpoint is, which may have stepped aside for one that never came.
+    """Returns the path of a checkpoint, or of the replaced one if a save died while renaming.
 
     Args:
         path: The checkpoint's own path.
@@ -57,11 +57,11 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Gives a checkpoint its name, and removes the one that had it.
+    """Renames a written checkpoint to its own path, and removes the checkpoint before.
 
     Args:
-        temporary: A file or directory; what is in files has been flushed.
-        target: In the same directory.
+        temporary: The written file or directory; the contents of files have been flushed.
+        target: The checkpoint's own path, in the same directory.
     """
     flush(temporary)
     aside = aside_name(target)
@@ -77,14 +77,14 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Lets two files or directories change names in one step.
+    """Exchanges the names of two files or directories in one step.
 
     Args:
-        one: The first.
-        other: The second, in the same file system.
+        one: Path of the first file or directory.
+        other: Path of the second one, in the same file system.
 
     Returns:
-        Whether the file system can; if not, nothing has changed.
+        Whether the file system supports the exchange; if not, nothing has changed.
     """
     if sys.platform != "linux":
         return False
@@ -104,7 +104,7 @@ def flush(path: Path) -> None:
     """Waits until a file's contents, or a directory's names, are on the disk.
 
     Args:
-        path: Of either.
+        path: The file or directory.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -114,7 +114,7 @@ def flush(path: Path) -> None:
 
 
 def withdraw(target: Path) -> None:
-    """Removes a checkpoint, which is whole under its name or not there.
+    """Removes a checkpoint; at each instant its path is a whole checkpoint or does not exist.
 
     Args:
         target: The checkpoint's own path.
@@ -131,7 +131,7 @@ def remove(path: Path) -> None:
     """Removes a file, a link or a directory, if there is one.
 
     Args:
-        path: Of it.
+        path: The file, link or directory.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -141,10 +141,10 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def removed_on_failure(temporary: Path) -> Iterator[None]:
-    """Removes what a save has written if it fails.
+    """Returns a context manager that removes a save's temporary files if the save fails.
 
     Args:
-        temporary: Where it writes.
+        temporary: The path that the save writes to.
 
     Yields:
         Nothing.
@@ -152,7 +152,7 @@ def removed_on_failure(temporary: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # What cannot be removed must not hide the failure.
+        # An error of the removal must not hide the failure.
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         else:
@@ -164,8 +164,8 @@ def describe_failure(path: str | os.PathLike[str], error: BaseException) -> str:
     """Returns a sentence on a save that has failed, with the free bytes of its disk.
 
     Args:
-        path: The checkpoint's.
-        error: Why.
+        path: Path of the checkpoint.
+        error: The error that ended the save.
     """
     if isinstance(error, NotSavedError):
         return str(error)
@@ -180,10 +180,10 @@ def describe_failure(path: str | os.PathLike[str], error: BaseException) -> str:
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Whether an error is the file system's, or was raised on the way out of one that is.
+    """Returns whether an error or one of its causes is an error of the file system.
 
     Args:
-        error: That a save has raised.
+        error: The error that a save has raised.
     """
     before = error.__cause__ or error.__context__
     return isinstance(error, OSError) or (before is not None and is_storage_error(before))

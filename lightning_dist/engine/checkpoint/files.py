@@ -1,7 +1,7 @@
 """Checkpoints that mean the same under every layout.
 
-A checkpoint is either one ordinary Lightning ``.ckpt`` file, or, where ranks hold parts of the
-model, a directory to which each rank writes what it holds:
+A checkpoint is either one ordinary Lightning ``.ckpt`` file, or a directory. If ranks hold parts of
+the model, each rank writes its part to the directory:
 
 .. code-block:: text
 
@@ -11,10 +11,10 @@ model, a directory to which each rank writes what it holds:
       .metadata, *.distcp torch distributed checkpoint: model.<name>, optimizer.<i>.<name>.<key>;
                           current.<name> where the model's are averages
 
-Tensors are keyed by the model's own parameter names, which no layout changes, so any number of
-ranks with any partition reads what it needs. Either form takes its name when it is whole
-(:mod:`.checkpoint.directory`); a process that dies while saving leaves the checkpoint
-before untouched.
+Tensors are keyed by the model's own parameter names, which no layout changes. So any number of
+ranks with any partition can read the tensors it needs. Either form takes its name when it is whole
+(:mod:`.checkpoint.directory`): a process that dies while saving leaves the checkpoint before
+untouched.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ Or, in Python: lightning_dist.checkpoint.load_full(path). trainer.fit(module, ck
 the directory as it is, with any strategy of lightning_dist and any number of ranks.
 """
 SECTIONS = {"state_dict": "model", "current_model_state": "current"}
-"""What holds the model's tensors: the weights, and, where those are averages, the latest ones."""
+"""Entries with the model's tensors: the weights, and the latest weights if those are averages."""
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint is a directory of shards.
+    """Returns whether a checkpoint is a directory of shards.
 
     Args:
-        path: Of a checkpoint.
+        path: Path of the checkpoint.
     """
     return (files.resolve(path) / _METADATA_FILE).is_file()
 
@@ -112,16 +112,16 @@ def load_sharded(
     parameters: Mapping[str, Tensor] | None = None,
     weights_only: bool | None = True,
 ) -> dict[str, Any]:
-    """Loads a part of a sharded checkpoint; no process waits for another.
+    """Loads a part of a sharded checkpoint, without communication.
 
     Args:
         path: The checkpoint's directory.
-        is_wanted: Whether to load the tensors of a parameter or buffer, by its name.
-        parameters: Of those that are spread over a mesh only this rank's part is read.
+        is_wanted: Returns whether to load the tensors of a parameter or buffer, by name.
+        parameters: Parameters by name; for a DTensor only this rank's shard is read.
         weights_only: As for :func:`torch.load`.
 
     Returns:
-        The Lightning checkpoint dictionary; its optimizer states are by parameter name.
+        The Lightning checkpoint dictionary, with optimizer states by parameter name.
     """
     resolved = files.resolve(path)
     checkpoint: dict[str, Any] = torch.load(
@@ -148,17 +148,17 @@ def load_sharded(
 def save_sharded(
     checkpoint: Mapping[str, Any], path: str | os.PathLike[str], group: dist.ProcessGroup | None
 ) -> None:
-    """Writes a checkpoint, each rank what it holds; all do, or none does.
+    """Writes the checkpoint of all ranks, or none. Collective: every rank must call it.
 
     Args:
         checkpoint: This rank's Lightning checkpoint dictionary, optimizer states by name.
         path: The checkpoint's directory, the same on all ranks.
-        group: All ranks that save; must take CPU tensors. None for a process of its own.
+        group: Group of all ranks that save, for CPU tensors; None for a single process.
 
     Raises:
         NotSavedError: A rank could not write.
         RuntimeError: A rank failed otherwise.
-        ValueError: A rank does not see the first one's disk.
+        ValueError: A rank does not see the first rank's disk.
     """
     target = Path(path)
     temporary = files.temporary_name(target)
@@ -188,9 +188,9 @@ def _finish(rest: dict[str, Any], temporary: Path, target: Path) -> None:
 
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a file through to the disk.
+    """Writes a file and flushes it to the disk.
 
-    torch's own writer of files, which a path would bring, has no errors of the file system.
+    torch's own writer, used for a path, does not raise the file system's errors.
     """
     with path.open("wb") as file:
         write(file)
@@ -199,7 +199,7 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def _ignore() -> None:
-    """Does nothing."""
+    pass
 
 
 def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -207,10 +207,10 @@ def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> No
 
     Args:
         checkpoint: The Lightning checkpoint dictionary.
-        path: The file.
+        path: Path of the file.
 
     Raises:
-        NotSavedError: The file system could not take it.
+        NotSavedError: The file system could not store the file.
     """
     target = Path(path)
     temporary = files.temporary_name(target)
@@ -226,13 +226,13 @@ def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> No
 
 
 def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Makes the ordinary Lightning checkpoint from what each rank holds.
+    """Merges the checkpoints of all ranks into the ordinary Lightning checkpoint.
 
     Args:
         parts: One checkpoint dictionary per rank, optimizer states by name.
 
     Returns:
-        The first one's entries, with the weights and optimizer states of all.
+        The first rank's entries, with the weights and optimizer states of all ranks.
     """
     merged: dict[str, Any] = {}
     for part in parts:
@@ -249,7 +249,7 @@ def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Takes the model's and the optimizers' tensors out, keyed as in the files."""
+    """Separates the model's and the optimizers' tensors, keyed as in the files, from the rest."""
     tensors: dict[str, Tensor] = {}
     rest = dict(checkpoint)
     for key in SECTIONS.keys() & checkpoint.keys():
@@ -275,7 +275,7 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Collects the few entries that are not tensors, of modules and optimizers, from all ranks."""
+    """Gathers the few entries of modules and optimizers that are not tensors from all ranks."""
     if group is None:
         return {}
     sections = sorted(SECTIONS.keys() & rest.keys())
@@ -318,7 +318,7 @@ def _read_tensors(
 
 
 def _read_error(path: Path, error: dcp.CheckpointException) -> Exception:
-    """Makes an ordinary error of torch's, which nothing catches that waits for one."""
+    """Converts torch's error, which is no ``Exception``, into an ordinary one."""
     cause = next(iter(error.failures.values()))[0]
     if isinstance(cause, OSError):
         return cause
@@ -330,14 +330,14 @@ def _read_error(path: Path, error: dcp.CheckpointException) -> Exception:
 
 @contextmanager
 def _silent_about_one_process() -> Iterator[None]:
-    """Hides the warning by which torch announces what `no_dist` asks for."""
+    """Hides torch's warning that `no_dist` loads or saves in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* in a single process.*")
         yield
 
 
 def _room_for(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
-    """Makes the tensor to read into; optimizer state of a parameter's shape lies as that does."""
+    """Creates the tensor to read into, sharded like its parameter if the shapes are equal."""
     if parameter is not None and is_storable(parameter) and parameter.shape == info.size:
         return torch.empty_like(parameter, dtype=info.properties.dtype)
     return torch.empty(info.size, dtype=info.properties.dtype)

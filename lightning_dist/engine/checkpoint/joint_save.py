@@ -1,8 +1,8 @@
-"""A save that all ranks make together, or none does.
+"""A save that succeeds on all ranks or on none.
 
-Each step ends with the ranks telling each other how it went. So a full disk, or one that another
-host does not see, ends the save on all ranks at the same step and with the same error, and no rank
-waits for one that has failed.
+After each step the ranks gather each other's outcomes. So a full disk, or a disk that another host
+does not see, ends the save on all ranks at the same step and with the same error. No rank waits for
+a failed one.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _SEEN_SECONDS = 5.0  # how long a network file system may take to show a new fil
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """How a step went on a rank.
+    """The outcome of a step on a rank.
 
     Attributes:
-        host: Its name.
-        result: What the step returned.
-        failure: What it raised, in words; empty if nothing.
-        failed_rank: Where that was; torch raises some errors of one rank on all.
-        is_storage: Whether that was the file system's.
+        host: Name of the rank's host.
+        result: Result of the step.
+        failure: The step's error, in words; empty without an error.
+        failed_rank: The rank on which the error began; torch raises some errors on all ranks.
+        is_storage: Whether the error was the file system's.
     """
 
     host: str
@@ -53,8 +53,8 @@ class JointSave:
     """This rank's part in a save; see the module's docstring.
 
     Args:
-        path: The checkpoint's, the same on all ranks.
-        group: All ranks that save; must take CPU tensors. None for a process of its own.
+        path: Path of the checkpoint, the same on all ranks.
+        group: Group of all ranks that save, for CPU tensors; None for a single process.
     """
 
     def __init__(self, path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
@@ -64,17 +64,17 @@ class JointSave:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """Whether this rank writes the files that are written once."""
         return self._rank == 0
 
     def step(self, action: Callable[[], Any]) -> list[Any]:
-        """Runs an action on each rank; all ranks must call it.
+        """Runs an action on each rank. Collective: every rank must call it.
 
         Args:
-            action: This rank's.
+            action: This rank's action.
 
         Returns:
-            What it returned on each rank.
+            The results of all ranks' actions.
 
         Raises:
             NotSavedError: A rank could not write.
@@ -89,13 +89,13 @@ class JointSave:
         return [report.result for report in reports]
 
     def open_folder(self, folder: Path) -> None:
-        """Makes an empty directory that each rank sees; all ranks must call it.
+        """Creates an empty directory that each rank sees. Collective: every rank must call it.
 
         Args:
-            folder: Removed first, if there is one.
+            folder: Path of the directory; an existing one is removed first.
 
         Raises:
-            ValueError: A rank does not see it: it has another disk.
+            ValueError: A rank has another disk and does not see the directory.
         """
         name = self.step(lambda: _make_marked(folder) if self.is_first else None)[0]
         reports, _ = self._reports(lambda: _is_seen(folder / name))
@@ -127,13 +127,13 @@ class JointSave:
 
 
 def path_to_read(path: str, group: dist.ProcessGroup) -> str:
-    """Returns the first rank's path, or where this rank does not see it, its own.
+    """Returns the first rank's path, or this rank's own path if it does not see the first one.
 
-    Collective: all ranks of the group must call it.
+    Collective: every rank of the group must call it.
 
     Args:
-        path: This rank's, of the file system.
-        group: All ranks that load.
+        path: This rank's path of the checkpoint.
+        group: Group of all ranks that load.
 
     Raises:
         ValueError: Some ranks have a checkpoint to read, and others see none.
@@ -158,7 +158,7 @@ def _host_that_sees(reports: list[_Report]) -> str:
 
 
 def _first_cause(error: BaseException, rank: int) -> tuple[int, BaseException]:
-    """Finds where what went wrong, also in what torch makes of it for all ranks."""
+    """Returns the rank and the error that began a failure, also from torch's joint exception."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         place = min(error.failures)
         return place, error.failures[place][0]
@@ -166,7 +166,7 @@ def _first_cause(error: BaseException, rank: int) -> tuple[int, BaseException]:
 
 
 def _make_marked(folder: Path) -> str:
-    """Makes a directory, with a file that no directory of this path on another disk has."""
+    """Creates a directory, with a file that no directory of this path on another disk has."""
     remove(folder)
     folder.mkdir(parents=True)
     name = f".seen.{uuid4().hex}"

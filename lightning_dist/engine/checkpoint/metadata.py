@@ -1,9 +1,9 @@
 """The index of a checkpoint's shards, read without trusting the file.
 
-torch pickles the index, and its own reader calls whatever the file names. Here a name stands for a
-record, which has no behaviour and keeps what the file says of an object. Once the values have been
-checked, torch's own objects are made of the records. The shards themselves torch reads as tensors
-only.
+torch pickles the index, and torch's own reader calls any function that the file names. Here a name
+stands for a record, which has no behaviour and stores the file's arguments and state of an object.
+When the values have been checked, the records are converted to torch's own objects. torch reads the
+shards themselves as tensors only.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ METADATA_FILE = ".metadata"
 
 
 class ShardReader(FileSystemReader):
-    """Reads shards, and an index that may come from anywhere.
+    """Reads shards, and an index that need not be trusted.
 
     Args:
         path: The checkpoint's directory.
 
     Raises:
-        ValueError: The index is none that torch writes.
+        ValueError: The index is not one that torch writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,17 +50,17 @@ class ShardReader(FileSystemReader):
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns what a file holds that torch has refused to load, without torch's advice to trust it.
+    """Returns the reason why torch refused a file, without torch's advice to trust the file.
 
     Args:
-        error: That ``torch.load`` has raised.
+        error: The error that ``torch.load`` has raised.
     """
     lines = [line.strip() for line in str(error).splitlines()] or [""]
     return next((line for line in lines if "GLOBAL" in line), lines[0])
 
 
 class _Record:
-    """What a file says of an object: the arguments that make it, and its state."""
+    """An object as the file describes it: constructor arguments and state."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -97,7 +97,7 @@ _RECORDS |= {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records, sizes and dtypes, and nothing else."""
+    """Creates records, sizes and dtypes, and nothing else."""
 
     @override
     def find_class(self, module_name: str, name: str) -> Any:

@@ -1,9 +1,9 @@
 """Optimizer state by parameter name.
 
 torch numbers an optimizer's state by position, so a rank that holds a part of the model has other
-numbers than a single device. By name the state means the same under every layout. The order of the
-names is the one in which ``configure_optimizers`` grouped the whole model's parameters, so the
-numbers of an ordinary checkpoint can be made from the names, and back.
+numbers than a single device. By name the state means the same under every layout. The names have
+the order in which ``configure_optimizers`` grouped the whole model's parameters. So names can be
+converted to the numbers of an ordinary checkpoint, and back.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def name_groups(
     """Names the parameters of an optimizer.
 
     Args:
-        optimizer: Of the module's parameters.
-        module: The whole model, or what this rank holds of it.
-        firsts: In the whole model, where a part of it may know a tied parameter by another name.
+        optimizer: Optimizer of the module's parameters.
+        module: The whole model, or this rank's part of it.
+        firsts: First names in the whole model, for a part may have a later name of a tied one.
 
     Raises:
-        ValueError: A parameter is not the module's.
+        ValueError: A parameter does not belong to the module.
     """
     names = {id(p): firsts.get(name, name) for name, p in module.named_parameters()}
     for group in optimizer.param_groups:
@@ -51,11 +51,11 @@ def name_groups(
 
 
 def keep_own_parameters(optimizer: Optimizer, module: nn.Module) -> None:
-    """Takes the parameters of other ranks, and their state, out of an optimizer; its groups stay.
+    """Removes the parameters of other ranks, and their state, from an optimizer; its groups stay.
 
     Args:
-        optimizer: Built on the whole model. Some optimizers make their state when they are built.
-        module: What this rank holds of it.
+        optimizer: Optimizer of the whole model; some optimizers create state when they are built.
+        module: This rank's part of the model.
     """
     own = {id(p) for p in module.parameters()}
     for group in optimizer.param_groups:
@@ -67,11 +67,11 @@ def keep_own_parameters(optimizer: Optimizer, module: nn.Module) -> None:
 def regroup(
     optimizer: Optimizer, module: nn.Module, names: GroupNames, firsts: FirstNames = _NO_TIES
 ) -> None:
-    """Gives an optimizer the parameters that this rank has now; its groups stay what they are.
+    """Puts this rank's present parameters into an optimizer's groups.
 
     Args:
-        optimizer: This rank's; those who hold it, such as schedulers, hold the same one after.
-        module: What this rank holds of the model.
+        optimizer: This rank's optimizer, changed in place, so that schedulers keep it.
+        module: This rank's part of the model.
         names: All parameters' names by group.
         firsts: As for :func:`name_groups`.
     """
@@ -83,11 +83,11 @@ def regroup(
 def state_by_name(
     optimizer: Optimizer, module: nn.Module, names: GroupNames, firsts: FirstNames = _NO_TIES
 ) -> dict[str, Any]:
-    """Gives an optimizer's state with names for numbers.
+    """Returns an optimizer's state with names for numbers.
 
     Args:
-        optimizer: This rank's.
-        module: What this rank holds of the model.
+        optimizer: This rank's optimizer.
+        module: This rank's part of the model.
         names: All parameters' names by group.
         firsts: As for :func:`name_groups`.
 
@@ -108,19 +108,19 @@ def state_by_name(
 
 
 def is_named(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer state dict has names for numbers.
+    """Returns whether an optimizer state dict has names for numbers.
 
     Args:
-        state: An ordinary one, or what :func:`state_by_name` gives.
+        state: An ordinary state dict, or a result of :func:`state_by_name`.
     """
     return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
 
 
 def to_numbers(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes an ordinary optimizer state dict from one by names.
+    """Converts an optimizer state dict by names to an ordinary one.
 
     Args:
-        named: What :func:`state_by_name` gives; may hold any part of the states.
+        named: A result of :func:`state_by_name`; may hold any part of the states.
     """
     numbers: dict[str, int] = {}
     for group in named["param_groups"]:
@@ -136,11 +136,11 @@ def to_numbers(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
-    """Names the state of an ordinary optimizer state dict; the inverse of :func:`to_numbers`.
+    """Converts an ordinary optimizer state dict to names; the inverse of :func:`to_numbers`.
 
     Args:
-        numbered: From an ordinary checkpoint.
-        names: The present optimizer's parameters' names by group.
+        numbered: The state dict of an ordinary checkpoint.
+        names: Names of the present optimizer's parameters by group.
 
     Raises:
         ValueError: The groups do not match.
@@ -169,12 +169,12 @@ def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
 def add_groups(
     optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any], firsts: FirstNames = _NO_TIES
 ) -> None:
-    """Adds the groups that an optimizer had when it was saved, and has not got yet.
+    """Adds the groups that the saved optimizer had and this one lacks.
 
     Args:
-        optimizer: Changed.
-        module: The model, all of whose parameters are here, in whole or in part.
-        state: Of the optimizer; of an ordinary one nothing is known of what is in its groups.
+        optimizer: The optimizer, changed in place.
+        module: The model, with all of its parameters, whole or sharded.
+        state: State dict of the saved optimizer; without names no groups are added.
         firsts: As for :func:`name_groups`.
     """
     parameters = {firsts.get(name, name): p for name, p in module.named_parameters()}
@@ -189,14 +189,14 @@ def load_by_name(
     named: Mapping[str, Any],
     firsts: FirstNames = _NO_TIES,
 ) -> None:
-    """Loads the part of a state that is this rank's.
+    """Loads this rank's part of an optimizer state.
 
-    State of a sharded parameter's shape is sharded like it; no rank waits for another.
+    State of a sharded parameter's shape is sharded like the parameter, without communication.
 
     Args:
-        optimizer: This rank's.
-        module: What this rank holds of the model.
-        named: Of the whole model or any part that holds this rank's.
+        optimizer: This rank's optimizer.
+        module: This rank's part of the model.
+        named: State by names, of the whole model or of a part that includes this rank's.
         firsts: As for :func:`name_groups`.
     """
     own: Sequence[Sequence[str]] = name_groups(optimizer, module, firsts)

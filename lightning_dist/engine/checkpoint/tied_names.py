@@ -1,9 +1,9 @@
 """Tied parameters in checkpoints: several names, one tensor.
 
 On one device a tied parameter is one tensor with several names in a state dict, and has one entry
-in the optimizer's state. Where two ranks hold a copy each, and know it by different names, a
-checkpoint still shall have one. So what is written bears the *first name* that the whole model has
-for the parameter, and the others are listed beside it, to be put back when it is read.
+in the optimizer's state. If two ranks hold a copy each, under different names, a checkpoint must
+still have one. So a tensor is written under the parameter's *first name* in the whole model. The
+other names are listed beside it, and are restored when the checkpoint is read.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 _KEY = "tied_names"
 
 FirstNames = Mapping[str, str]
-"""First names of tied parameters by their other ones."""
+"""First names of tied parameters, by each of their other names."""
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
-    """Finds the parameters that have several names.
+    """Returns the first names of the parameters that have several names.
 
     Args:
         module: The whole model.
@@ -34,12 +34,12 @@ def first_names(module: nn.Module) -> dict[str, str]:
 def fold(
     checkpoint: Mapping[str, Any], sections: Iterable[str], firsts: FirstNames
 ) -> dict[str, Any]:
-    """Leaves one name to each tied parameter.
+    """Returns a checkpoint with one name for each tied parameter.
 
     Args:
-        checkpoint: A Lightning checkpoint dictionary, of the whole model or of a part; stays.
-        sections: Keys of its state dicts.
-        firsts: Of the whole model.
+        checkpoint: A Lightning checkpoint dictionary, of the whole model or a part; not changed.
+        sections: Keys of the checkpoint's state dicts.
+        firsts: First names in the whole model.
     """
     if not firsts:
         return dict(checkpoint)
@@ -48,10 +48,10 @@ def fold(
 
 
 def unfold(checkpoint: dict[str, Any], sections: Iterable[str]) -> None:
-    """Gives each tied parameter all of its names again, on one tensor.
+    """Restores all names of each tied parameter, on one tensor.
 
     Args:
-        checkpoint: What :func:`fold` has made; is changed.
+        checkpoint: A result of :func:`fold`, changed in place.
         sections: As for :func:`fold`.
     """
     firsts = checkpoint.pop(_KEY, {})
@@ -61,10 +61,10 @@ def unfold(checkpoint: dict[str, Any], sections: Iterable[str]) -> None:
 
 
 def with_other_names(checkpoint: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Lists the other names of what a checkpoint has by its first name.
+    """Lists the other names of tied parameters, by first name.
 
     Args:
-        checkpoint: What :func:`fold` has made.
+        checkpoint: A result of :func:`fold`.
     """
     others: dict[str, list[str]] = {}
     for name, first in checkpoint.get(_KEY, {}).items():

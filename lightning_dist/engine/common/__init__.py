@@ -1,1 +1,1 @@
-"""Sizes, names and tables that everything else uses."""
+"""Sizes, names and tables that all other packages use."""

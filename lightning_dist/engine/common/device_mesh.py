@@ -1,4 +1,4 @@
-"""torch's mesh of ranks, for what is spread over several of them."""
+"""torch's mesh of ranks, for sharded and replicated tensors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 
 
 def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
-    """Makes the mesh of all ranks; all ranks must call it.
+    """Creates the mesh of all ranks. Collective: every rank must call it.
 
     Args:
-        shape: The sizes.
+        shape: Sizes of the mesh.
         device_type: ``"cpu"`` or ``"cuda"``.
 
     Returns:
-        With each axis of :data:`.AXES` that has more than one rank; with
-        ``dp_shard`` beside ``dp_replicate`` too, and where there is no other.
+        The mesh, with each axis of :data:`.AXES` that has more than one rank. It also has
+        ``dp_shard`` if it has ``dp_replicate``, or no other axis.
     """
     axes = {name: size for name, size in shape.sizes.items() if size > 1}
     if not axes or shape.dp_replicate > 1:
@@ -25,14 +25,14 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
 
 
 def axis(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
-    """Gives this rank's part of a mesh along some axes.
+    """Returns this rank's part of a mesh along some axes.
 
     Args:
-        mesh: From :func:`build_mesh`.
-        names: Of axes.
+        mesh: The mesh that :func:`build_mesh` returned.
+        names: Names of the axes.
 
     Returns:
-        With those of the axes that the mesh has; None if it has none of them.
+        The mesh of the named axes that exist; None if none of them exists.
     """
     present = tuple(name for name in names if name in (mesh.mesh_dim_names or ()))
     return mesh[present] if present else None

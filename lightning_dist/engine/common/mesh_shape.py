@@ -1,8 +1,8 @@
-"""The mesh: how many ranks along which axis, and which rank is where.
+"""The mesh: its size along each axis, and the place of each rank.
 
-Sizes are checked before any process group exists, from integers alone, so that a wrong size is a
+Sizes are checked before any process group exists, from integers alone. So a wrong size is a
 ``ValueError`` on each rank and never a hang. ``tp`` is innermost, for its collectives are the most
-frequent; ``pp`` is outermost, for it sends the least.
+frequent. ``pp`` is outermost, for it sends the least.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ class MeshShape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size by axis, outermost first."""
+        """The size of each axis, outermost axis first."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def world_size(self) -> int:
-        """Ranks of the mesh."""
+        """The number of ranks of the mesh."""
         return self.pp * self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def data_size(self) -> int:
-        """Ranks that read different data."""
+        """The number of ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Gives the place of a rank.
+        """Returns the place of a rank.
 
         Args:
             rank: Global rank.
 
         Returns:
-            Index by axis.
+            The rank's index along each axis.
         """
         places: dict[str, int] = {}
         for name in reversed(AXES):
@@ -70,26 +70,26 @@ class MeshShape:
         return {name: places[name] for name in AXES}
 
     def rank(self, coordinates: dict[str, int]) -> int:
-        """Gives the global rank at a place; the inverse of :meth:`coordinates`."""
+        """Returns the global rank at a place; the inverse of :meth:`coordinates`."""
         rank = 0
         for name in AXES:
             rank = rank * self.sizes[name] + coordinates[name]
         return rank
 
     def data_index(self, rank: int) -> int:
-        """Gives the place of a rank along the data axes together."""
+        """Returns the index of a rank along the data axes together."""
         places = self.coordinates(rank)
         return places["dp_replicate"] * self.dp_shard + places["dp_shard"]
 
     def peers(self, rank: int, *axes: str) -> list[int]:
-        """Lists the ranks that differ from one at most along some axes.
+        """Lists the ranks that have a rank's place along all axes but some.
 
         Args:
             rank: Global rank.
-            axes: The axes that may differ.
+            axes: The axes along which the place may differ.
 
         Returns:
-            Global ranks in mesh order, the given one among them.
+            Global ranks in mesh order, the given rank among them.
         """
         own = self.coordinates(rank)
         return [
@@ -114,11 +114,11 @@ class MeshShape:
 
 
 def fill_mesh(world_size: int, **sizes: int | Literal["auto"]) -> MeshShape:
-    """Makes a mesh of all ranks.
+    """Creates the shape of a mesh of all ranks.
 
     Args:
-        world_size: All ranks.
-        sizes: By axis; at most one is ``"auto"`` and takes what is left.
+        world_size: Number of all ranks.
+        sizes: Sizes by axis; at most one is ``"auto"`` and takes the ranks that are left.
 
     Raises:
         ValueError: The sizes do not multiply to the world size.
@@ -137,12 +137,12 @@ def fill_mesh(world_size: int, **sizes: int | Literal["auto"]) -> MeshShape:
 
 
 def fill_axis(world_size: int, name: str, size: int | Literal["auto"]) -> int:
-    """Gives the size of the one axis that a strategy has, beside the replicas.
+    """Returns the size of a strategy's one axis beside the replicas.
 
     Args:
-        world_size: All ranks.
-        name: Of the strategy's argument.
-        size: Its value; ``"auto"`` is all ranks.
+        world_size: Number of all ranks.
+        name: Name of the strategy's argument.
+        size: Value of the argument; ``"auto"`` is all ranks.
 
     Raises:
         ValueError: Ranks would be left over.
@@ -161,7 +161,7 @@ def fill_axis(world_size: int, name: str, size: int | Literal["auto"]) -> int:
 def _nearest(
     asked: MeshShape, world_size: int, axes: Mapping[str, int | str], num_shown: int = 3
 ) -> str:
-    """Lists the meshes of a size that change the fewest axes by the least."""
+    """Names the meshes of a world size that differ least from the asked one, as text."""
 
     def distance(shape: MeshShape) -> tuple[int, float]:
         pairs = [(shape.sizes[a], asked.sizes[a]) for a in AXES if axes.get(a) != "auto"]

@@ -1,11 +1,9 @@
-"""A number of something that a user asks for.
+"""Checks of numbers that a user passes, patterns for dotted names, and phrases for errors.
 
-Patterns for dotted names, part by part as in torch's ``parallelize_module``.
+Patterns match part by part, as in torch's ``parallelize_module``. ``*`` stands for one part of a
+name, or a piece of one: ``layers.*`` is each layer, and nothing inside a layer.
 
-``*`` stands for one part of a name, or a piece of one: ``layers.*`` is each layer, and nothing
-inside one.
-
-Phrases of an error about a name that fits nothing: what was near it, and what there is.
+The phrases are for an error about a name that matches nothing: similar names, and all names.
 """
 
 from __future__ import annotations
@@ -18,16 +16,16 @@ from numbers import Integral, Real
 
 
 def check_count(name: str, value: object, at_least: int = 1, *, instead: str = "") -> None:
-    """Checks a number of things.
+    """Checks that an argument is an integer of at least some value.
 
     Args:
-        name: Of the argument.
-        value: Its value.
-        at_least: The least number.
-        instead: What else it may be, such as ``"'auto'"``.
+        name: Name of the argument.
+        value: Value of the argument.
+        at_least: The least allowed value.
+        instead: Other allowed values, for the error's text, such as ``"'auto'"``.
 
     Raises:
-        ValueError: It is no integer of at least so much.
+        ValueError: The value is no integer, or too small.
     """
     is_number = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_number or value < at_least:  # type: ignore[operator]
@@ -36,14 +34,14 @@ def check_count(name: str, value: object, at_least: int = 1, *, instead: str = "
 
 
 def check_positive(name: str, value: object) -> None:
-    """Checks an amount.
+    """Checks that an argument is a finite number above zero.
 
     Args:
-        name: Of the argument.
-        value: Its value.
+        name: Name of the argument.
+        value: Value of the argument.
 
     Raises:
-        ValueError: It is no finite number above zero.
+        ValueError: The value is no finite number above zero.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
@@ -51,31 +49,31 @@ def check_positive(name: str, value: object) -> None:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a dotted name fits a pattern.
+    """Returns whether a dotted name matches a pattern.
 
     Args:
-        name: Of a module.
-        pattern: As for :mod:`fnmatch`, with as many parts.
+        name: Dotted name of a module.
+        pattern: A dotted pattern, each part as for :mod:`fnmatch`.
     """
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def with_stars(name: str) -> str:
-    """Gives the pattern that stands for a name and its likes in other layers.
+    """Returns the pattern of a name, with ``*`` for each number.
 
     Args:
-        name: Of a module.
+        name: Dotted name of a module.
     """
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def nearest(wanted: str, available: Iterable[str]) -> str:
-    """Asks whether one of the most similar names, in any case, was meant; empty if none is similar.
+    """Returns a question that suggests similar names, in any case; empty if none is similar.
 
     Args:
-        wanted: What was given.
-        available: What there is.
+        wanted: The name that matches nothing.
+        available: All names.
     """
     names: dict[str, list[str]] = {}
     for name in dict.fromkeys(available):
@@ -90,8 +88,8 @@ def shorten(entries: Sequence[str], max_shown: int = 12) -> str:
     """Lists the first entries and counts the rest.
 
     Args:
-        entries: What to list.
-        max_shown: The longest list that is shown.
+        entries: Entries to list.
+        max_shown: Number of entries that are shown at most.
     """
     more = len(entries) - max_shown
     rest = f" and {more} more" if more > 0 else ""

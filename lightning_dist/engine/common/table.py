@@ -1,7 +1,4 @@
-"""Tables, as text or for whoever draws them otherwise.
-
-Large numbers in three digits.
-"""
+"""Tables as cells or as text, and large numbers in three digits."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from dataclasses import dataclass
 
 
 def format_count(number: int) -> str:
-    """Writes a number of things.
+    """Returns a count in three digits and a unit.
 
     Args:
-        number: At least 0.
+        number: A count of at least 0.
     """
     return _three_digits(number, ("", "K", "M", "B"))
 
@@ -22,10 +19,10 @@ def scale_of_bytes(num_bytes: float) -> tuple[float, str]:
     """Chooses a unit for an axis, in powers of 1000.
 
     Args:
-        num_bytes: The most that is shown.
+        num_bytes: The largest number of bytes that the axis shows.
 
     Returns:
-        Bytes in the unit, and its name.
+        Bytes per unit, and the unit's name.
     """
     scale, names = 1.0, ["B", "kB", "MB", "GB", "TB"]
     while num_bytes >= 1000 * scale and len(names) > 1:
@@ -34,10 +31,10 @@ def scale_of_bytes(num_bytes: float) -> tuple[float, str]:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Writes a size, in powers of 1000.
+    """Returns a size in three digits and a unit, in powers of 1000.
 
     Args:
-        num_bytes: At least 0.
+        num_bytes: A number of bytes of at least 0.
     """
     return _three_digits(num_bytes, ("B", "kB", "MB", "GB", "TB"))
 
@@ -51,13 +48,13 @@ def _three_digits(number: float, scales: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells with a heading for each column; as text, aligned.
+    """A table of cells with a heading for each column; ``str`` aligns the columns.
 
     Attributes:
-        title: Of the whole.
-        headings: Of the columns.
-        rows: Cells, as many in each row.
-        right: The columns that are aligned to the right, which numbers should be.
+        title: Title of the table.
+        headings: Headings of the columns.
+        rows: Rows of cells, as many in each row as columns.
+        right: Indices of the columns to align to the right, as numbers should be.
     """
 
     title: str
@@ -66,7 +63,7 @@ class Table:
     right: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
-        """Draws it without its title."""
+        """Draws the table without its title."""
         return draw_table([self.headings, *self.rows], self.right)
 
 
@@ -74,8 +71,8 @@ def draw_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> st
     """Aligns the columns of a table.
 
     Args:
-        rows: Cells, as many in each row.
-        right: The columns that are aligned to the right, which numbers should be.
+        rows: Rows of cells, as many in each row as columns.
+        right: Indices of the columns to align to the right, as numbers should be.
 
     Returns:
         A line for each row, with two spaces between columns and none at the end.

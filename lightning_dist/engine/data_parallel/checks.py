@@ -1,4 +1,4 @@
-"""Check that a backward has given all gradients that the replicas are about to average."""
+"""Checks that a backward has computed all gradients that the replicas are about to average."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def check_gradients(without: Sequence[str]) -> None:
     """Checks that the backward has reached each trainable parameter.
 
     Args:
-        without: Names of those that it has not, the same on all ranks.
+        without: Names of the parameters without a gradient, the same on all ranks.
 
     Raises:
-        ValueError: There are some.
+        ValueError: A parameter has no gradient.
     """
     if without:
         raise ValueError(
@@ -29,19 +29,19 @@ def parameters_without_gradient(module: nn.Module) -> list[str]:
     """Names the trainable parameters that this rank's backward has not reached.
 
     Args:
-        module: After a synchronised backward.
+        module: The module after a synchronised backward.
     """
     return [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
 
 
 def check_toggled(toggled: Sequence[str]) -> None:
-    """Checks that no gradients are waited for that cannot come.
+    """Checks that a step has frozen no parameter whose gradient the replicas wait for.
 
     Args:
-        toggled: Names of parameters that are frozen for the moment, in the middle of a step.
+        toggled: Names of the parameters that the step has frozen for a while.
 
     Raises:
-        ValueError: They are.
+        ValueError: The step has frozen a parameter.
     """
     if toggled:
         raise ValueError(

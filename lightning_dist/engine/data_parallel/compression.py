@@ -1,4 +1,4 @@
-"""What gradients travel as between data replicas.
+"""Compression of gradients between data replicas.
 
 The hooks are torch's. ``fp16`` and ``bf16`` halve the bytes of float32 gradients and round each
 rank's share once before the sum. PowerSGD (Vogels et al., NeurIPS 2019) sends a low-rank factor of
@@ -23,12 +23,12 @@ CommHook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Compressor:
-    """A way for gradients to travel.
+    """A DDP communication hook and the count of its bytes.
 
     Attributes:
         state: The hook's first argument.
         hook: Averages a bucket over the ranks.
-        sent_bytes: Bytes that a rank hands over for a bucket; asked right after the hook.
+        sent_bytes: Returns the bytes that a rank sends for a bucket; called right after the hook.
     """
 
     state: Any
@@ -43,11 +43,11 @@ def make_compressor(
     powersgd_rank: int,
     powersgd_start_step: int,
 ) -> Compressor:
-    """Makes what averages the gradients of a model.
+    """Creates the compressor that averages a model's gradients.
 
     Args:
         group: The data replicas.
-        compression: What the gradients travel as.
+        compression: The compression of the gradients.
         powersgd_rank: Columns of PowerSGD's factors.
         powersgd_start_step: Steps with whole gradients before PowerSGD begins.
     """
@@ -61,15 +61,15 @@ def make_compressor(
             matrix_approximation_rank=powersgd_rank,
             start_powerSGD_iter=powersgd_start_step,
         )
-        # The hook's callbacks hold the group, and gloo's own thread may be the last to let go of
-        # one. A group that is destroyed there would wait for that thread: std::terminate.
+        # The hook's callbacks hold the group, and gloo's own thread may free the last callback.
+        # If the group is destroyed on that thread, it waits for the thread itself: std::terminate.
         never_destroy([group])
         return Compressor(state, powerSGD_hook.powerSGD_hook, _FactorBytes(state))
     return Compressor(group, default_hooks.allreduce_hook, _whole_bytes)
 
 
 def _average_in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Runs torch's hook under another name: by its own it is refused wherever NCCL is missing."""
+    """Runs torch's hook under another name, for DDP refuses torch's own name without NCCL."""
     hook: CommHook = default_hooks.bf16_compress_hook
     return hook(group, bucket)
 
@@ -83,7 +83,7 @@ def _half_bytes(bucket: dist.GradBucket) -> int:
 
 
 class _FactorBytes:
-    """Reads PowerSGD's own count of what it sends: both factors, and vectors as they are."""
+    """Reads PowerSGD's own count of sent elements: both factors, and uncompressed vectors."""
 
     def __init__(self, state: powerSGD_hook.PowerSGDState) -> None:
         self._state = state

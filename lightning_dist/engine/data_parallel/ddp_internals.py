@@ -1,7 +1,7 @@
-"""What torch's DistributedDataParallel does by itself only for a backward behind its forward.
+"""Private functions of torch's DistributedDataParallel, for a backward inside its forward.
 
-A step that calls backward itself does so inside the wrapper's forward, and the wrapper prepares
-nothing for that. The names have no public counterpart.
+The wrapper prepares its reducer only for a backward after its forward. A step that calls backward
+itself does so inside the wrapper's forward. These functions have no public counterpart.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ def prepare_for_backward(ddp: DistributedDataParallel, outputs: object) -> None:
     """Makes the reducer expect a backward, as the wrapper's forward does when it returns.
 
     Args:
-        ddp: Averages gradients in this backward.
-        outputs: Where the backward begins.
+        ddp: The wrapper that averages gradients in this backward.
+        outputs: The tensors at which the backward begins.
     """
     if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
         return
@@ -27,9 +27,9 @@ def prepare_for_backward(ddp: DistributedDataParallel, outputs: object) -> None:
 
 
 def remove_gradient_hooks(ddp: DistributedDataParallel) -> None:
-    """Takes a wrapper off its parameters; ``_remove_autograd_hooks`` has no public name.
+    """Removes a wrapper's hooks from its parameters.
 
     Args:
-        ddp: Will not be used again.
+        ddp: The wrapper, which must not be used again.
     """
     ddp._remove_autograd_hooks()

@@ -1,9 +1,7 @@
-"""How the replicas of a model average their gradients.
-
-Let a wrapper that hooks into ``forward`` see a LightningModule's steps.
+"""Options of torch's DistributedDataParallel, and the module that it wraps.
 
 DistributedDataParallel prepares itself in its forward. A Lightning step is another method of the
-module, so the wrapper gets a module whose forward is whatever step is asked for.
+module, so the wrapper gets a :class:`StepModule`, whose forward runs any step.
 """
 
 from __future__ import annotations
@@ -34,25 +32,25 @@ class StepModule(nn.Module):
         """Runs a step.
 
         Args:
-            step: Computes with the module's parameters.
-            arguments: Of the step.
-            keywords: Of the step.
+            step: The function that computes with the module's parameters.
+            arguments: The step's positional arguments.
+            keywords: The step's keyword arguments.
         """
         return step(*arguments, **keywords)
 
 
 @dataclass(frozen=True, slots=True)
 class GradientExchange:
-    """The dials of torch's DistributedDataParallel that this package turns.
+    """The options of torch's DistributedDataParallel that this package sets.
 
     Attributes:
-        compression: What gradients travel as.
+        compression: The compression of the gradients.
         powersgd_rank: Columns of PowerSGD's factors.
         powersgd_start_step: Steps with whole gradients before PowerSGD begins.
-        overlap: Whether gradients travel while the backward runs.
-        bucket_megabytes: Size of a bucket, if they do.
-        static_graph: As for the strategy.
-        find_unused_parameters: As for the strategy.
+        overlap: Whether gradients are reduced while the backward runs.
+        bucket_megabytes: Size of a bucket, if ``overlap``.
+        static_graph: Whether each step uses the same autograd graph.
+        find_unused_parameters: Whether steps may leave parameters out.
     """
 
     compression: Compression
@@ -67,8 +65,8 @@ class GradientExchange:
         """Wraps a module, whose replicas are equal already.
 
         Args:
-            module: The user's.
-            meter: Is told of what travels, if anybody wants to know.
+            module: The user's module.
+            meter: Counts the bytes sent and the waits; None to measure nothing.
         """
         ddp = DistributedDataParallel(
             StepModule(module),
@@ -79,7 +77,7 @@ class GradientExchange:
             init_sync=False,
         )
         if self.compression == "none" and meter is None:
-            return ddp  # the average that is built in needs no Python
+            return ddp  # torch's built-in average runs without Python
         compressor = make_compressor(
             ddp.process_group,
             self.compression,

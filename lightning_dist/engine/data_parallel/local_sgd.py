@@ -1,9 +1,9 @@
 """Local SGD: replicas step on their own gradients and average their weights now and then.
 
-Between two averages nothing travels (Stich, ICLR 2019). A warm-up with averaged gradients first
-makes it post-local SGD (Lin et al., ICLR 2020). The optimizers' state stays each replica's own.
-Whoever looks at the weights must see the average, so there is one more before each validation, in
-each checkpoint and at the end, as an asynchronous pipeline is drained there.
+Between two averages nothing is sent (Stich, ICLR 2019). With a warm-up on averaged gradients, the
+method is post-local SGD (Lin et al., ICLR 2020). The optimizers' state stays each replica's own.
+Validation and checkpoints must see the average. So the weights are also averaged before each
+validation, in each checkpoint and at the end, where an asynchronous pipeline is drained.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lightning_dist.engine.data_parallel.replicas import average
 
 
 class LocalSGD:
-    """One replica's count of the steps that the others do not know of.
+    """Counts a replica's local steps, and averages the weights when they are due.
 
     Args:
-        module: The replica.
-        group: The replicas; takes CPU tensors.
+        module: This rank's replica.
+        group: Group of the replicas, for CPU tensors.
         sync_every: Optimizer steps from one average of the weights to the next; 1 averages the
             gradients of each step instead.
         warmup_steps: Steps with averaged gradients at the start.
-        meter: Is told of what travels, if anybody wants to know.
+        meter: Counts the bytes sent and the waits; None to measure nothing.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class LocalSGD:
         self._stepped: set[nn.Parameter] = set()
 
     def is_local(self, step: int) -> bool:
-        """Whether a step keeps its gradients to itself; one replica alone always does.
+        """Returns whether a step's gradients are not averaged; a single replica never averages.
 
         Args:
-            step: Optimizer steps before it, resumed ones included.
+            step: Optimizer steps before this one, those of a resumed run included.
         """
         return self._is_alone or (self._sync_every > 1 and step >= self._warmup_steps)
 
@@ -66,7 +66,7 @@ class LocalSGD:
             self.average()
 
     def average(self) -> None:
-        """Averages the weights, if a step has been local since the last time."""
+        """Averages the weights, if a step has been local since the last average."""
         if self._num_local_steps == 0:
             return
         self._num_local_steps = 0

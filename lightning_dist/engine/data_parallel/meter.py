@@ -1,7 +1,7 @@
-"""Count the bytes that a data replica sends, and the time that it waits for them.
+"""Counts the bytes that a data replica sends, and the time that the replica waits for averages.
 
-A replica waits from the moment when its last bucket of gradients is complete, for then it has
-nothing left to compute, to the moment when the last average is there.
+When a replica's last bucket of gradients is complete, it has nothing left to compute. So a wait
+begins then, and ends when the last average has arrived.
 """
 
 # No postponed annotations here: torch compares those of a hook with its own classes.
@@ -20,10 +20,10 @@ from lightning_dist.engine.schedules.timeline import SpanKind
 
 
 class CommunicationMeter:
-    """What one rank sends.
+    """Counts the bytes that this rank sends, and its waits.
 
     Args:
-        recorder: Gets a span for each bucket and each wait.
+        recorder: Records a span for each bucket and each wait.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -36,10 +36,10 @@ class CommunicationMeter:
         self.update = 0
 
     def watch(self, compressor: Compressor) -> CommHook:
-        """Makes a hook that does the same and is metered.
+        """Returns a compressor's hook, with a measurement around it.
 
         Args:
-            compressor: Averages a bucket.
+            compressor: The compressor that averages a bucket.
         """
 
         def metered(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -59,10 +59,10 @@ class CommunicationMeter:
 
     @contextmanager
     def sending(self, num_bytes: int) -> Iterator[None]:
-        """Meters a collective that is waited for at once.
+        """Returns a context manager that measures a blocking collective.
 
         Args:
-            num_bytes: What this rank hands over.
+            num_bytes: Bytes that this rank sends.
 
         Yields:
             Nothing.
@@ -75,12 +75,12 @@ class CommunicationMeter:
         self._note_wait(start, end)
 
     def end_backward(self) -> Any | None:
-        """Notes the wait at the end of a backward, if it has sent all gradients.
+        """Records the wait at the end of a backward, if the backward has sent all gradients.
 
-        Where some are missing the rest is sent, and waited for, when the backward is over.
+        If gradients are missing, the last bucket is sent and awaited after the backward.
 
         Returns:
-            The mark of when there was nothing left to compute; None if it did not wait.
+            The mark of the wait's beginning; None if there was no wait.
         """
         if not self._is_last_sent:
             return None
@@ -97,7 +97,7 @@ class CommunicationMeter:
         return Action(0, ActionKind.REDUCE_GRAD, self.update)
 
     def take(self) -> tuple[int, float]:
-        """Gives the bytes and the seconds of waiting since the last time."""
+        """Returns the bytes and the seconds of waiting since the last call."""
         seconds = self._recorder.seconds
         waited = sum(seconds(end) - seconds(start) for start, end in self._waits)
         num_bytes, self._num_bytes = self._num_bytes, 0

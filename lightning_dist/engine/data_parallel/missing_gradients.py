@@ -1,11 +1,11 @@
-"""Complete an exchange of gradients that waits for some which this rank does not have.
+"""Completes an all-reduce of gradients that waits for gradients which this rank does not have.
 
 torch's DistributedDataParallel sends a bucket when each parameter in it has got its gradient. When
-a step leaves a parameter out on one rank, the others wait for it for ever. A gradient that is not
-there is zero, and counts as that here. What no rank has used is a mistake that all of them must
-tell at once. But a rank that lacks nothing knows of none, and to ask it would take a message in
-each step. So a rank leaves a note of what it lacks before it sends the zeros: whoever has all
-averages has got them from all ranks, and finds the notes of all that have left one.
+a step leaves a parameter out on one rank, the other ranks wait for ever. Here a missing gradient
+counts as zero. A parameter that no rank has used is a mistake, which all ranks must report in the
+same step. But a rank that lacks nothing cannot know of it, and a message in each step costs time.
+So a rank leaves a note of its missing gradients before it sends the zeros. A rank that has all
+averages has received them from all ranks, so it finds all notes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lightning_dist.engine.comms.store_notes import RankNotes, finish
 
 
 class MissingGradients:
-    """Looks behind each backward that averages gradients.
+    """Sends zeros for the gradients that are missing after a backward.
 
     Args:
         module: This rank's replica.
-        notes: Of the replicas.
+        notes: Store for the notes of the replicas.
     """
 
     def __init__(self, module: nn.Module, notes: RankNotes) -> None:
@@ -39,7 +39,7 @@ class MissingGradients:
         self._hooks: dict[int, RemovableHandle] = {}
 
     def begin_backward(self) -> None:
-        """Looks which gradients earlier backwards have left, and begins to watch what arrives."""
+        """Records the gradients of earlier backwards, and hooks into each trainable parameter."""
         self._arrived.clear()
         self._had_gradient = [parameter.grad is not None for parameter in self._parameters]
         for index, parameter in enumerate(self._parameters):
@@ -51,7 +51,7 @@ class MissingGradients:
         """Sends zeros for the gradients that are missing, and waits for the averages.
 
         Returns:
-            Names of parameters that no rank has a gradient of; the same on all ranks.
+            Names of the parameters that have no gradient on any rank; the same on all ranks.
         """
         self._num_rounds += 1
         missing = [
@@ -68,7 +68,7 @@ class MissingGradients:
         return [self._names[index] for index in self._notes.common(self._num_rounds, without)]
 
     def close(self) -> None:
-        """Stops watching."""
+        """Removes the hooks."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -78,10 +78,10 @@ class MissingGradients:
 
 
 def zero_loss(parameters: Sequence[Tensor]) -> Tensor:
-    """Gives a loss of zero whose gradients are zeros.
+    """Returns a loss of zero whose gradients are zeros.
 
     Args:
-        parameters: What it depends on, at least one.
+        parameters: The parameters that the loss depends on, at least one.
     """
     # Sums of no elements: zero even if a weight is not finite.
     return torch.stack([p.reshape(-1)[:0].sum().float() for p in parameters]).sum()

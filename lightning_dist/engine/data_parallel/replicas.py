@@ -1,4 +1,4 @@
-"""Keep the data replicas of a stage equal."""
+"""Collectives that keep the data replicas of a stage equal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _BUCKET_BYTES = 25 * 2**20
 
 @torch.no_grad()
 def broadcast_state(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Gives each rank the parameters and buffers of the first.
+    """Broadcasts the first rank's parameters and buffers. Collective: every rank must call it.
 
     Args:
-        tensors: The same on each rank of the group but for their values.
-        group: The ranks; takes CPU tensors.
+        tensors: The tensors to fill, of the same shapes on each rank of the group.
+        group: Group of the replicas, for CPU tensors.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -30,22 +30,22 @@ def broadcast_state(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Averages ``p.grad`` over the replicas, in buckets of some megabytes.
+    """Averages ``p.grad`` over the replicas, in buckets. Collective: every rank must call it.
 
     Args:
-        parameters: The same on each rank of the group; those without a gradient are left alone.
-        group: The replicas; takes CPU tensors.
+        parameters: Parameters, the same on each rank; without a gradient one is left out.
+        group: Group of the replicas, for CPU tensors.
     """
     average([p.grad for p in parameters if p.grad is not None], group)
 
 
 @torch.no_grad()
 def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Averages tensors over the replicas in place, in buckets of some megabytes.
+    """Averages tensors over the replicas in place. Collective: every rank must call it.
 
     Args:
-        tensors: Of the same shapes on each rank of the group.
-        group: The replicas; takes CPU tensors.
+        tensors: Tensors of the same shapes on each rank of the group, sent in buckets.
+        group: Group of the replicas, for CPU tensors.
     """
     size = dist.get_world_size(group)
     pending = []

@@ -1,7 +1,7 @@
-"""Notice that parameters have been frozen or unfrozen since the replicas were wrapped.
+"""Detects parameters that were frozen or unfrozen since the replicas were wrapped.
 
 torch's DistributedDataParallel averages the gradients of the parameters that were trainable when it
-was built, and of no others. Fine-tuning thaws layers as it goes, which calls for another wrapper.
+was built, and of no others. Fine-tuning unfreezes layers as it goes, which needs a new wrapper.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _ADVICE = "Freeze and unfreeze the same parameters on each rank, in the same hoo
 
 
 class TrainableSet:
-    """Which parameters are trained, the same ones on each rank.
+    """The trainable parameters, which must be the same on each rank.
 
-    A rank that sees a change needs to know whether the others see it too, but must not wait for one
-    that has gone on without. So each rank posts a fingerprint of its set before each batch. Who has
-    a change waits for the others', which are on their way whatever they saw; nobody else waits.
+    A rank that sees a change must know whether the other ranks see it too. But it must not wait for
+    a rank that sees none and goes on. So each rank posts a fingerprint of its set before each
+    batch. Only a rank with a change waits for the fingerprints, which every rank has posted.
 
     Args:
         module: This rank's replica.
-        group: The replicas; a gloo group.
+        group: A gloo group of the replicas.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -39,10 +39,10 @@ class TrainableSet:
         self._pending: tuple[dist.Work, Tensor] | None = None
 
     def begin_batch(self) -> list[nn.Parameter] | None:
-        """Looks for a change; each rank must call it once before each training batch.
+        """Returns the newly frozen parameters, before a batch. Collective: every rank must call it.
 
         Returns:
-            The parameters that are trained no more, if anything has changed; None if not.
+            The parameters frozen since the last batch; None if the trainable set has not changed.
 
         Raises:
             ValueError: The ranks' sets differ, or nothing is left to train.
@@ -66,14 +66,14 @@ class TrainableSet:
         return [p for was, now, p in frozen if was and not now]
 
     def check_step(self, *, exactly: bool) -> None:
-        """Checks that the step did not change what its gradients were prepared for.
+        """Checks that the step did not change the set of trainable parameters.
 
         Args:
-            exactly: Whether freezing counts too. Steps that call backward themselves freeze one
-                optimizer's parameters while another's are trained.
+            exactly: Whether a frozen parameter is an error too. Steps that call backward themselves
+                freeze one optimizer's parameters while another's are trained.
 
         Raises:
-            ValueError: It did.
+            ValueError: The step has changed the set.
         """
         flags = self._read()
         changed = self._changed(flags)
@@ -88,15 +88,15 @@ class TrainableSet:
             )
 
     def left_out(self) -> list[str]:
-        """Names what has been frozen since the batch began, and got no gradient."""
+        """Names the parameters that were frozen since the batch began and have no gradient."""
         rows = zip(self._names, self._parameters, self._flags, strict=True)
         return [n for n, p, was in rows if was and not p.requires_grad and p.grad is None]
 
     def close(self, *, failed: bool) -> None:
-        """Waits for what is on its way.
+        """Waits for the pending all-reduce.
 
         Args:
-            failed: Whether a rank has failed, so that it may never come.
+            failed: Whether a rank has failed, so that the all-reduce may never end.
         """
         if self._pending is not None and not failed:
             self._pending[0].wait()
@@ -132,14 +132,14 @@ class TrainableSet:
 
 
 def average_left_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Averages what parameters have accumulated before they were frozen.
+    """Averages the gradients accumulated before their parameters were frozen.
 
-    The step that ends the accumulation averages those of trained parameters only, and optimizers
-    apply whatever gradient there is.
+    The step that ends the accumulation averages the gradients of trainable parameters only, but
+    optimizers apply every gradient. Collective: every rank must call it.
 
     Args:
-        parameters: The frozen ones.
-        group: The replicas; a gloo group.
+        parameters: The frozen parameters.
+        group: A gloo group of the replicas.
     """
     if not parameters:
         return

@@ -1,9 +1,9 @@
 """One rank's replica under torch's DistributedDataParallel, through the steps of a run.
 
-What the wrapper does not know of: parameters that are frozen or thawed between batches, gradients
-that a step leaves out on some ranks, and steps that call backward themselves. A wrapper of a static
-graph learns it in the first backward that it sees, and averages there whatever it was told. So it
-is not put on before a step whose gradients are to be averaged.
+The wrapper does not support three things: parameters that are frozen or unfrozen between batches,
+gradients that a step leaves out on some ranks, and steps that call backward themselves. With a
+static graph, the wrapper records the graph in its first backward and always averages there. So a
+replica with a static graph is not wrapped before a step whose gradients are to be averaged.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from lightning_dist.engine.data_parallel.trainable_set import TrainableSet, aver
 
 
 class WrappedReplica:
-    """Runs the steps of a module, and averages its gradients where they are wanted.
+    """Runs the steps of a module, and averages its gradients where an update needs them.
 
     Args:
-        module: The user's, equal on all ranks.
-        exchange: How gradients are averaged.
-        group: The replicas; a gloo group.
-        make_notes: Makes what the replicas leave notes in.
-        meter: Is told of what travels, if anybody wants to know.
-        is_automatic: Whether backward is called behind a step, and not in it.
+        module: The user's module, equal on all ranks.
+        exchange: Options of the gradient average.
+        group: A gloo group of the replicas.
+        make_notes: Creates the store for the replicas' notes.
+        meter: Counts the bytes sent and the waits; None to measure nothing.
+        is_automatic: Returns whether Lightning calls backward after a step, not the step itself.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WrappedReplica:
 
     @property
     def ddp(self) -> DistributedDataParallel:
-        """The module in its wrapper of the moment; all replicas must ask for a static graph's."""
+        """The module in its present wrapper. With a static graph, every rank must read it."""
         if self._ddp is None:
             self._ddp = self._exchange.wrap(self._module, self._meter)
         return self._ddp
@@ -82,10 +82,12 @@ class WrappedReplica:
             remove_gradient_hooks(self._ddp)
 
     def begin_batch(self, *, is_local: bool) -> None:
-        """Looks whether other parameters are trained now; each rank must call it before each batch.
+        """Wraps the module anew if other parameters are trainable now, before each batch.
+
+        Collective: every rank must call it.
 
         Args:
-            is_local: Whether this replica's next optimizer step is its own.
+            is_local: Whether the next optimizer step uses this replica's own gradients.
 
         Raises:
             ValueError: The ranks train different parameters, or nothing is left to train.
@@ -102,9 +104,9 @@ class WrappedReplica:
         """Runs a training step.
 
         Args:
-            step: The user's.
-            arguments: Of the step.
-            keywords: Of the step.
+            step: The user's step.
+            arguments: The step's positional arguments.
+            keywords: The step's keyword arguments.
         """
         if self._ddp is None and self._keeps_gradients:
             return step(*arguments, **keywords)
@@ -121,7 +123,7 @@ class WrappedReplica:
         """Prepares for a backward.
 
         Args:
-            loss: Where it begins.
+            loss: The tensor at which the backward begins.
             is_local: As for :meth:`begin_batch`.
         """
         if not self._is_automatic() and not is_local:
@@ -132,14 +134,14 @@ class WrappedReplica:
             self._missing.begin_backward()
 
     def end_backward(self, *, is_local: bool) -> None:
-        """Completes the gradients, where this backward was to average them.
+        """Completes the gradients, if this backward was to average them.
 
         Args:
             is_local: As for :meth:`begin_batch`.
 
         Raises:
-            ValueError: The step has changed which parameters are trained, or no rank has a gradient
-                of one.
+            ValueError: The step has changed the trainable parameters, or one of them has no
+                gradient on any rank.
         """
         if is_local or (self._is_automatic() and self._keeps_gradients):
             return
@@ -149,7 +151,7 @@ class WrappedReplica:
             check_gradients(self._complete_gradients())
 
     def _complete_gradients(self) -> list[str]:
-        if self._missing is None:  # a static graph's are known, and no others are waited for
+        if self._missing is None:  # a static graph waits only for the gradients that it knows
             return parameters_without_gradient(self._module)
         without = self._missing.end_backward()
         if self._meter is not None:
@@ -158,7 +160,7 @@ class WrappedReplica:
 
     @contextmanager
     def keeping_gradients(self) -> Iterator[None]:
-        """Keeps gradients on this rank, for its own update or until those of a later backward.
+        """Returns a context manager in which a backward averages no gradients.
 
         Yields:
             Nothing.
@@ -171,10 +173,10 @@ class WrappedReplica:
             self._keeps_gradients = False
 
     def close(self, *, failed: bool) -> None:
-        """Takes the wrapper off.
+        """Removes the wrapper.
 
         Args:
-            failed: Whether a rank has failed, so that what is on its way may never come.
+            failed: Whether a rank has failed, so that a pending all-reduce may never end.
         """
         self._unwrap()
         self._trainable.close(failed=failed)

@@ -1,13 +1,13 @@
 """Compose the parallelisms on a user's module.
 
 The order is the specification: pipeline stages, tensor parallelism, compilation, activation
-checkpointing, shards. What a module, a plan or a policy decides is decided on the whole model,
-before the first cut, so that all ranks find the same, or raise alike.
+checkpointing, shards. Layers, plan and units are chosen on the whole model, before the first cut.
+So all ranks choose the same, or raise the same error.
 
-The root of the shards is not the user's module, for FSDP2 hooks into a forward, and a Lightning
-step is none: it is a :class:`StepModule` around the module, or, since a step of a pipeline ends
-early on most stages, what runs a stage's layers: one for each stage of a rank. So the user's module
-stays of the user's class.
+The root of the shards is not the user's module: FSDP2 hooks into a forward, and a Lightning step is
+none. Without a pipeline the root is a :class:`StepModule` around the module. In a pipeline a step
+ends early on most stages, so each stage of a rank has a root: the module that runs its layers. So
+the user's module keeps the user's class.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ _TWO_SHARDS = (
 
 @dataclass(frozen=True)
 class Parallelism:
-    """What a user asks for.
+    """The parallelisms that a user asks for.
 
     Attributes:
         pipeline: How the model is cut into stages.
-        tensor: How layers are spread.
-        shard: How parameters are sharded.
-        sharding: What follows from that and from the precision.
-        half: What computes in half precision, as ``MixedPrecision`` says.
+        tensor: How tensor parallelism shards the layers.
+        shard: How FSDP shards the parameters.
+        sharding: FSDP's options, from ``shard`` and the precision.
+        half: The modules that compute in half precision, from ``MixedPrecision``.
         is_manual: Whether a step calls backward and updates by itself.
     """
 
@@ -88,15 +88,15 @@ class ParallelModule:
     """A user's module, made parallel.
 
     Attributes:
-        module: The user's.
-        roots: What is called: with the step, or with the input of each stage of this rank.
-        split: How it was cut into stages, if it was.
-        spread: Its layers, if they are spread.
-        units: Names of what is sharded as one.
-        shards: The roots, if they are sharded.
-        summary: Of the units on this rank.
-        sharding: How units are treated that say nothing else.
-        plan: Which layers are spread by a plan that was found, and why not the rest.
+        module: The user's module.
+        roots: The modules to call: with the step, or with the input of each stage of this rank.
+        split: The pipeline split; None without a pipeline.
+        spread: The tensor-parallel module; None without tensor parallelism.
+        units: Names of the FSDP units on this rank.
+        shards: The roots, if they are sharded; else empty.
+        summary: Sizes of the units on this rank.
+        sharding: FSDP options of the units that have none of their own.
+        plan: The layers that ``plan='auto'`` shards, and why not the others; else None.
         is_manual: Whether a step calls backward and updates by itself.
     """
 
@@ -116,12 +116,12 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
     """Makes a module parallel in place.
 
     Args:
-        module: The user's, whole. Parameters may be on the meta device.
-        mesh: From :func:`.build_mesh`.
-        asked: How.
+        module: The user's whole module; parameters may be on the meta device.
+        mesh: The mesh that :func:`.build_mesh` returned.
+        asked: The parallelisms to apply.
 
     Raises:
-        ValueError: A policy or plan matches nothing, or a size cannot be shared out.
+        ValueError: A policy or plan matches no module, or a size is not divisible.
     """
     split = _find_split(module, axis(mesh, "pp"), asked.pipeline)
     keeps = _keep_all if split is None else split.keeps
@@ -174,7 +174,7 @@ def _find_split(
 
 
 def _cut_apart(split: PipelineSplit, cuts: Mapping[str, Placement]) -> list[Tie]:
-    """Lists what several stages use and the plan does not cut alike on each."""
+    """Returns the ties whose parameters the plan does not shard alike on each stage."""
 
     def cuts_on(names: Iterable[str]) -> set[Placement]:
         full = (f"{split.path}.{name}" for name in names)
@@ -191,12 +191,12 @@ def _cut(split: PipelineSplit) -> tuple[nn.Module, ...]:
 
 @dataclass(frozen=True)
 class BesideKept(WrapPolicy):
-    """What the user's policy chooses, and what computes in fp32 and so is gathered by itself.
+    """The user's policy, with a unit of its own for each module that stays in fp32.
 
     Attributes:
-        policy: The user's.
-        half: What may compute in half precision; None for all that Lightning's precision says.
-        is_possible: Whether a module of a name may be a unit.
+        policy: The user's policy.
+        half: Chooses the modules that stay in fp32; None if no module is kept.
+        is_possible: Returns whether the module of a dotted name may be a unit.
     """
 
     policy: WrapPolicy
@@ -204,11 +204,11 @@ class BesideKept(WrapPolicy):
     is_possible: Callable[[str], bool]
 
     def __str__(self) -> str:
-        """Shows what the user has written."""
+        """Returns the user's policy as text."""
         return str(self.policy)
 
     def choose(self, module: nn.Module) -> list[Unit]:
-        """Chooses what is kept in fp32 before the policy's own choice."""
+        """Returns the units that stay in fp32, then the policy's units."""
         shardable = shardable_modules(module)
         kept = [] if self.half is None else self.half.kept(module)
         units = [Unit(n, keep_fp32=True) for n in kept if n in shardable and self.is_possible(n)]
@@ -220,9 +220,9 @@ def _keep_all(_: str) -> bool:
 
 
 def _kept_whole(sharding: ShardingOptions) -> ShardingOptions:
-    """Leaves parameters whole for a round, unless told otherwise.
+    """Turns ``reshard_after_forward`` off, unless the user has set it.
 
-    Each micro-batch would gather them again, twice (as torchtitan found, too).
+    Else each micro-batch would gather the parameters twice (as torchtitan found, too).
     """
     if sharding.reshard_after_forward is not None:
         return sharding
@@ -258,7 +258,7 @@ def _choose_recomputed(module: nn.Module, units: list[Unit], shard: ShardConfig)
 def _spread(
     module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig, split: PipelineSplit | None
 ) -> tuple[TensorParallelModule | None, PlanSummary | None]:
-    """Spreads layers, if they shall be, and describes a plan that was found."""
+    """Applies tensor parallelism, if the mesh has it; returns the summary of an automatic plan."""
     if mesh is not None:
         refuse_spread(module)
     styles: Mapping[str, Style] = {}

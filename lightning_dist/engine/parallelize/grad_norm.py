@@ -16,24 +16,24 @@ from torch.nn.utils import get_total_norm
 from lightning_dist.engine.tensors.dtensor import local_part
 
 FindNorm = Callable[[Sequence[Sequence[Tensor]]], Tensor]
-"""Takes the parameters, grouped by how they are spread; gives the norm of the whole gradient."""
+"""Returns the norm of the whole gradient; takes the parameters, grouped by how they are spread."""
 
 
 def norm_over(group: dist.ProcessGroup | None = None) -> FindNorm:
-    """Gives what adds up the norms of all shards, and of all stages when they are asked.
+    """Returns a function that computes the norm of the gradient over all shards and stages.
 
     Args:
-        group: The stages; takes CPU tensors. None where each rank knows all parameters.
+        group: Group of the stages, for CPU tensors; None if each rank knows all parameters.
     """
     return lambda kinds: _norm(kinds, group)
 
 
 def exclude_tied(copies: Callable[[], Iterable[Tensor]], find_norm: FindNorm) -> FindNorm:
-    """Leaves out of a norm what another rank counts.
+    """Returns a function that leaves the parameters out that another rank counts.
 
     Args:
-        copies: Lists the parameters that are not counted here.
-        find_norm: Finds the norm of the others.
+        copies: Lists the parameters that this rank does not count.
+        find_norm: Computes the norm of the remaining parameters.
     """
 
     def find(kinds: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -45,16 +45,16 @@ def exclude_tied(copies: Callable[[], Iterable[Tensor]], find_norm: FindNorm) ->
 
 
 class AsyncGradNorm:
-    """Norms that the stages agree on while they work, for updates that are not yet due.
+    """All-reduces gradient norms over the stages while they compute, before an update is due.
 
-    A stage has an update's gradients some micro-batches before the update, and the later stages
-    have them earlier. So each adds its own to a sum as soon as it can, which gloo's threads do, and
-    waits for the sum when it clips. By then all stages have joined it: with as many micro-batches
-    per batch as there are stages after the first, what the last stage sends back when its batch is
-    complete has come to the first one before the last has ended its next batch.
+    A stage has an update's gradients some micro-batches before the update, later stages earlier.
+    So each stage starts the all-reduce as soon as it has its gradients, on gloo's threads. It
+    waits for the sum when it clips. By then all stages have joined the all-reduce, if a batch has
+    at least as many micro-batches as there are stages after the first. Then the gradients that the
+    last stage sends for a batch reach the first stage before the last stage ends its next batch.
 
     Args:
-        group: The stages; takes CPU tensors.
+        group: Group of the stages, for CPU tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -62,14 +62,14 @@ class AsyncGradNorm:
         self._pending: dict[int, tuple[dist.Work, Tensor]] = {}
 
     def post(self, update: int, gradients: Iterable[Tensor]) -> None:
-        """Joins the sum; returns at once.
+        """Starts the all-reduce of an update's norm; does not wait for the other stages.
 
         Args:
-            update: Which, counted since the last drain.
-            gradients: Of this stage.
+            update: Index of the update since the last drain.
+            gradients: This stage's gradients of the update.
         """
         if update == 0:
-            self._pending.clear()  # nobody has asked for them
+            self._pending.clear()  # norms from before the drain that no update has read
         own = list(gradients)
         squared = _squared_norm(own).cpu() if own else torch.zeros((), dtype=torch.float64)
         work = dist.all_reduce(squared, group=self._group, async_op=True)
@@ -77,10 +77,10 @@ class AsyncGradNorm:
         self._pending[update] = (work, squared)
 
     def of(self, update: int) -> Tensor:
-        """Waits for a norm.
+        """Returns the norm of an update's gradient; waits for all stages.
 
         Args:
-            update: Which; earlier ones are forgotten.
+            update: Index of the update since the last drain; earlier norms are dropped.
         """
         work, squared = self._pending[update]
         work.wait()
@@ -90,7 +90,7 @@ class AsyncGradNorm:
 
 def _norm(kinds: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None) -> Tensor:
     squared = [_squared_norm([p.grad for p in alike if p.grad is not None]) for alike in kinds]
-    stays = group is None and squared  # waiting for a GPU only where others wait for its norm
+    stays = group is None and squared  # the norm moves to the CPU only for an all-reduce
     total = torch.zeros((), dtype=torch.float64, device=squared[0].device if stays else "cpu")
     for summand in squared:
         total += summand.to(total.device)

@@ -1,11 +1,11 @@
-"""Let an optimizer update a group of which some parameters are spread over ranks and others not.
+"""Parameter groups that mix DTensors and plain tensors.
 
 ``fused=True`` and ``foreach=True`` update a whole group in a few calls, and torch refuses calls
-that are given DTensors and plain tensors together. A tensor-parallel model's norms are plain, its
-projections are not, and users put both into one group. Such a group is updated one parameter at a
-time, which is what an optimizer does by itself that has not been told how.
+that mix DTensors and plain tensors. A tensor-parallel model's norms are plain, its projections are
+DTensors, and users put both into one group. Such a group is updated one parameter at a time, as an
+optimizer does without ``fused`` and ``foreach``.
 
-Say in the user's words what torch says of tensors that are spread and others that are not.
+If a step's own code mixes the two, torch's error is raised again in the user's words.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _WAYS = ("foreach", "fused")
 
 
 def update_mixed_groups_singly(optimizer: Optimizer) -> None:
-    """Makes an optimizer take its own way wherever the user's would fail, and says so once.
+    """Turns ``foreach`` and ``fused`` off for each mixed group while a step runs, and warns once.
 
-    The groups say what the user has asked for, but while a step runs.
+    Between steps the groups keep the values that the user has set.
 
     Args:
-        optimizer: Any one of torch's.
+        optimizer: The torch optimizer to hook into.
     """
     asked_for: list[tuple[dict[str, Any], str, Any]] = []
 
     def before(*_: object) -> None:
-        after()  # a step that failed has not come so far
+        after()  # the post hook has not run if the last step failed
         for group in optimizer.param_groups:
             for way in _ways_that_fail(group):
                 asked_for.append((group, way, group[way]))
@@ -69,13 +69,13 @@ _TORCH_SAYS = "got mixed torch.Tensor and DTensor"
 
 @contextmanager
 def reraise_mixed_dtensor_error() -> Iterator[None]:
-    """Explains why a step cannot compute with parameters as it does on a single device.
+    """Raises torch's error about mixed DTensors and plain tensors again, with advice.
 
     Yields:
         Nothing.
 
     Raises:
-        ValueError: It has done so.
+        ValueError: The body has computed with a DTensor and a plain tensor together.
     """
     try:
         yield

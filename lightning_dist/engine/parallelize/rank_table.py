@@ -1,4 +1,4 @@
-"""Which rank is where on a mesh, and what it holds, as a table."""
+"""A table of all ranks: their places on the mesh, and the parameters that they hold."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class RankRow:
 
     Attributes:
         rank: Global rank.
-        host: Name of its machine.
-        coordinates: Index by axis.
-        layers: Which of the model's it has.
-        num_parameters: That it holds, parts of spread ones.
-        num_bytes: Of these.
+        host: Name of the rank's machine.
+        coordinates: The rank's index along each axis of the mesh.
+        layers: The rank's layers, in words.
+        num_parameters: Parameter elements that the rank holds; of a DTensor, its own shard.
+        num_bytes: Bytes of these parameter elements.
     """
 
     rank: int
@@ -40,11 +40,11 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """All ranks; as text, a table.
+    """A table of all ranks; ``str`` draws it.
 
     Attributes:
-        mesh: The sizes.
-        rows: One for each rank.
+        mesh: Sizes of the mesh.
+        rows: One row for each rank.
     """
 
     mesh: MeshShape
@@ -52,7 +52,7 @@ class RankTable:
 
     @property
     def num_hosts(self) -> int:
-        """Hosts that have ranks."""
+        """The number of hosts that have ranks."""
         return len({row.host for row in self.rows})
 
     def __str__(self) -> str:
@@ -75,12 +75,12 @@ class RankTable:
 def gather_rank_table(
     module: nn.Module, mesh: MeshShape, layers: str, group: dist.ProcessGroup
 ) -> RankTable:
-    """Asks all ranks what they hold; each must call it.
+    """Returns the table of all ranks. Collective: every rank must call it.
 
     Args:
         module: This rank's part of the model.
-        mesh: The sizes.
-        layers: Which layers that part has.
+        mesh: Sizes of the mesh.
+        layers: This rank's layers, in words.
         group: A gloo group of all ranks.
     """
     held = [local_part(parameter.detach()) for parameter in module.parameters()]

@@ -22,17 +22,17 @@ class ShardConfig:
     """The arguments of :class:`~lightning_dist.FSDPStrategy` of the same names.
 
     Attributes:
-        wrap: Which modules become units.
+        wrap: Chooses the modules that become units.
         reshard_after_forward: Free gathered parameters between forward and backward.
         offload: Where shards, gradients and optimizer state are kept.
         activation_checkpointing: Which activations are computed again.
-        reduce_dtype: Of gradients on their way, under mixed precision.
+        reduce_dtype: Dtype in which gradients are reduced, under mixed precision.
         sync_every_microstep: Reduce gradients in each backward while they accumulate.
         compile: Compile the units' forwards.
         find_unused_parameters: Allow steps that do not use all parameters.
 
     Raises:
-        ValueError: One of them is unknown, or they do not go together.
+        ValueError: An argument is unknown, or two arguments exclude each other.
     """
 
     wrap: str | WrapPolicy = "auto"
@@ -64,14 +64,14 @@ class ShardConfig:
 
     @property
     def policy(self) -> WrapPolicy:
-        """Chooses the units."""
+        """The policy that chooses the units."""
         return parse_policy(self.wrap)
 
     def options(self, param_dtype: torch.dtype | None) -> ShardingOptions:
-        """Returns how units are treated.
+        """Returns the options of the units.
 
         Args:
-            param_dtype: What units compute in, under mixed precision.
+            param_dtype: Dtype in which units compute under mixed precision; else None.
         """
         return ShardingOptions(
             None if self.reshard_after_forward == "auto" else self.reshard_after_forward,

@@ -1,7 +1,7 @@
-"""Which parts of a sharded model a step uses: the same units on all ranks, whichever parameters.
+"""Checks of the parts of a sharded model that a step uses.
 
-What a unit holds is gathered by all ranks together, so that they must run the same ones. Which
-parameters a rank uses inside of them is its own business, as long as some rank uses each.
+All ranks gather a unit together, so they must run the same units. Inside a unit a rank may use any
+of the parameters, as long as some rank uses each.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 
 
 class UsedParts:
-    """Compares what ranks use.
+    """Checks that all ranks use the same units, and that some rank uses each parameter.
 
     Args:
         composed: The user's module, made parallel.
-        groups: Gloo groups: of the ranks that hold the same layers, and of those that compute a
-            forward of them together.
+        groups: Two gloo groups: the ranks that hold the same layers, and the ranks that compute a
+            forward of these layers together.
         always: Whether to compare before each unit and in all steps.
         is_alone: Whether there is no other rank.
-        make_notes: Makes what the ranks of a group leave notes in.
+        make_notes: Creates the store for the notes of a group's ranks.
     """
 
     def __init__(
@@ -57,37 +57,37 @@ class UsedParts:
                 )
 
     def begin_step(self) -> None:
-        """Looks at the parameters while they are sharded; call it before each training step."""
+        """Records the sharded parameters; call it before each training step."""
         if self._unused is not None:
             self._unused.begin_step()
 
     def keep_gradients(self) -> None:
-        """Takes the parameters that have gradients by now for used, in the coming update."""
+        """Counts the parameters that have a gradient now as used in the coming update."""
         if self._unused is not None:
             self._unused.keep_gradients()
 
     def step(self, *, training: bool) -> AbstractContextManager[None]:
-        """Gives what a step's forward runs in; all ranks that take part in it must enter it.
+        """Returns the context manager for a step's forward. Collective: every rank must enter it.
 
         Args:
-            training: Whether its result will be differentiated.
+            training: Whether the step's result will be differentiated.
         """
         return self._units.step(training=training)
 
     def without_gradient(self) -> list[str]:
-        """Names the parameters that an update's backwards have not reached; all ranks call it.
+        """Names the parameters without a gradient. Collective: every rank must call it.
 
-        Where ranks may use different ones, those that none has used, in this update or the last.
+        If ranks may use different parameters: those that no rank used in this or the last update.
         """
         if self._unused is None:
             return parameters_without_gradient(self._module)
         return self._unused.end_update()
 
     def run_deferred_checks(self) -> None:
-        """Checks what the ranks have run so far; all of them call it between two steps.
+        """Runs the pending checks between two steps. Collective: every rank must call it.
 
         Raises:
-            ValueError: They have run different units, or none has used some parameters.
+            ValueError: Ranks have run different units, or no rank has used some parameter.
         """
         self._units.run_deferred_checks()
         if self._unused is not None:

@@ -1,18 +1,18 @@
-"""Hand each module its input in the precision that it computes in.
+"""Casts each module's input to the precision in which the module computes.
 
-A layer with weights in half precision takes its input so, a kept one takes fp32, and neither the
-user's step nor the model's forward knows of it. Hooks look at the weights that a layer has at the
-moment rather than at a switch: what is recomputed in a backward, or called outside of a step, where
-nobody lends copies, fits its weights as well.
+A layer with weights in half precision gets a half-precision input, a kept layer gets fp32. Neither
+the user's step nor the model's forward has to know. The hooks read the dtype of the layer's present
+weights, not a switch. So inputs also fit when a layer is recomputed in a backward, or called
+outside of a step, where the parameters are not swapped for copies.
 
-The casts are part of the graph, so gradients come back in the precision of what was cast.
+The casts are part of the autograd graph, so gradients return in the precision of the cast input.
 
-Copies of parameters in half precision, and how a module computes with them.
+The second part makes half-precision copies of parameters and lets a module compute with them.
 
-The cast is an operation of the graph, so a backward leaves fp32 gradients with the parameters
-themselves, where DistributedDataParallel and everybody else expect them. A parameter that is used
-several times is cast once: its gradient is summed in half precision as it would be with half
-weights, and becomes fp32 at the end.
+This cast is an operation of the autograd graph too, so a backward leaves fp32 gradients on the
+parameters themselves, where DistributedDataParallel and optimizers expect them. A parameter that is
+used several times is cast once. Its gradient is summed in half precision, as with half weights, and
+becomes fp32 at the end.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
 
 class HalfCasts:
-    """The hooks on a user's module.
+    """The hooks that cast inputs and outputs in a user's module.
 
     Args:
-        root: The user's module, as it will run: cut, spread and sharded already.
-        half: What computes in half precision.
+        root: The user's module, already cut into stages and sharded.
+        half: Chooses the modules that compute in half precision.
     """
 
     def __init__(self, root: nn.Module, half: HalfPrecision) -> None:
@@ -55,7 +55,7 @@ class HalfCasts:
             self._cast_output(module, torch.float32)
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -79,8 +79,8 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     """Casts the floating-point tensors of a tree.
 
     Args:
-        tree: Any; returned as it is if there is nothing to cast.
-        dtype: What they become.
+        tree: Any tree; returned as it is if there is nothing to cast.
+        dtype: Dtype of the result.
     """
 
     def is_other(tensor: Tensor) -> bool:
@@ -110,30 +110,30 @@ def _dtype_of_weights(module: nn.Module) -> torch.dtype:
 
 
 Copies = Mapping[nn.Parameter, Tensor]
-"""What stands for a parameter."""
+"""The tensor that replaces each parameter."""
 
 
 def half_copies(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> Copies:
-    """Casts parameters, in the graph if gradients are enabled.
+    """Casts parameters, in the autograd graph if gradients are enabled.
 
     Args:
         parameters: The masters.
-        dtype: Of the copies.
+        dtype: Dtype of the copies.
     """
     return {parameter: parameter.to(dtype) for parameter in parameters}
 
 
 @contextmanager
 def swapped_parameters(module: nn.Module, copies: Copies) -> Iterator[None]:
-    """Puts copies in the place of a module's parameters while entered.
+    """Swaps a module's parameters for copies while the context manager is entered.
 
-    ``torch.func.functional_call`` does that for one call of the module; a Lightning step is none,
-    and its backward, in which activations may be computed anew, is a call of nothing. Nobody else
-    may look at the parameters meanwhile: optimizers and reducers have them by themselves.
+    ``torch.func.functional_call`` does that for one call of the module. A Lightning step is no call
+    of the module, nor is its backward, in which activations may be recomputed. No other code may
+    read the module's parameters meanwhile; optimizers and reducers hold them by themselves.
 
     Args:
-        module: Of any depth; a shared parameter is found everywhere.
-        copies: Those of other modules are not looked at.
+        module: The module, of any depth; a shared parameter is swapped everywhere.
+        copies: Copies by parameter; copies of other modules' parameters are ignored.
 
     Yields:
         Nothing.

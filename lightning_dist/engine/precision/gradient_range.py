@@ -1,9 +1,8 @@
-"""How much of each layer's gradient the range of a half precision cuts off.
+"""The share of each layer's gradient that is outside of a half precision's range.
 
-An element that is not finite has overflowed. One that is smaller than the smallest normal number
-has lost digits, or all of them: whether a zero was a small number once, nobody can tell, so zeros
-count too, and a layer behind a ReLU shows some at any scale. What tells is how the share changes
-with the scale.
+An element that is not finite has overflowed. An element below the smallest normal number has lost
+some or all of its digits. A zero may have been a small number once, so zeros count too, and a layer
+behind a ReLU has some at any scale. So look at how the share changes with the scale.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ class GradientRange:
     """Counts of a layer's gradient elements.
 
     Attributes:
-        num_elements: All of them.
-        num_overflowed: Infinite or nan.
-        num_underflowed: Zero, or below the smallest normal number.
+        num_elements: All elements.
+        num_overflowed: Elements that are infinite or nan.
+        num_underflowed: Elements that are zero, or below the smallest normal number.
     """
 
     num_elements: int = 0
@@ -32,7 +31,7 @@ class GradientRange:
     num_underflowed: int = 0
 
     def __add__(self, other: GradientRange) -> GradientRange:
-        """Counts the elements of two parts together."""
+        """Returns the counts of two parts together."""
         return GradientRange(
             self.num_elements + other.num_elements,
             self.num_overflowed + other.num_overflowed,
@@ -41,27 +40,27 @@ class GradientRange:
 
     @property
     def overflow_share(self) -> float:
-        """Between 0 and 1."""
+        """The share of overflowed elements, between 0 and 1."""
         return self.num_overflowed / max(1, self.num_elements)
 
     @property
     def underflow_share(self) -> float:
-        """Between 0 and 1."""
+        """The share of underflowed elements, between 0 and 1."""
         return self.num_underflowed / max(1, self.num_elements)
 
 
 Ranges = Mapping[str, GradientRange]
-"""By dotted name of the layer."""
+"""Counts by the layer's dotted name."""
 
 
 @torch.no_grad()
 def measure(gradients: Mapping[str, Tensor], dtype: torch.dtype, scale: float) -> Ranges:
-    """Counts elements; of shards, those of this rank.
+    """Counts the elements of gradients; of a sharded gradient, this rank's elements.
 
     Args:
-        gradients: By the parameter's dotted name, divided by the scale already.
-        dtype: What they were computed in.
-        scale: Of their loss.
+        gradients: Gradients by the parameter's dotted name, divided by the scale already.
+        dtype: Dtype in which the gradients were computed.
+        scale: Scale of the loss.
     """
     least = torch.finfo(dtype).tiny / scale
     found: dict[str, GradientRange] = {}
@@ -75,10 +74,10 @@ def measure(gradients: Mapping[str, Tensor], dtype: torch.dtype, scale: float) -
 
 
 def merge(parts: Iterable[Ranges]) -> Ranges:
-    """Adds what several ranks have counted; replicas count alike, so shares stay what they are.
+    """Adds the counts of several ranks; replicas have equal counts, so the shares do not change.
 
     Args:
-        parts: One of each rank.
+        parts: The counts of each rank.
     """
     total: dict[str, GradientRange] = {}
     for part in parts:

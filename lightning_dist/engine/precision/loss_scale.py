@@ -1,10 +1,10 @@
 """How much a loss is scaled, so that small gradients do not vanish in 16 bits.
 
-fp16 has no numbers below 6e-8, and many gradients are smaller. They are linear in the loss, so a
-loss that is 2**16 times as large gives gradients that are, and the optimizer gets them divided by
-as much (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2). The largest scale
-at which nothing becomes infinite is found by trying: a step whose gradients are not finite is left
-out and the scale goes down, and it goes up when all went well for long. The numbers are those of
+fp16 has no numbers below 6e-8, and many gradients are smaller. Gradients are linear in the loss, so
+a loss that is 2**16 times as large has gradients that are 2**16 times as large. The optimizer gets
+them divided by the scale (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2).
+The largest scale without an overflow is found by trying: a step whose gradients are not finite is
+skipped and the scale goes down. After many good steps the scale goes up. The constants are those of
 ``torch.amp.GradScaler``, which looks at one process only.
 """
 
@@ -17,17 +17,17 @@ _LEAST = 2.0**-24
 
 @dataclass(slots=True)
 class LossScale:
-    """A loss scale and what became of the steps so far.
+    """A loss scale and the counts of the steps so far.
 
     Attributes:
         value: The scale.
-        is_dynamic: Whether it follows what the steps find.
-        growth_factor: What it is multiplied by after ``growth_interval`` good steps in a row.
-        backoff_factor: What it is multiplied by after a step that was left out.
-        growth_interval: Good steps in a row.
-        num_good: Such steps since the last change.
-        num_steps: All steps, those that were left out too.
-        num_skipped: Steps that were left out.
+        is_dynamic: Whether the scale changes with the steps' overflows.
+        growth_factor: Factor of the scale after ``growth_interval`` good steps in a row.
+        backoff_factor: Factor of the scale after a skipped step.
+        growth_interval: Good steps in a row before the scale grows.
+        num_good: Good steps since the last change of the scale or skipped step.
+        num_steps: All steps, skipped ones too.
+        num_skipped: Skipped steps.
     """
 
     value: float = 2.0**16
@@ -40,10 +40,10 @@ class LossScale:
     num_skipped: int = 0
 
     def end_step(self, *, overflowed: bool) -> None:
-        """Notes what a step has found.
+        """Counts a step, and changes the scale.
 
         Args:
-            overflowed: Whether its gradients were not finite, so that it was left out.
+            overflowed: Whether the step was skipped because its gradients were not finite.
         """
         self.num_steps += 1
         self.num_skipped += overflowed
@@ -57,15 +57,15 @@ class LossScale:
             self.num_good = 0
 
     def state_dict(self) -> dict[str, float]:
-        """Gives what a resumed run needs."""
+        """Returns the state that a resumed run needs."""
         state = asdict(self)
         return {name: state[name] for name in ("value", "num_good", "num_steps", "num_skipped")}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on where another run has ended; a scale that is fixed stays what it is.
+        """Restores the state of another run; a fixed scale keeps its value.
 
         Args:
-            state: What :meth:`state_dict` gave.
+            state: The dict that :meth:`state_dict` returned.
         """
         if self.is_dynamic:
             self.value = float(state["value"])

@@ -1,18 +1,17 @@
-"""Whether a step is left out because gradients have overflowed, as all ranks see it.
+"""The decision to skip a step whose gradients have overflowed, made alike on all ranks.
 
-Each rank looks at the gradients that it has; if one of them left the step out and another did not,
-their weights and their loss scales would part. What they can know of each other depends on when
-they update:
+Each rank sees its own gradients only. If one rank skipped a step and another did not, their weights
+and loss scales would differ. How the ranks can agree depends on when they update:
 
 ===========================  ======================================================================
-class                      a step is left out where
+class                        a step is skipped if
 ===========================  ======================================================================
-:class:`LocalOverflow`       its gradients are not finite; for one process
-:class:`AllReducedOverflow`  those of any rank are not; for updates together; one number is reduced
-:class:`AsyncOverflow`       likewise, for late updates; reduced while the next batch computes
-:class:`PerStageOverflow`    those of the *stage* are not: when an early stage finds out, the later
-                             ones have updated for that batch long ago. The loss scale still follows
-                             what any stage has found, some batches later and alike everywhere
+:class:`LocalOverflow`       this process has a gradient that is not finite
+:class:`AllReducedOverflow`  any rank has one; for updates together; one number is all-reduced
+:class:`AsyncOverflow`       any rank has one; for late updates; all-reduced during the next batch
+:class:`PerStageOverflow`    the *stage* has one: when an early stage detects it, later stages have
+                             updated for that batch long ago. The loss scale still follows the
+                             overflows of all stages, some batches later and alike everywhere
 ===========================  ======================================================================
 """
 
@@ -31,36 +30,36 @@ from lightning_dist.engine.tensors.dtensor import local_part
 
 
 class Overflow(Protocol):
-    """Decides which steps are left out, and tells how they went."""
+    """Decides which steps are skipped, and reports the outcomes."""
 
     def decide(self, gradients: Iterable[Tensor]) -> bool:
-        """Tells whether a step is left out; each rank calls it for each of its steps.
+        """Returns whether a step is skipped. Collective: every rank must call it for each step.
 
         Args:
-            gradients: Of this rank, complete.
+            gradients: This rank's complete gradients.
         """
 
     def outcomes(self) -> Iterator[bool]:
-        """Tells of the steps that are known everywhere and were not told before, in their order.
+        """Reports the steps that are decided on all ranks and not reported before, in order.
 
         Yields:
-            Whether one has overflowed.
+            Whether the step has overflowed.
         """
 
 
 class LocalOverflow:
-    """One process, or several that have the same gradients."""
+    """Decides for one process, or for several that have the same gradients."""
 
     def __init__(self) -> None:
         self._decided: deque[bool] = deque()
 
     def decide(self, gradients: Iterable[Tensor]) -> bool:
-        """Looks; see :class:`Overflow`."""
+        """Returns whether a gradient is not finite; see :class:`Overflow`."""
         self._decided.append(self._look(gradients))
         return self._decided[-1]
 
     def outcomes(self) -> Iterator[bool]:
-        """Tells of what was decided; see :class:`Overflow`."""
+        """Reports all decisions; see :class:`Overflow`."""
         while self._decided:
             yield self._decided.popleft()
 
@@ -69,10 +68,10 @@ class LocalOverflow:
 
 
 class AllReducedOverflow(LocalOverflow):
-    """All ranks update together.
+    """Decides for ranks that update together.
 
     Args:
-        group: All of them; takes CPU tensors.
+        group: Group of all ranks, for CPU tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -86,11 +85,11 @@ class AllReducedOverflow(LocalOverflow):
 
 
 class AsyncOverflow(LocalOverflow):
-    """Gradients are complete some micro-batches before their update is due.
+    """Decides for gradients that are complete some micro-batches before their update is due.
 
     Args:
-        group: All ranks, for nothing else; takes CPU tensors.
-        due: Gives the update that is being decided, counted since the last drain.
+        group: Group of all ranks, for CPU tensors and no other use.
+        due: Returns the index of the update to decide, counted since the last drain.
     """
 
     def __init__(self, group: dist.ProcessGroup, due: Callable[[], int]) -> None:
@@ -100,11 +99,11 @@ class AsyncOverflow(LocalOverflow):
         self._pending: dict[int, tuple[dist.Work, Tensor]] = {}
 
     def post(self, update: int, gradients: Iterable[Tensor]) -> None:
-        """Hands over what this rank has found; returns at once.
+        """Starts the all-reduce of this rank's vote; does not wait for other ranks.
 
         Args:
-            update: Which, counted since the last drain.
-            gradients: Of this rank, complete.
+            update: Index of the update, counted since the last drain.
+            gradients: This rank's complete gradients.
         """
         self._pending[update] = _post(_vote(gradients), self._group)
 
@@ -122,13 +121,13 @@ class _Posted:
 
 
 class Progress(Protocol):
-    """How far an asynchronous pipeline has come on this rank.
+    """The progress of an asynchronous pipeline on this rank.
 
     Attributes:
         num_batches: Batches that this rank has begun.
-        batches_since_drain: Those of them since the last drain.
-        gradients_of_batch: The batch whose gradients are at hand.
-        lag: By how many batches an update can be late.
+        batches_since_drain: Batches that this rank has begun since the last drain.
+        gradients_of_batch: Index of the batch whose gradients are to be applied.
+        lag: Batches by which an update can be late, at most.
     """
 
     @property
@@ -145,11 +144,11 @@ class Progress(Protocol):
 
 
 class PerStageOverflow:
-    """Each stage updates for a batch at another time than the others.
+    """Decides for stages that update for a batch at different times.
 
     Args:
-        group: All ranks, for nothing else; takes CPU tensors.
-        pipeline: This rank's stages at work.
+        group: Group of all ranks, for CPU tensors and no other use.
+        pipeline: Returns the progress of this rank's stages.
     """
 
     def __init__(self, group: dist.ProcessGroup, pipeline: Callable[[], Progress]) -> None:
@@ -158,7 +157,7 @@ class PerStageOverflow:
         self._posted: deque[_Posted] = deque()
 
     def decide(self, gradients: Iterable[Tensor]) -> bool:
-        """Looks at this stage; see :class:`Overflow`."""
+        """Returns whether this stage has a gradient that is not finite; see :class:`Overflow`."""
         found = _vote(gradients)
         decided = bool(found.item())
         work, found = _post(found, self._group)
@@ -166,24 +165,24 @@ class PerStageOverflow:
         return decided
 
     def outcomes(self) -> Iterator[bool]:
-        """Tells of the batches for which all stages have updated; see :class:`Overflow`."""
+        """Reports the batches for which all stages have updated; see :class:`Overflow`."""
         while self._posted and self._is_everywhere(self._posted[0].batch):
             posted = self._posted.popleft()
             posted.work.wait()
             yield bool(posted.found.item())
 
     def _is_everywhere(self, batch: int) -> bool:
-        """Whether each rank says so before it begins the same batch, and none has to wait."""
+        """Whether all stages have updated for a batch: each rank decides alike, without waiting."""
         pipeline = self._pipeline()
         first_since_drain = pipeline.num_batches - pipeline.batches_since_drain
         return batch < first_since_drain or batch + pipeline.lag + 1 < pipeline.num_batches
 
 
 def are_finite(gradients: Iterable[Tensor]) -> bool:
-    """Tells whether all elements are finite.
+    """Returns whether all elements are finite.
 
     Args:
-        gradients: Of shards, this rank's part is looked at.
+        gradients: The gradients; of a sharded gradient, this rank's shard is checked.
     """
     votes = [local_part(gradient).isfinite().all() for gradient in gradients]
     return not votes or bool(torch.stack(votes).all().item())

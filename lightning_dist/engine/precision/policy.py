@@ -1,13 +1,12 @@
-"""Which parts of a model compute in 16 bits, and which do not.
+"""Chooses the modules of a model that compute in 16 bits.
 
 The scheme is that of the classic papers (Micikevicius et al., ICLR 2018; Kalamkar et al., 2019, for
-bf16): the optimizer keeps *masters*, the fp32 parameters that the user made, forward and backward
-run on *copies* of them in half precision, and gradients become fp32 before anything is added to
-them. Some modules are *kept*: what normalises divides by a deviation that 11 bits do not give, so
-its parameters stay fp32, and so does what it computes.
+bf16). The optimizer keeps *masters*, the fp32 parameters that the user made. Forward and backward
+run on half-precision *copies* of the masters. Gradients become fp32 before they are accumulated.
+Some modules are *kept*: a norm divides by a deviation for which 11 bits are too few. So a kept
+module's parameters stay fp32, and so do its computations.
 
-The decision is made by module: a layer could not run whose weight were half and whose bias were
-not.
+The decision is made by module: a layer with a half-precision weight and an fp32 bias could not run.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _LOSS = "loss"
 
 @dataclass(frozen=True, slots=True)
 class HalfPrecision:
-    """What computes in half precision.
+    """The rule by which modules compute in half precision.
 
     Attributes:
         dtype: ``torch.bfloat16`` or ``torch.float16``.
         keep_fp32: Parts of the names of module classes, or of dotted names of parameters; upper and
-            lower case are the same. ``"loss"`` also keeps what is done with a model's output.
-        master_weights: Whether parameters stay fp32 and copies of them compute; else they
-            are half themselves.
+            lower case are the same. ``"loss"`` also keeps the computations on a model's output.
+        master_weights: Whether parameters stay fp32 and modules compute with half-precision copies;
+            else the parameters themselves are in half precision.
     """
 
     dtype: torch.dtype
@@ -42,26 +41,26 @@ class HalfPrecision:
 
     @property
     def keeps_loss(self) -> bool:
-        """Whether what leaves the model becomes fp32."""
+        """Whether the model's output is cast to fp32."""
         return any(_LOSS in part.lower() for part in self.keep_fp32)
 
     def is_loss(self, name: str, module: nn.Module) -> bool:
-        """Whether a module is kept for being a loss, whose value shall not be rounded.
+        """Returns whether a module is kept because it is a loss, whose value must not be rounded.
 
         Args:
-            name: Its dotted name.
-            module: A kept one.
+            name: The module's dotted name.
+            module: A kept module.
         """
         return self.keeps_loss and _LOSS in f"{name} {original_class(module).__name__}".lower()
 
     def kept(self, root: nn.Module) -> dict[str, nn.Module]:
-        """Finds the outermost modules that compute in fp32, by their dotted names.
+        """Returns the outermost modules that compute in fp32, by their dotted names.
 
-        A module counts by its class where it has parameters of its own or nothing inside, for a
-        class such as ``NormalizingFlow`` is a model and no norm.
+        A module is matched only if it has parameters of its own or no children: a class such as
+        ``NormalizingFlow`` is a model and no norm.
 
         Args:
-            root: The user's module; its own class is not looked at.
+            root: The user's module; its own class is not matched.
         """
         found: dict[str, nn.Module] = {}
         for name, module in root.named_modules():
@@ -78,15 +77,15 @@ class HalfPrecision:
         return any(part.lower() in text.lower() for part in self.keep_fp32 for text in texts)
 
     def half_parameters(self, root: nn.Module) -> dict[str, nn.Parameter]:
-        """Finds the parameters that compute in half precision, by their dotted names.
+        """Returns the parameters that compute in half precision, by their dotted names.
 
-        Those of the root itself do not: a step uses them beside what has left the model.
+        The root's own parameters are left out: a step uses them with the model's output.
 
         Args:
             root: The user's module.
 
         Raises:
-            ValueError: A parameter is neither fp32 nor what this makes of one.
+            ValueError: A parameter is neither fp32 nor converted by this rule already.
         """
         kept = {id(p) for module in self.kept(root).values() for p in module.parameters()}
         kept |= {id(p) for p in root.parameters(recurse=False)}
@@ -109,10 +108,10 @@ class HalfPrecision:
             )
 
     def convert(self, root: nn.Module) -> None:
-        """Makes parameters half themselves, where there are to be no masters.
+        """Casts the parameters themselves to half precision, unless ``master_weights``.
 
         Args:
-            root: The user's module; changed.
+            root: The user's module, changed in place.
 
         Raises:
             ValueError: A parameter is of another dtype, or a module has been scripted.
@@ -128,11 +127,11 @@ class HalfPrecision:
                 parameter.data = parameter.data.to(self.dtype)
 
     def dtype_into(self, root: nn.Module, path: str) -> torch.dtype:
-        """Tells what a module below the root is called with.
+        """Returns the dtype of the input of a module below the root.
 
         Args:
             root: The user's module.
-            path: Dotted name of the other.
+            path: Dotted name of the module below.
         """
         entries = [name for name, _ in self.entries(root)]
         is_half = any(_is_in(path, entry) for entry in entries)
@@ -140,7 +139,7 @@ class HalfPrecision:
         return self.dtype if is_half and not is_kept else torch.float32
 
     def entries(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Finds the outermost modules that a step calls and that compute in half precision.
+        """Lists the outermost modules that a step calls and that compute in half precision.
 
         Args:
             root: The user's module.
@@ -159,7 +158,7 @@ class HalfPrecision:
 def _called(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     for key, child in root.named_children():
         name = f"{prefix}{key}"
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # nobody calls these
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # has no forward
             yield from _called(child, f"{name}.")
         else:
             yield name, child

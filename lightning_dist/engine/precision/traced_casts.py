@@ -1,8 +1,8 @@
 """Half precision built into a graph.
 
-Where a module's operations are run and its parts are not called, no hook of a part can cast what it
-is called with. So the casts are traced with the rest: the structure that is traced has its weights
-in half precision, and the hooks that would cast.
+A graph runs a module's operations and does not call its submodules, so a submodule's hook cannot
+cast an input. So the casts are traced with the other operations: the traced structure has
+half-precision weights, and the hooks that cast.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from lightning_dist.engine.tensors.patch import hooks_of
 
 @dataclass(frozen=True, slots=True)
 class TracedCasts:
-    """Makes a structure compute as a part of the user's module does in a step.
+    """Makes a structure compute in the precision that a part of the user's module has in a step.
 
     Attributes:
-        half: What computes in half precision.
-        path: Dotted name of the part in the user's module; empty for the whole.
+        half: Chooses the modules that compute in half precision.
+        path: Dotted name of the part in the user's module; empty for the whole module.
     """
 
     half: HalfPrecision
     path: str
 
     def __call__(self, structure: nn.Module) -> None:
-        """Dresses.
+        """Casts the structure's weights and adds the hooks that cast inputs.
 
         Args:
-            structure: Of the part; changed.
+            structure: Structure of the part, changed in place.
         """
         root = _placed(structure, self.path)
         for parameter in self.half.half_parameters(root).values():
             parameter.data = parameter.data.to(self.half.dtype)
         HalfCasts(root, self.half)
-        for hooks in hooks_of(structure):  # those of the part itself run around the graph
+        for hooks in hooks_of(structure):  # the part's own hooks run around the graph
             hooks.clear()
 
 
 @contextmanager
 def as_in_step(module: nn.Module, half: HalfPrecision) -> Iterator[None]:
-    """Lets a module compute in half precision for a while, as it will in steps.
+    """Returns a context manager in which a module computes in half precision, as in steps.
 
     Args:
-        module: The user's.
-        half: What computes so.
+        module: The user's module.
+        half: Chooses the modules that compute in half precision.
 
     Yields:
         Nothing.
@@ -66,7 +66,7 @@ def as_in_step(module: nn.Module, half: HalfPrecision) -> Iterator[None]:
 
 
 def _placed(part: nn.Module, path: str) -> nn.Module:
-    """Gives a module that has the part in its place, for names count."""
+    """Returns a module that has the part under its dotted name, for the rule reads names."""
     for name in reversed(path.split(".") if path else []):
         outer = nn.Module()
         outer.add_module(name, part)

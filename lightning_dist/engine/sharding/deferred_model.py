@@ -14,7 +14,7 @@ from lightning_dist.engine.sharding.fully_shard import fill
 
 
 class DeferredModel:
-    """Knows how to make the values of a model's tensors, if they have been deferred."""
+    """Records a model's construction, and fills the sharded model with its values."""
 
     def __init__(self) -> None:
         self._tape: Tape | None = None
@@ -22,7 +22,7 @@ class DeferredModel:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Builds what is made inside without memory.
+        """Returns a context manager in which models are built without memory.
 
         Yields:
             Nothing.
@@ -31,20 +31,20 @@ class DeferredModel:
             yield
 
     def look_at(self, module: nn.Module) -> None:
-        """Remembers a module's tensors, before others are put in their place.
+        """Records a module's tensors, before sharding replaces them.
 
         Args:
-            module: As it was built.
+            module: The module as it was built.
         """
-        # A stage may know a tied one by a later name.
+        # A stage may have a tied tensor under a later name.
         self._tensors = named_tensors(module, every_name=True)
 
     def fill(self, module: nn.Module, device: torch.device) -> None:
-        """Gives a module its values, of which each rank keeps its shards.
+        """Fills a module with its values; each rank keeps its shards.
 
         Args:
-            module: What :meth:`look_at` has seen, sharded by now.
-            device: Where a buffer goes.
+            module: The module that :meth:`look_at` was called with, now sharded.
+            device: Device of the buffers.
         """
         tape, tensors = self._tape, self._tensors
         self._tape, self._tensors = None, {}

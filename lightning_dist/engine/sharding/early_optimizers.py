@@ -1,8 +1,7 @@
 """Optimizers that were made before the module's parameters were sharded.
 
-On one device an optimizer may be made at any time, in ``__init__`` for instance. Shards, and pieces
-of layers, are other parameters, which have the places of the first ones in the module. They get the
-places in the optimizer's groups, too.
+On one device an optimizer may be made at any time, in ``__init__`` for instance. Sharding replaces
+the module's parameters by new ones. The new parameters are put into the optimizer's groups, too.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class EarlyParameters:
-    """A module's parameters as they are before it is sharded. Only optimizers keep them alive.
+    """A module's parameters before it is sharded, held by weak references.
 
     Args:
-        module: The user's, whole.
+        module: The user's whole module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,20 +27,20 @@ class EarlyParameters:
             self._names[parameter] = name
 
     def forget_present(self) -> None:
-        """Forgets the parameters that are still the module's.
+        """Forgets the parameters that the module still has.
 
-        torch cannot move to another device what is referred to so.
+        torch cannot move a tensor with weak references to another device.
         """
         for parameter in self._module.parameters():
             self._names.pop(parameter, None)
 
     def replace_in(self, optimizers: Sequence[Optimizer]) -> None:
-        """Gives optimizers the parameters that the module has now.
+        """Puts the module's present parameters into optimizers.
 
-        One with a state of its parameters keeps them, and is refused where it gets names.
+        An optimizer that has state of its parameters keeps them; naming its groups raises an error.
 
         Args:
-            optimizers: Of the module.
+            optimizers: Optimizers of the module's parameters.
         """
         present = dict(self._module.named_parameters())
 

@@ -1,16 +1,14 @@
-"""Spread a module's parameters over ranks with FSDP2, unit by unit.
+"""Shards a module's parameters with FSDP2, unit by unit.
 
 A *unit* is a module whose parameters are gathered in one collective before its forward, and freed
-behind it. Which modules become units is a wrap policy's business (:mod:`.sharding.wrap`); here
-they are sharded, inner ones first, as ``torch.distributed.fsdp.fully_shard`` wants it. A root, what
-is called, is always one: it takes what no unit in it has.
+after it. A wrap policy chooses the units (:mod:`.sharding.wrap`). Here they are sharded, inner
+units first, as ``torch.distributed.fsdp.fully_shard`` requires. A root, the module that is called,
+is always a unit: it takes the parameters that no unit inside it has.
 
-Let FSDP2 forget a step that an exception has cut short; torch has a method for it since 2.13.
-
-Before, units that were in the middle of the step stay gathered, and the next backward would take
-itself for a part of the one that failed. There is no public way out, so this is the one place that
-writes what FSDP2 notes of a step; it is for the versions before 2.13 only, which do not change any
-more.
+FSDP2 must also forget a step that an exception has ended; torch has a method for it since 2.13.
+Before 2.13, units in the middle of the step stay gathered, and the next backward would continue the
+failed one. There is no public way out, so this is the one place that resets FSDP2's private state
+of a step. It serves only the versions before 2.13, which do not change any more.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ from lightning_dist.engine.tensors.dtensor import shard_like, stacked_dim
 
 
 def forget_step(root: nn.Module) -> None:
-    """Lets all units begin anew, their parameters sharded and no gradients on their way.
+    """Resets all units: their parameters are sharded, and no gradients are pending.
 
     Args:
-        root: Sharded.
+        root: The sharded root.
     """
     assert isinstance(root, FSDPModule)
     if hasattr(root, "reset_iter_state"):
@@ -70,13 +68,13 @@ def _forget(state: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ShardingOptions:
-    """How all units are treated, unless a wrap policy says otherwise for some.
+    """Options of all units, unless a wrap policy has others for some.
 
     Attributes:
-        reshard_after_forward: Free the parameters between forward and backward: yes, no, or down
-            to so many ranks. None does so for all but the root.
-        param_dtype: Of the gathered parameters and the compute; None leaves the parameters' own.
-        reduce_dtype: Of the gradients on their way; None leaves their own.
+        reshard_after_forward: Free the parameters between forward and backward: yes, no, or shard
+            them over so many ranks. None frees them for all units but the root.
+        param_dtype: Dtype of gathered parameters and computation; None for the parameters' own.
+        reduce_dtype: Dtype in which gradients are reduced; None for the gradients' own.
         offload: Keep shards, gradients and optimizer state in host memory.
     """
 
@@ -96,12 +94,12 @@ def shard(
     """Shards a module in place.
 
     Args:
-        roots: What will be called, each by itself; gets the parameters that no unit in it has.
-        module: Holds the units. Parameters may be on the meta device; :func:`fill` gives them
-            values later.
-        units: Inner ones before the outer, by their names in the module.
+        roots: Modules that will be called; each gets the parameters that no unit inside it has.
+        module: The module with the units. Parameters may be on the meta device; :func:`fill` gives
+            them values later.
+        units: Units in the module, inner ones before outer ones.
         mesh: One axis to shard over, or two: replicas, then shards (HSDP).
-        options: For units that say nothing else.
+        options: Options of the units that have none of their own.
 
     Returns:
         The roots.
@@ -124,7 +122,7 @@ def shard(
             offload_policy=offload,
             shard_placement_fn=_shard_dim,
         )
-    # What a root gets is the user's batch, targets too: their dtype is not ours to change.
+    # A root's input is the user's batch, targets too: their dtype is not ours to change.
     for root in roots:
         fully_shard(
             root,
@@ -138,7 +136,7 @@ def shard(
 
 
 def _check_dtypes(roots: Sequence[nn.Module], module: nn.Module, units: Sequence[Unit]) -> None:
-    """Checks that a unit's gradients can travel in one buffer, as those of a gather do."""
+    """Checks that a unit's gradients have one dtype, for they are reduced in one buffer."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     taken = {
         parameter
@@ -163,9 +161,9 @@ def _check_dtypes(roots: Sequence[nn.Module], module: nn.Module, units: Sequence
 
 
 def _check_stacks(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Checks that FSDP2 can share out what tensor-parallel ranks have several pieces of.
+    """Checks that FSDP2 can shard parameters of which tensor-parallel ranks have several pieces.
 
-    It shards along a dim that is not the first one only in equal parts.
+    FSDP2 shards along a dim other than the first one only in equal parts.
     """
     num_shards = mesh.shape[-1]
     for name, parameter in module.named_parameters():
@@ -180,13 +178,13 @@ def _check_stacks(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard_dim(parameter: nn.Parameter) -> Shard | None:
-    """Leaves the dim alone along which a tensor-parallel rank has pieces from all over."""
+    """Returns the other dim than the stacked one; None for FSDP2's default."""
     dim = stacked_dim(parameter)
     return None if dim is None else Shard(1 - dim)
 
 
 def _in_fp32(precision: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Computes in the parameters' own dtype, and hands on what the others compute in."""
+    """Returns the policy that computes in fp32 and returns outputs in the other units' dtype."""
     return MixedPrecisionPolicy(
         param_dtype=None if precision.param_dtype is None else torch.float32,
         output_dtype=precision.param_dtype,
@@ -197,13 +195,13 @@ def _in_fp32(precision: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
 def fill(
     root: nn.Module, names: Iterable[str], value_of: Callable[[str], Tensor], device: torch.device
 ) -> None:
-    """Gives values to what is on the meta device; each rank keeps its shards only.
+    """Fills tensors on the meta device with values; each rank keeps its shards only.
 
     Args:
-        root: Sharded.
-        names: Of parameters and buffers.
-        value_of: Makes a whole one, the same on all ranks; the next is made when it is let go of.
-        device: Where a buffer goes.
+        root: The sharded module.
+        names: Names of the parameters and buffers to fill.
+        value_of: Returns a whole tensor by name, the same on all ranks, and only one at a time.
+        device: Device of the buffers.
     """
     places: dict[nn.Parameter, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -226,27 +224,27 @@ def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def move_rest(module: nn.Module, roots: Iterable[FSDPModule], device: torch.device) -> None:
-    """Moves what is not sharded, while the shards stay where they are, in host memory.
+    """Moves all tensors but the shards, which stay in host memory.
 
-    FSDP2 takes a root's buffers to the device, but nothing outside of the roots, and no metric.
+    FSDP2 moves a root's buffers to the device, but nothing outside of the roots, and no metric.
 
     Args:
-        module: The user's.
-        roots: Sharded; inside of the module, or around it.
-        device: Where the module computes.
+        module: The user's module.
+        roots: The sharded roots, inside of the module or around it.
+        device: Device on which the module computes.
     """
     sharded = {id(p) for root in roots for p in cast(nn.Module, root).parameters()}
-    # What `.to` calls; metrics and FSDP2's modules have their own.
+    # `.to` calls `_apply`, which metrics and FSDP2's modules override.
     module._apply(lambda t: t if id(t) in sharded else t.to(device))
 
 
 def reshard(root: nn.Module) -> None:
-    """Frees gathered parameters, so that those of the modules are the sharded ones again.
+    """Frees the gathered parameters, so that modules have their sharded parameters again.
 
-    Evaluation leaves the root's gathered, and all where ``reshard_after_forward=False``.
+    Evaluation leaves the root's parameters gathered; ``reshard_after_forward=False`` leaves all.
 
     Args:
-        root: Sharded.
+        root: The sharded root.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -254,10 +252,10 @@ def reshard(root: nn.Module) -> None:
 
 
 def unshard(root: nn.Module) -> None:
-    """Gathers the parameters that are not; those of the modules are the whole ones then.
+    """Gathers all sharded parameters, so that modules have their whole parameters.
 
     Args:
-        root: Sharded, and called before.
+        root: The sharded root, which has been called before.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):

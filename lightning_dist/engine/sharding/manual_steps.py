@@ -1,9 +1,9 @@
 """Steps that call backward and update by themselves, on a sharded module.
 
-FSDP2 gathers what the root holds for the root's forward, and shards it again behind the backward.
-With manual optimization a step has several forwards, backwards and updates. Such a step is not run
-as the root's forward, and the root holds no parameters: what the step calls are units, each
-gathered for its own forward and its own backward.
+FSDP2 gathers the root's own parameters for the root's forward, and shards them again after the
+backward. With manual optimization a step has several forwards, backwards and updates. Such a step
+is not run as the root's forward, and the root holds no parameters. The modules that the step calls
+are units, each gathered for its own forward and its own backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ManualSteps:
     """Runs steps of manual optimization.
 
     Args:
-        root: Sharded; runs what it is called with.
+        root: The sharded root, which runs the function that it is called with.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -37,7 +37,7 @@ class ManualSteps:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Marks a training step.
+        """Returns the context manager for a training step.
 
         Yields:
             Nothing.
@@ -49,10 +49,10 @@ class ManualSteps:
             reshard(self._root)
 
     def run_update(self, apply: Callable[[], object]) -> object:
-        """Updates, and frees what was gathered of the weights before.
+        """Runs an update, and frees the weights that were gathered before it.
 
         Args:
-            apply: Runs the closure, if there is one, and the optimizer's step.
+            apply: Function that runs the closure, if there is one, and the optimizer's step.
         """
         try:
             return apply()
@@ -61,25 +61,25 @@ class ManualSteps:
 
 
 def _nothing() -> None:
-    """Computes nothing."""
+    pass
 
 
 @dataclass(frozen=True)
 class WithCalled(WrapPolicy):
-    """What the user's policy chooses, and all that a step calls.
+    """The user's policy, with a unit for each other module that a step calls.
 
     Attributes:
-        policy: The user's.
+        policy: The user's policy.
     """
 
     policy: WrapPolicy
 
     def __str__(self) -> str:
-        """Shows what the user has written."""
+        """Returns the user's policy as text."""
         return str(self.policy)
 
     def choose(self, module: nn.Module) -> list[Unit]:
-        """Chooses the outermost modules behind the policy's own choice.
+        """Returns the policy's units, then the outermost modules.
 
         Args:
             module: The model.
@@ -94,11 +94,11 @@ def check_called(module: nn.Module, units: Sequence[str]) -> None:
     """Checks that each parameter belongs to a module that a step calls.
 
     Args:
-        module: The user's.
-        units: Names of the modules that are gathered for their calls.
+        module: The user's module.
+        units: Names of the units, which are gathered for their calls.
 
     Raises:
-        ValueError: One belongs to the LightningModule itself, or to two of its modules.
+        ValueError: A parameter belongs to the LightningModule itself, or to two of its modules.
     """
     uses = parameter_uses(module, units)
     left = [name for use in uses if not use.home for name in use.names.values()]

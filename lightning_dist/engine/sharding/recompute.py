@@ -1,14 +1,14 @@
-"""Forget activations in the forward and compute them again in the backward.
+"""Activation checkpointing: activations are freed in the forward and recomputed in the backward.
 
 Memory for time (Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016). The module's
-own ``forward`` is replaced, not the module, so that no name of a parameter changes and what hooks
-into its call (FSDP2's gathering) stays outside of what is computed twice.
+own ``forward`` is replaced, not the module. So no parameter's name changes, and hooks into the call
+(FSDP2's gather) stay outside of the recomputed part.
 
-Units inside of a unit are gathered within what is computed twice, and not in the same way both
-times: some are whole already when it is computed again. torch's selective checkpointing numbers all
-operations, to find in the backward what it kept of the forward, and takes such a difference for a
-mistake. Here it is shown those alone whose results it may keep, of which a gathering has none. What
-is compiled inside of a unit is computed again as a whole.
+Units inside of a unit are gathered within the recomputed part, and not in the same way both times:
+some are whole already in the recomputation. torch's selective checkpointing numbers all operations,
+to match the recomputation with the results it kept, and treats such a difference as an error. Here
+it sees only the operations whose results it may keep; a gather has none of these. A compiled part
+inside of a unit is recomputed as a whole.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _MATRIX_PRODUCTS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
 ]
-"""What is dear to compute and small to keep."""
+"""Operations whose results are expensive to compute and small to keep."""
 
 
 def choose_recomputed(root: nn.Module, names: Collection[str]) -> list[nn.Module]:
-    """Chooses what is computed again as one, among modules inside of one another.
+    """Chooses the modules to recompute as one, among nested modules.
 
-    To compute a whole model again at the start of the backward saves nothing. So it is the
-    outermost ones, but for those that hold several of one kind: these are its blocks.
+    To recompute a whole model at the start of the backward saves nothing. So the outermost modules
+    are chosen, but inside a module with several modules of one kind, those blocks are chosen.
 
     Args:
         root: The model.
-        names: Of modules in it.
+        names: Names of modules in the model.
 
     Returns:
         Modules, none inside of another.
@@ -62,12 +62,12 @@ def choose_recomputed(root: nn.Module, names: Collection[str]) -> list[nn.Module
 
 
 def checkpoint_activations(modules: Iterable[nn.Module], *, keep_products: bool) -> None:
-    """Makes modules compute their activations again in the backward.
+    """Makes modules recompute their activations in the backward.
 
     Args:
-        modules: Changed in place; none inside of another.
-        keep_products: Keep the results of matrix products, convolutions and attention, and compute
-            only the rest again ("selective").
+        modules: Modules to change in place, none inside of another.
+        keep_products: Keep the results of matrix products, convolutions and attention, and
+            recompute only the rest ("selective").
     """
     contexts = _selective_contexts if keep_products else noop_context_fn
     for module in modules:
@@ -85,7 +85,7 @@ def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Cal
 
 
 class _ProductsOnly(TorchDispatchMode):
-    """Shows another mode the operations of :data:`_MATRIX_PRODUCTS`."""
+    """Passes only the operations of :data:`_MATRIX_PRODUCTS` to another mode."""
 
     def __init__(self, mode: TorchDispatchMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ class _ProductsOnly(TorchDispatchMode):
     @override
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Sees nothing of compiled parts: else torch would run them uncompiled, then and later."""
+        """Ignores compiled parts; else torch would run them uncompiled, now and later."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

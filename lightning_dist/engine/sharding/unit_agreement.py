@@ -1,20 +1,20 @@
-"""Find ranks that run different units of a sharded model, before they gather for each other.
+"""Detects ranks that run different units of a sharded model, before they gather together.
 
-A unit's parameters come together in a collective, so all ranks must run the same units in the same
-order. When one skips a block that another runs (layers dropped at random, experts chosen by the
-data), gathers of different units meet: the step hangs, or computes with another unit's weights
-without a sign. So before a unit runs the ranks say which it is.
+A unit's parameters are gathered in a collective, so all ranks must run the same units in the same
+order. If one rank skips a block that another runs (layers dropped at random, experts chosen by the
+data), gathers of different units meet. Then the step hangs, or silently computes with another
+unit's weights. So before a unit runs, the ranks compare its index.
 
-That is one message for each unit, too many to go on for ever. After the first steps a rank notes
-the units that it runs, and posts a fingerprint of the list when the step's forward is over, which
-nobody waits for: it is read a step later, and whenever somebody looks at the weights. A run that
-computes with wrong weights ends there. One that hangs inside of a later step gives no sign before
-its timeout; ``always`` finds it, too.
+That is one message for each unit, too many to go on for ever. After the first steps a rank records
+the units that it runs. At the end of the step's forward it posts a fingerprint of the list, and no
+rank waits for it: the fingerprint is read a step later, and before the weights are used elsewhere.
+A run that computes with wrong weights ends there. A run that hangs inside of a later step gives no
+sign before its timeout; ``always`` detects that, too.
 
-The backward sends a unit's gradients when it comes to the unit's inputs, or at its very end if none
-of them requires a gradient. That differs between ranks if only some have trained what comes before
-the unit in this step, and gradients of different units would meet. So the ranks also tell whether
-the inputs do, and where others' do, a rank's own shall, too.
+The backward reduces a unit's gradients when it reaches the unit's inputs, or at its very end if no
+input requires a gradient. If only some ranks have trained the modules before the unit in this step,
+the order differs, and gradients of different units would meet. So the ranks also compare whether
+inputs require a gradient. If they do on any rank, each rank makes its own inputs require one.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class UnitAgreement:
     """Compares the units that the ranks run, in the first steps or in all of them.
 
     Args:
-        module: The model, sharded already.
-        units: Names of its units.
+        module: The sharded model.
+        units: Names of the units.
         training_group: A gloo group of all ranks: replicas meet in the backward.
-        evaluation_group: One of the ranks that compute a forward together.
-        always: Whether to compare each unit in all steps; it takes a message for each.
+        evaluation_group: A gloo group of the ranks that compute a forward together.
+        always: Whether to compare each unit in all steps, at one message per unit.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class UnitAgreement:
 
     @contextmanager
     def step(self, *, training: bool) -> Iterator[None]:
-        """Marks a step's forward; all ranks that take part in it must enter it.
+        """Returns the context manager for a step's forward. Collective: every rank must enter it.
 
         Args:
-            training: Whether its result will be differentiated.
+            training: Whether the step's result will be differentiated.
 
         Yields:
             Nothing.
@@ -100,7 +100,7 @@ class UnitAgreement:
         self._num_steps[training] += 1
 
     def run_deferred_checks(self) -> None:
-        """Reads what is still on its way; all ranks call it between two steps.
+        """Reads the pending fingerprints between two steps. Collective: every rank must call it.
 
         Raises:
             ValueError: The ranks have run different units in the last step.
@@ -167,5 +167,5 @@ class UnitAgreement:
 
 
 def _with_gradient(tensor: Tensor) -> Tensor:
-    """Makes the backward come to an input; its gradient is not used."""
+    """Returns an input that requires a gradient, which is not used."""
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor

@@ -1,10 +1,10 @@
-"""Let each rank of a sharded model use other parameters in a step, and find those that none uses.
+"""Lets the ranks of a sharded model use different parameters in a step, and finds unused ones.
 
-FSDP2 sends the gradients of a unit that are there. If others are there on another rank, sums of
-different parameters meet: the process ends, or trains on another parameter's gradient without a
-sign. So all of a unit's gradients are sent, zeros for those that are missing, and nobody can tell
-from a gradient any more whether a parameter was used. Hooks note on each rank which ones its
-backwards reach; what none of the ranks has reached is found by notes, as in
+FSDP2 reduces the gradients of a unit that exist. If other gradients exist on another rank, sums of
+different parameters meet: the process ends, or silently trains on another parameter's gradient. So
+all of a unit's gradients are reduced, with zeros for the missing ones. Then a gradient does not
+show any more whether its parameter was used. Hooks on each rank record the parameters that a
+backward reaches. Parameters that no rank has reached are found by notes, as in
 :mod:`.data_parallel.missing_gradients`.
 """
 
@@ -25,17 +25,17 @@ _UPDATES_LOOKED_AT = 8
 class UnusedParameters:
     """Finds the parameters that no rank's backward has reached since the last update.
 
-    In the first updates, or in all of them, the ranks wait for each other's notes, and know before
-    the optimizer steps. Later they look at them behind the next update's backward, which has got
-    something from all ranks.
+    In the first updates, or in all of them, the ranks wait for each other's notes, and report an
+    error before the optimizer steps. Later they read the notes after the next update's backward,
+    which has received gradients from all ranks.
 
     Args:
-        module: The user's, sharded.
-        root: What is called, in which all units are.
-        units: Names of the others.
-        notes: Of the ranks.
-        group: The ranks; a gloo group.
-        always: Whether to wait in all updates.
+        module: The user's sharded module.
+        root: The root, which is called and contains all units.
+        units: Names of the other units.
+        notes: Store for the notes of the ranks.
+        group: A gloo group of the ranks.
+        always: Whether to wait for the notes in all updates.
     """
 
     def __init__(
@@ -62,37 +62,37 @@ class UnusedParameters:
         assert isinstance(root, nn.Module)
         root.register_forward_pre_hook(partial(self._hook_into, ""))
         for name in units:
-            # Behind FSDP2's own, which gathers.
+            # After FSDP2's own hook, which gathers.
             module.get_submodule(name).register_forward_pre_hook(partial(self._hook_into, name))
 
     @staticmethod
     def are_supported_by(root: FSDPModule) -> bool:
-        """Tells whether FSDP2 can send zeros; it can since torch 2.13.
+        """Returns whether FSDP2 can reduce zeros for missing gradients, as since torch 2.13.
 
         Args:
-            root: Sharded.
+            root: The sharded root.
         """
         return hasattr(root, "set_reduce_scatter_unused_params")
 
     def begin_step(self) -> None:
-        """Looks at the parameters while they are sharded; call it before each step's forward."""
+        """Records the sharded parameters; call it before each step's forward."""
         if not self._sharded:
             self._sharded = dict(self._module.named_parameters())
             self._not_hooked = {unit: self._names_in(unit) for unit in self._units}
 
     def keep_gradients(self) -> None:
-        """Takes the parameters that have gradients by now for used, in the coming update.
+        """Counts the parameters that have a gradient now as used in the coming update.
 
-        For steps that call backward by themselves, each for some of the parameters.
+        It is for steps that call backward by themselves, each for some of the parameters.
         """
         self._reached |= {n for n, p in self._sharded.items() if p.grad is not None}
 
     def end_update(self) -> list[str]:
-        """Looks behind the backward that completes an update's gradients; all ranks call it.
+        """Ends the backward that completes an update. Collective: every rank must call it.
 
         Returns:
-            Names of parameters that no rank has used in this update or, when nobody has waited, the
-            one before; the same on all ranks.
+            Names of the parameters that no rank has used in this update, or in the update before if
+            the ranks do not wait; the same on all ranks.
         """
         before = self._common()
         self._num_updates += 1
@@ -106,10 +106,10 @@ class UnusedParameters:
         return before
 
     def run_deferred_checks(self) -> list[str]:
-        """Waits until all ranks have left their notes; all of them call it between two steps.
+        """Waits for all ranks' notes, between two steps. Collective: every rank must call it.
 
         Returns:
-            Names of parameters that no rank has used in the last update.
+            Names of the parameters that no rank has used in the last update.
         """
         dist.barrier(self._group)
         found, self._unsettled = self._common(), []
@@ -136,11 +136,11 @@ class UnusedParameters:
         if not self._sharded[name].requires_grad:
             return False
         parameter = self._module.get_parameter(name)
-        # A unit's parameters are others while they are gathered, the same ones each time.
+        # While a unit is gathered it has other parameters, the same ones each time.
         if parameter is self._sharded[name]:
             return False
-        # Holds names alone: what such a hook holds torch hides from the garbage collector, and a
-        # parameter that led to its own module would keep it for ever.
+        # The hook holds names only: torch hides a hook's references from the garbage collector, so
+        # a hook that referred to the parameter's module would keep the module alive for ever.
         parameter.register_post_accumulate_grad_hook(partial(_reach, self._reached, name))
         return True
 

@@ -1,18 +1,18 @@
-"""Wrap policies: which modules become units of FSDP2, each gathered and sharded as a whole.
+"""Wrap policies: they choose the modules that become units of FSDP2, each gathered as a whole.
 
-Too few units, and most of the model is whole at the same time; too many, and each collective is too
-small to be worth its start. The cut is a choice of the user's, so it is data: a policy is a small
-frozen object that prints as it is typed, can be written in YAML, and selects from a module without
-touching it. Whoever shards applies ``fully_shard`` to the selected modules in the given order, and
-to the root at the end.
+With too few units, most of the model is whole at the same time. With too many, each collective is
+too small to be worth its start. The choice is the user's, so it is data: a policy is a small frozen
+object that prints as it is typed and can be written in YAML. It selects from a module without a
+change to the module. ``fully_shard`` is then applied to the selected modules in the given order,
+and to the root at the end.
 
-Policies are combined with :class:`AnyOf`, and :class:`With` says how the modules of one are to be
-treated::
+Policies are combined with :class:`AnyOf`, and :class:`With` sets the options of a policy's
+modules::
 
     AnyOf(EachBlock(), With(ByClass(["RMSNorm"]), keep_fp32=True))
 
-What cannot be sharded is refused here, from the module alone and so alike on all ranks: a name that
-fits nothing, and a cut between two uses of a shared parameter.
+Two errors are raised here, from the module alone and so alike on all ranks: for a name that matches
+no module, and for a unit that separates two uses of a shared parameter.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ _FACE = "lightning_dist.wrap"  # where users find the policies
 class EachBlock(WrapPolicy):
     """Each instance of the block that the model repeats; ``wrap="auto"``.
 
-    The block is found as :mod:`.tensors.repeated_blocks` argues: a class with two or more
-    instances side by side in an ``nn.Sequential`` or ``nn.ModuleList``, outermost, with enough
-    parameters to be worth it; layers, such as the ``nn.Linear`` of an MLP, only where nothing
-    larger is repeated. A model that repeats nothing has no units but the root. Blocks that share a
-    parameter with something outside of them are left to the root.
+    A block is a class with two or more outermost instances side by side in an ``nn.Sequential`` or
+    ``nn.ModuleList``, and enough parameters to be worth it (see :mod:`.tensors.repeated_blocks`).
+    Layers, such as the ``nn.Linear`` of an MLP, count only if nothing larger is repeated. A model
+    that repeats nothing has no units but the root. Blocks that share a parameter with a module
+    outside of them are left to the root.
 
-    Each block is taken to run in each step on all ranks. Where that is not so (a mixture of experts
-    without a block around), name the modules with another policy.
+    Each block must run in each step on all ranks. If that is not so (a mixture of experts without a
+    block around), name the modules with another policy.
     """
 
     def choose(self, module: nn.Module) -> list[Unit]:
-        """Finds the blocks; none for a model that repeats nothing."""
+        """Returns the blocks as units; none for a model that repeats nothing."""
         return [Unit(name) for name in without_splits(module, repeated_blocks(module))]
 
 
@@ -75,8 +75,8 @@ class ByClass(WrapPolicy):
     """All modules of some classes and of their subclasses.
 
     Attributes:
-        names: Class names such as ``Block``, or import paths such as ``torch.nn.Linear``. Each must
-            fit a module.
+        names: Class names such as ``Block``, or import paths such as ``torch.nn.Linear``. Each name
+            must match a module.
     """
 
     names: list[str]
@@ -86,7 +86,7 @@ class ByClass(WrapPolicy):
         _check_list("names", self.names)
 
     def choose(self, module: nn.Module) -> list[Unit]:
-        """Finds the instances."""
+        """Returns the instances of the classes as units."""
         shardable = shardable_modules(module)
         available = Counter(original_class(part).__name__ for part in shardable.values())
         units = []
@@ -105,8 +105,8 @@ class ByName(WrapPolicy):
 
     Attributes:
         patterns: As for :mod:`fnmatch`, part by part, as in torch's ``parallelize_module``: ``*``
-            stands for one part of a name, so ``layers.*`` is each layer, and nothing inside one.
-            Each must fit a module.
+            stands for one part of a name, so ``layers.*`` is each layer, and nothing inside a
+            layer. Each pattern must match a module.
     """
 
     patterns: list[str]
@@ -138,11 +138,11 @@ class ByName(WrapPolicy):
 class BySize(WrapPolicy):
     """The smallest modules with enough parameters, as torch's ``size_based_auto_wrap_policy``.
 
-    From the inside out, and the parameters of a unit do not count again for what is around it. A
-    unit that would split a shared parameter is left out.
+    Modules are counted from the inside out, and a unit's parameters do not count again for the
+    modules around it. A unit that would split a shared parameter is left out.
 
     Attributes:
-        min_parameters: Elements that make a unit.
+        min_parameters: Number of parameter elements from which a module is a unit.
     """
 
     min_parameters: int
@@ -173,28 +173,28 @@ class BySize(WrapPolicy):
 
 @dataclass(frozen=True)
 class Manual(WrapPolicy):
-    """The module's ``configure_model`` has called ``fully_shard`` itself; selects nothing."""
+    """No units, for modules whose ``configure_model`` calls ``fully_shard`` itself."""
 
     @property
     def is_manual(self) -> bool:
-        """True."""
+        """Whether the module has sharded itself: True."""
         return True
 
     def choose(self, module: nn.Module) -> list[Unit]:
-        """Chooses nothing."""
+        """Returns no units."""
         return []
 
 
 @dataclass(frozen=True, init=False)
 class AnyOf(WrapPolicy):
-    """What any of some policies selects; see :meth:`WrapPolicy.select` for what two select.
+    """The units of several policies; :meth:`WrapPolicy.select` merges units that two select.
 
     Args:
-        policies: The policies as a list, as in YAML, or the first of them.
-        others: The others.
+        policies: The policies as a list, as in YAML, or the first policy.
+        others: The policies after the first one.
 
     Attributes:
-        policies: Each must select something.
+        policies: All policies; each must select a module.
     """
 
     policies: list[WrapPolicy]
@@ -207,20 +207,20 @@ class AnyOf(WrapPolicy):
         object.__setattr__(self, "policies", together)
 
     def choose(self, module: nn.Module) -> list[Unit]:
-        """Chooses what each of the policies does, in their order."""
+        """Returns the units of each policy, in the policies' order."""
         return [unit for policy in self.policies for unit in policy.choose(module)]
 
 
 @dataclass(frozen=True)
 class With(WrapPolicy):
-    """What another policy selects, treated in its own way.
+    """The units of another policy, with options of their own.
 
     Attributes:
-        policy: Selects the modules.
+        policy: The policy that selects the modules.
         reshard_after_forward: True shards again after the forward, False keeps the parameters whole
-            until the backward, a number shards them over so many ranks meanwhile; None says nothing
-            of it.
-        keep_fp32: Leaves the modules out of mixed precision's cast.
+            until the backward, a number shards them over so many ranks meanwhile; None keeps the
+            default.
+        keep_fp32: Leave the modules out of mixed precision's cast.
     """
 
     policy: WrapPolicy
@@ -235,7 +235,7 @@ class With(WrapPolicy):
             check_count("reshard_after_forward", ranks, at_least=2, instead="True, False")
 
     def choose(self, module: nn.Module) -> list[Unit]:
-        """Chooses what the policy does, with these options before its own."""
+        """Returns the policy's units; these options override the policy's own."""
         return [
             Unit(unit.name, self.reshard_after_forward, self.keep_fp32).or_else(unit)
             for unit in self.policy.choose(module)
@@ -243,13 +243,13 @@ class With(WrapPolicy):
 
 
 def parse_policy(wrap: str | WrapPolicy) -> WrapPolicy:
-    """Reads a strategy's argument.
+    """Returns the policy of a strategy's argument ``wrap``.
 
     Args:
         wrap: ``"auto"``, ``"manual"`` or a policy.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The argument is neither of these.
     """
     if isinstance(wrap, WrapPolicy):
         return wrap

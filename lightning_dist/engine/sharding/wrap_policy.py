@@ -1,7 +1,7 @@
-"""What a wrap policy promises: units that can be sharded, in the order to shard them in.
+"""The base class of wrap policies: it returns valid units, in the order in which to shard them.
 
-Policies only choose. Order, repetitions and shared parameters are the same question for all of them
-and are answered here once, so that a user's own policy is one method.
+A policy only chooses. Order, repetitions and shared parameters are handled here once for all
+policies, so that a user's own policy is one method.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Unit:
     """A module to shard as one.
 
     Attributes:
-        name: Dotted name.
-        reshard_after_forward: As ``fully_shard`` takes it; None for the strategy's default.
-        keep_fp32: Whether it is not cast to the lower precision of mixed precision.
+        name: Dotted name of the module.
+        reshard_after_forward: As for ``fully_shard``; None for the strategy's default.
+        keep_fp32: Whether the module stays in fp32 under mixed precision.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Unit:
     keep_fp32: bool = False
 
     def or_else(self, other: Unit) -> Unit:
-        """Adds what another selection of the same module says and this one leaves open.
+        """Returns this unit with its open options filled from another selection.
 
         Args:
-            other: The later one.
+            other: A later selection of the same module.
         """
         reshard = self.reshard_after_forward
         return replace(
@@ -43,7 +43,7 @@ class Unit:
 
 
 class WrapPolicy(ABC):
-    """Selects the modules that become units; a subclass says which in :meth:`choose`."""
+    """Selects the modules that become units; a subclass implements :meth:`choose`."""
 
     @property
     def is_manual(self) -> bool:
@@ -52,30 +52,30 @@ class WrapPolicy(ABC):
 
     @abstractmethod
     def choose(self, module: nn.Module) -> list[Unit]:
-        """Chooses among ``shardable_modules(module)``, in any order.
+        """Returns units among ``shardable_modules(module)``, in any order.
 
         Args:
             module: The model.
 
         Raises:
-            ValueError: Nothing fits.
+            ValueError: The policy matches no module.
         """
 
     def select(self, module: nn.Module) -> list[Unit]:
-        """Selects the units.
+        """Returns the units in the order in which to shard them.
 
-        A module that is chosen twice is one unit. Where two choices say different things of it the
-        first one counts, and where one says nothing the other's does.
+        A module that is chosen twice is one unit. If the two choices have different options the
+        first one counts; an option that one choice leaves open is taken from the other.
 
         Args:
             module: The model; it is not changed.
 
         Returns:
-            Inner modules before the outer ones, the order to shard them in; never the root. A
-            shared module has its first name.
+            Units, inner modules before outer ones, never the root. A shared module has its first
+            name.
 
         Raises:
-            ValueError: Nothing fits, or a shared parameter would fall into two units.
+            ValueError: The policy matches no module, or puts a shared parameter into two units.
         """
         chosen: dict[str, Unit] = {}
         for unit in self.choose(module):

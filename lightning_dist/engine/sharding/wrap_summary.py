@@ -1,16 +1,16 @@
-"""What a choice of units comes to: who holds which parameters, and how much is whole at a time.
+"""The summary of a choice of units: each unit's parameters, and the peak of whole parameters.
 
-With resharding after the forward a unit is whole only while it runs, and FSDP2 gathers the next one
-meanwhile: in forward because the host is ahead of the device, in backward on purpose, in the
-reverse of the order in which the forwards ended. So the most that is whole is the root's own
-parameters (the root runs all the time), and two neighbouring units with whatever unit is around
-them. Units that are not resharded add up until their backward, and so do the shares of those that
-are resharded to fewer ranks.
+With resharding after the forward a unit is whole only while it runs, and FSDP2 gathers the next
+unit meanwhile. In forward that is because the host is ahead of the device. In backward it is on
+purpose, in the reverse of the order in which the forwards ended. So the peak is the root's own
+parameters (the root runs all the time), and two neighbouring units with the units around them.
+Units that are not resharded add up until their backward. So do the shards of units that are
+resharded to fewer ranks.
 
-That is the most for modules that run in the order of the module tree; FSDP2 goes by the order in
-which they do run. One more exception: a unit none of whose inputs needs a gradient (the decoder's
-first layer, which sees embedded targets that are not trained) stays whole to the end of the
-backward. And a rank with several stages of a pipeline has a root for each; they are one line here.
+That is the peak for modules that run in the order of the module tree; FSDP2 follows the real order.
+One more exception: if no input of a unit needs a gradient (the decoder's first layer, which sees
+embedded targets that are not trained), the unit stays whole to the end of the backward. A rank with
+several stages of a pipeline has a root for each; they are one line here.
 
 Only whole parameters are counted: not the shards, gradients, optimizer state, nor the buffer of a
 collective, which is as large as its unit and lives until the next one begins.
@@ -38,8 +38,8 @@ class WrapRow:
     Attributes:
         unit: The unit; the root's name is empty.
         class_name: The module's class.
-        num_parameters: Elements of the parameters of its own, those of units inside left out.
-        num_bytes: What they take while they are whole.
+        num_parameters: Elements of the unit's own parameters, without those of units inside.
+        num_bytes: Bytes of these parameters while they are whole.
     """
 
     unit: Unit
@@ -50,12 +50,12 @@ class WrapRow:
 
 @dataclass(frozen=True, slots=True)
 class WrapSummary:
-    """A model's units; as text, a table in which equal units are one line.
+    """A model's units; ``str`` draws a table in which equal units are one line.
 
     Attributes:
         rows: The root first, then the units in the order of ``named_modules``.
-        peak_whole_bytes: The most bytes of parameters that are whole at the same time; see the
-            module's docstring for what it assumes.
+        peak_whole_bytes: The most bytes of parameters that are whole at the same time, under the
+            assumptions of the module's docstring.
     """
 
     rows: tuple[WrapRow, ...]
@@ -63,12 +63,12 @@ class WrapSummary:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters."""
+        """The number of elements of all parameters."""
         return sum(row.num_parameters for row in self.rows)
 
     @property
     def num_bytes(self) -> int:
-        """What all parameters take when they are whole."""
+        """The bytes of all parameters when they are whole."""
         return sum(row.num_bytes for row in self.rows)
 
     def __str__(self) -> str:
@@ -87,18 +87,17 @@ def describe(
     bytes_per_element: int | None = None,
     reshard_after_forward: bool | int = True,
 ) -> WrapSummary:
-    """Describes what a model's units hold, before or after it is sharded.
+    """Returns the summary of a model's units, before or after the model is sharded.
 
     A parameter belongs to the innermost unit around it, a shared one to the innermost unit around
     all its uses, and counts once.
 
     Args:
-        module: The model; its parameters may be on the meta device, or DTensors, which count
-            globally.
-        units: As a policy has selected them.
-        bytes_per_element: Of a whole parameter, such as 2 under bf16 mixed precision; units with
-            ``keep_fp32`` keep their own. None: each parameter's own.
-        reshard_after_forward: For units that leave it open, as ``fully_shard`` takes it.
+        module: The model; parameters may be on the meta device, or DTensors, which count globally.
+        units: The units that a policy has selected.
+        bytes_per_element: Bytes per element of whole parameters, such as 2 under bf16 mixed
+            precision, but for units with ``keep_fp32``. None for each parameter's own.
+        reshard_after_forward: Default for units that leave it open, as for ``fully_shard``.
     """
     by_name = {unit.name: unit for unit in (ROOT, *units)}
     counts, sizes = dict.fromkeys(by_name, 0), dict.fromkeys(by_name, 0)
@@ -130,13 +129,13 @@ def _peak(
         whole = {name for name in sizes if _is_around(name, one) or _is_around(name, other)}
         return sum(sizes[name] - kept[name] for name in whole)
 
-    # Forwards begin in the one order and end in the other, which backward takes in reverse.
+    # Forwards begin in the order of `top_down` and end in `upwards`, which backward reverses.
     pairs = {("", ""), *pairwise(top_down), *pairwise(upwards)}
     return sum(kept.values()) + max(added(one, other) for one, other in pairs)
 
 
 def _kept(row: WrapRow, default: bool | int) -> int:
-    """Gives what stays on each rank from a unit's forward to its backward."""
+    """Returns the bytes that stay on each rank from a unit's forward to its backward."""
     chosen = row.unit.reshard_after_forward
     reshard = default if chosen is None else chosen
     if reshard is False:

@@ -1,8 +1,8 @@
 """Modules that compute with the statistics of a batch, which micro-batches change.
 
-BatchNorm in training mode normalises a sample by all samples that it sees at once. In a micro-batch
-these are fewer, so a batch in micro-batches trains another model than the same batch on one device.
-``num_microbatches="auto"`` therefore leaves batches whole where the schedule can run them so.
+BatchNorm in training mode normalises a sample by all samples of its call. A micro-batch has fewer
+samples, so a batch in micro-batches trains another model than the same batch on one device.
+If the schedule allows it, ``num_microbatches="auto"`` therefore leaves such batches whole.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def find_batch_statistics(module: nn.Module) -> tuple[str, ...]:
 
 
 def with_whole_batches(config: PipelineConfig, num_ranks: int) -> PipelineConfig:
-    """Returns the configuration with one micro-batch, if that is left to us and possible.
+    """Returns the configuration with one micro-batch, if it says ``"auto"`` and that is possible.
 
     Args:
-        config: What the user asks for.
+        config: The user's configuration.
         num_ranks: Ranks of the pipeline.
     """
     if config.num_microbatches != "auto":

@@ -1,27 +1,27 @@
-"""The way of a model's own forward past blocks that live on other stages.
+"""Runs a model's own forward on a stage, with blocks that live on other stages.
 
-The forward loops over its list of blocks. In place of the list stands one that yields the same
-blocks behind a toll gate, :class:`BlockRoute`, which sees each call from outside of all hooks and
-wrappers of the block:
+The forward loops over its list of blocks. The list is replaced by one that yields wrapped blocks.
+:class:`BlockRoute` intercepts each call outside of all hooks and wrappers of the block:
 
 ===========================  =====================================================
 block                        its call
 ===========================  =====================================================
-before the stage's own       gives placeholders
-right before the first own   gives what this very block returned on the stage before
+before the stage's own       returns placeholders
+right before the first own   returns this block's output, received from the stage before
 the stage's own              runs
-the last own                 runs, and the forward is left with what it returned
+the last own                 runs, and its output ends the forward
 ===========================  =====================================================
 
-So whatever a block returns (a tensor, a tuple), the forward finds where it looks for it. On the
-last stage nothing is left: norm, head and loss follow.
+So a block may return a tensor or a tuple, and the forward finds the output as usual. On the last
+stage the forward runs to its end: norm, head and loss follow.
 
 *Placeholders are not numbers.* A module with parameters that runs before the blocks, an embedding,
-is elsewhere on later stages. There its structure on the meta device says what it would return, and
-as many NaNs are returned. All that is made of them ends at the first own block, unless the model
-hands some value past the blocks. Then the block's arguments, which are looked at once, tell; or the
-result does: it is NaN with NaNs in the placeholders, and a number with zeros. What neither can tell
-ends in a loss that is NaN, never in a wrong number.
+is remote on later stages. There its structure on the meta device computes the shapes of its output,
+and NaNs of these shapes are returned. The forward drops all values computed from them at the first
+own block, unless the model passes a value around the blocks. Such a value is detected in the
+block's arguments, which are inspected once. Or it is detected in the result, which is NaN if
+placeholders are NaNs, and a number if they are zeros. If neither detects it, the loss is NaN, never
+a wrong number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _INSTEAD = (
 
 
 class _BlocksLeft(BaseException):  # noqa: N818  (it is not an error)
-    """Leaves the model's forward behind a stage's last block.
+    """Ends the model's forward after a stage's last block.
 
     Not an ``Exception``, so that a model's ``except Exception`` does not stop it.
     """
@@ -53,11 +53,11 @@ class _BlocksLeft(BaseException):  # noqa: N818  (it is not an error)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stage's blocks.
+    """The blocks of a stage.
 
     Attributes:
-        first: The first.
-        end: Behind the last.
+        first: Index of the first block.
+        end: Index after the last block.
     """
 
     first: int
@@ -70,10 +70,10 @@ class _Course:
 
     Attributes:
         span: The blocks to run.
-        received: From the stage before.
-        fill: Of placeholders.
-        next_block: The block whose call comes next.
-        output: What the last own block returned.
+        received: Activation from the stage before.
+        fill: Value of the placeholders' elements.
+        next_block: Index of the block that the forward must call next.
+        output: Output of the last own block.
     """
 
     span: Span
@@ -84,20 +84,20 @@ class _Course:
     _placeholder: Any = None
 
     def placeholder(self) -> Any:
-        """Gives what looks like an output of a block."""
+        """Returns a placeholder for a block's output."""
         if self._placeholder is None:
             self._placeholder = map_tensors(partial(_unknown, fill=self.fill), self.received)
         return self._placeholder
 
 
 class BlockRoute:
-    """Stands between a model's forward and its blocks.
+    """Intercepts the calls between a model's forward and its blocks.
 
     Args:
-        model: Holds all; has not been cut yet, or is by now.
-        path: Dotted path of its list of blocks.
-        before: Names of what else holds parameters and runs before the blocks.
-        after: Names of what runs behind them.
+        model: The model, cut or not.
+        path: Dotted path of the model's list of blocks.
+        before: Names of the other modules with parameters that run before the blocks.
+        after: Names of the modules with parameters that run after the blocks.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class BlockRoute:
         self._finished: set[Span] = set()
 
     def attach(self) -> None:
-        """Puts itself in between; the model is cut by now, and its forward its own."""
+        """Replaces the list of blocks of the cut model, and the forwards of remote modules."""
         self._forward = self._model.forward
         self._set_blocks(_GuardedBlocks(self._blocks, self._call))
         for name in (*self._before, *self._after):
@@ -124,7 +124,7 @@ class BlockRoute:
                 module.forward = stand_in  # type: ignore[method-assign]
 
     def detach(self) -> None:
-        """Takes itself away."""
+        """Restores the list of blocks and the forwards."""
         self._set_blocks(self._blocks)
         for name in (*self._before, *self._after):
             module = self._model.get_submodule(name)
@@ -134,20 +134,20 @@ class BlockRoute:
     def run(
         self, span: Span, received: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Runs the model's forward, as far as a stage goes.
+        """Runs the model's forward, up to the stage's last block.
 
         Args:
             span: The stage's blocks.
-            received: What the block before them returned on its stage; ignored on the first.
-            arguments: Of the forward.
-            keywords: Of the forward.
+            received: Output of the block before them, from its stage; ignored on the first stage.
+            arguments: Positional arguments of the forward.
+            keywords: Keyword arguments of the forward.
 
         Returns:
-            What the last own block returned; on the last stage what the forward returned.
+            The last own block's output; on the last stage the forward's result.
 
         Raises:
-            ValueError: The forward does not call each block once and in order, or something that
-                lives elsewhere.
+            ValueError: The forward does not call each block once and in order, or it uses a module
+                or value of another stage.
         """
         result = self._run(_Course(span, received), arguments, keywords)
         is_last = span.end == len(self._blocks)
@@ -172,7 +172,7 @@ class BlockRoute:
     def _refuse_leak(
         self, course: _Course, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
-        """Refuses a result that is NaN because of placeholders, and not of its own."""
+        """Raises an error if a result is NaN because of placeholders only."""
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             if _has_nan(self._run(course, arguments, keywords)):
                 return
@@ -227,8 +227,8 @@ class BlockRoute:
         return _placeholder(empty, arguments, keywords, course.fill)
 
     def _inspect(self, index: int, received: Any, given: list[tuple[int | str, Any]]) -> None:
-        """Looks for values that come from elsewhere, and not with what was received."""
-        if _has_nan(received):  # nothing to tell them apart by; a dry run's tensors say so, too
+        """Checks that no argument of a block depends on placeholders."""
+        if _has_nan(received):  # NaNs show nothing then; a dry run's tensors count as NaN, too
             return
         leaks = [str(name) for name, value in given if _has_nan(value)]
         if leaks:
@@ -245,7 +245,7 @@ class BlockRoute:
 
 
 class _GuardedBlocks(nn.ModuleList):
-    """Gives its blocks behind a gate to who loops over it; to all else it is the list itself."""
+    """The list of blocks, which yields wrapped blocks to a loop over it."""
 
     def __init__(self, blocks: nn.ModuleList, gate: Callable[..., Any]) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class _GuardedBlocks(nn.ModuleList):
 
 
 class _GuardedBlock:
-    """A block whose call goes through a gate."""
+    """A block whose call is intercepted."""
 
     def __init__(self, block: nn.Module, gate: Callable[..., Any]) -> None:
         self._block = block
@@ -271,13 +271,13 @@ class _GuardedBlock:
         return self._gate(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
-        # Another rank's block still says what it is: the kind of its attention, a dtype.
+        # A remote block still has its attributes: the kind of its attention, a dtype.
         is_foreign = isinstance(self._block, ForeignLayer)
         return getattr(self._block.described if is_foreign else self._block, name)
 
 
 def _placeholder(skeleton: nn.Module, arguments: Any, keywords: Any, fill: float) -> Any:
-    """Makes what a module would return, without its values."""
+    """Returns a placeholder for a module's output."""
     given = flatten((arguments, keywords))[0]
     device = given[0].device if given else torch.device("cpu")
     on_meta = map_tensors(lambda t: t.to("meta"), (arguments, keywords))

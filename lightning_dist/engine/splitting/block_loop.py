@@ -1,9 +1,9 @@
-"""Check whether a forward runs the blocks of a list one after the other, as its code says.
+"""Checks by a forward's source that it runs the blocks of a list one after the other.
 
-As a person would who reads it: there is one ``for`` over the list, and its body gives a block what
-the block before has returned, and does nothing else with it. Branches, experts and towers are lists
-too, but not so. Nor may a value pass by the blocks, as a skip connection does: stages hand on what
-a block returns, and nothing else. What is not plain to see counts as no chain.
+A chain is one ``for`` over the list whose body calls a block with the output of the block before,
+and uses that output for nothing else. Branches, experts and towers are lists too, but no chains.
+Nor may a value pass around the blocks, as a skip connection does: a stage sends only the output of
+a block. Code that is not clearly a chain counts as none.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lightning_dist.engine.tensors.forward_ast import syntax_of
 
 
 def loops_over(model: nn.Module, list_path: str) -> bool:
-    """Checks whether a model's forward runs the blocks of a list as a chain, and nothing beside it.
+    """Returns whether a model's forward runs the blocks of a list as a chain, and only so.
 
     Args:
-        model: Holds the list.
-        list_path: Dotted path of the ``nn.ModuleList`` in it.
+        model: The model with the list.
+        list_path: Dotted path of the ``nn.ModuleList`` in the model.
     """
     code = syntax_of(type(model).forward)
     wanted = f"self.{list_path}"
@@ -53,12 +53,12 @@ def _is_chain(model: nn.Module, body: list[ast.stmt], loop: ast.For) -> bool:
 
 
 def _made(statements: list[ast.stmt]) -> set[str]:
-    """Returns the names of what the module's own parts may have computed."""
+    """Returns the names of values that the module's own parts may have computed."""
     made: set[str] = set()
     for statement in statements:
         names = _loaded([statement])
         if names & (made | {"self"}):
-            # A call for its own sake may keep what it is given: `skips.append(x)`.
+            # A bare call may store its arguments: `skips.append(x)`.
             made |= names - {"self"} if isinstance(statement, ast.Expr) else _stored([statement])
     return made
 
@@ -66,7 +66,7 @@ def _made(statements: list[ast.stmt]) -> set[str]:
 def _leaves_alone(
     model: nn.Module, loop: ast.For, steps: list[ast.Assign], names: set[str]
 ) -> bool:
-    """Checks that a loop uses nothing of the module and of some names besides the blocks' calls."""
+    """Checks that a loop uses the module and some names in the blocks' calls only."""
     for statement in loop.body:
         nodes = [*ast.walk(statement)]
         numbers = {
@@ -80,20 +80,20 @@ def _leaves_alone(
 
 
 def _is_number(model: nn.Module, node: ast.Attribute) -> bool:
-    """Checks for ``self.training`` and the like."""
+    """Returns whether a node is ``self.training`` or another number of the module."""
     is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
     return is_own and isinstance(getattr(model, node.attr, None), bool | int | float)
 
 
 def _list_of(iterated: ast.expr) -> str:
-    """Returns the code of what a loop runs over, as it is or inside of ``enumerate``."""
+    """Returns the code of the iterable of a loop, without ``enumerate``."""
     if isinstance(iterated, ast.Call) and ast.unparse(iterated.func) == "enumerate":
         iterated = iterated.args[0]
     return ast.unparse(iterated)
 
 
 def _is_call_of(value: ast.expr, block: str) -> bool:
-    """Checks for ``block(x)``, ``block(x)[0]`` or ``checkpoint(block, x)``."""
+    """Returns whether a value is ``block(x)``, ``block(x)[0]`` or ``checkpoint(block, x)``."""
     call = value.value if isinstance(value, ast.Subscript) else value
     if not isinstance(call, ast.Call):
         return False

@@ -1,18 +1,14 @@
 """The blocks of a model that is no sequence: embeddings, a list of like blocks, norm and head.
 
-The model's own forward stays in place, and runs on each stage: masks, position ids and rotary
-embeddings are made anew from the batch, which all stages read, so that only what one block returns
-to the next travels. Nothing here knows an architecture. A layer is a block; the first one has with
-it what runs before the blocks, the last one what runs behind them. What has no parameters is on all
-stages.
+The model's own forward stays in place, and runs on each stage. Each stage computes masks, position
+ids and rotary embeddings from the batch, which all stages read, so that only a block's output is
+sent. No architecture is hard-coded. A layer is a block. The first layer includes the modules that
+run before the blocks, the last layer those that run after them. Modules without parameters are on
+all stages. :mod:`.splitting.block_forward` runs the forward with remote blocks.
 
-How the forward gets past what lives elsewhere is :mod:`.splitting.block_forward`.
-
-What a model can be asked to return of all its layers, by the names of Hugging Face models.
-
-A stage has the outputs of its own layers only. What would be half of the answer is refused, on all
-stages alike; the cache of keys and values, which such models keep unless told not to, is left out:
-a training or validation step makes it for nobody.
+Hugging Face models can return outputs of all their layers, but a stage has those of its own layers
+only. Such a request raises an error, on all stages alike. The cache of keys and values, which such
+models keep by default, is turned off: a training or validation step does not use it.
 """
 
 from __future__ import annotations
@@ -31,14 +27,14 @@ _OF_ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_lo
 
 
 def keywords_of_a_stage(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives the keywords that a model is called with on one stage.
+    """Returns the keywords that a model is called with on one stage.
 
     Args:
-        model: Any.
-        keywords: As the user's step gives them.
+        model: Any model.
+        keywords: Keywords of the call in the user's step.
 
     Raises:
-        ValueError: They, or the model's configuration, ask for something of all layers.
+        ValueError: The keywords or the model's configuration request outputs of all layers.
     """
     config = getattr(model, "config", None)
     asked = {name: keywords.get(name, getattr(config, name, None)) for name in _OF_ALL_LAYERS}
@@ -54,11 +50,11 @@ def keywords_of_a_stage(model: nn.Module, keywords: Mapping[str, Any]) -> dict[s
 
 
 def without_cache(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of a call that keeps no keys and values, unless they ask for it.
+    """Returns the keywords of a call that keeps no cache, unless they request one.
 
     Args:
-        model: Any.
-        keywords: As the user's step gives them.
+        model: Any model.
+        keywords: Keywords of the call in the user's step.
     """
     takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
     if takes_cache and keywords.get("use_cache") is None:  # else the model's `config` decides
@@ -71,9 +67,9 @@ class Blocks(Layers):
 
     Args:
         module: The model.
-        path: Dotted path of the list in it.
-        before: Names of what else holds parameters and runs before the blocks.
-        after: Names of what runs behind them.
+        path: Dotted path of the list in the model.
+        before: Names of the other modules with parameters that run before the blocks.
+        after: Names of the modules with parameters that run after the blocks.
     """
 
     def __init__(
@@ -111,7 +107,7 @@ class Blocks(Layers):
 
     @override
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
-        """Does nothing: the model holds what its parts hold."""
+        """Does nothing: the model's parts hold all tensors."""
 
     @override
     def attach(self) -> None:
@@ -123,7 +119,7 @@ class Blocks(Layers):
 
 
 class _StageOfBlocks(nn.Module):
-    """A stage's part of the model, with the names that it has there."""
+    """A stage's part of the model, with the names of the model."""
 
     def __init__(self, own: Mapping[str, nn.Module], route: BlockRoute, span: Span) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a user asks of a pipeline, checked, and what follows from it."""
+"""The user's configuration of a pipeline, its checks, and the values derived from it."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class PipelineConfig:
     Attributes:
         schedule: Name of the schedule.
         num_microbatches: Pieces of each Lightning batch.
-        layers: Dotted path of the pipelined module; or ``"trace"``, or that, a colon and a path.
-        partition: How to cut it, or the layers per stage.
-        weight_versions: Which weights an asynchronous backward sees.
+        layers: Dotted path of the pipelined module; or ``"trace"``, or ``"trace:"`` and a path.
+        partition: Name of the rule that cuts the module, or the layers per stage.
+        weight_versions: Weights with which an asynchronous backward computes.
         stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.
         staleness_correction: ``"lr"`` trains stale stages with smaller rates at first;
-            ``"predict"`` runs forwards on where the optimizer is going.
+            ``"predict"`` runs forwards with extrapolated weights.
         correction_steps: Updates until all stages train with the full rate.
 
     Raises:
-        ValueError: One of them is unknown, too small, or does not go with another.
+        ValueError: An argument is unknown, too small, or excludes another one.
     """
 
     schedule: ScheduleName = "1f1b"
@@ -136,7 +136,7 @@ class PipelineConfig:
             )
 
     def rate_correction(self, shape: PipelineShape) -> RateCorrection | None:
-        """Says how a rank's learning rate is corrected, if it is.
+        """Returns the correction of a rank's learning rate; None without one.
 
         Args:
             shape: The rank's part of the pipeline.
@@ -147,13 +147,13 @@ class PipelineConfig:
         return RateCorrection(shape.num_ranks - 1 - shape.rank + age, self.correction_steps)
 
     def prediction(self, optimizer: Optimizer | None) -> Predict | None:
-        """Says how forwards see weights of later updates, if they do.
+        """Returns the function that extrapolates weights for forwards; None without one.
 
         Args:
-            optimizer: Of a rank's parameters; None where nothing is trained.
+            optimizer: Optimizer of a rank's parameters; None if the rank trains none.
 
         Raises:
-            ValueError: Its updates cannot be foreseen.
+            ValueError: The optimizer's updates cannot be extrapolated.
         """
         if self.staleness_correction != "predict" or optimizer is None:
             return None
@@ -176,7 +176,7 @@ class PipelineConfig:
         return self.schedules.update_rule is not UpdateRule.FLUSHED
 
     def rank_of_stage(self, num_ranks: int) -> tuple[int, ...]:
-        """Gives the rank of each stage.
+        """Returns the rank of each stage.
 
         Args:
             num_ranks: Ranks of the pipeline.
@@ -195,7 +195,7 @@ class PipelineConfig:
         return self.num_microbatches == "auto" and not self.asynchronous
 
     def training_microbatches(self, num_ranks: int) -> int:
-        """Decides the number of micro-batches of a training batch.
+        """Returns the number of micro-batches of a training batch.
 
         Args:
             num_ranks: Ranks of the pipeline.
@@ -205,21 +205,21 @@ class PipelineConfig:
         return self.schedules.default_microbatches(num_ranks)
 
     def evaluation_microbatches(self, num_ranks: int) -> int:
-        """Decides the number of micro-batches of a batch that runs forward only.
+        """Returns the number of micro-batches of a batch that runs forward only.
 
         Args:
             num_ranks: Ranks of the pipeline.
         """
-        if self.asynchronous and num_ranks > 1:  # one would leave all ranks but one idle
+        if self.asynchronous and num_ranks > 1:  # with one micro-batch all ranks but one would idle
             return _MICROBATCHES_PER_RANK * num_ranks
         return self.training_microbatches(num_ranks)
 
     def shape(self, mesh: MeshShape, rank: int, layers_per_stage: tuple[int, ...]) -> PipelineShape:
-        """Says which part of which pipeline a rank is.
+        """Returns a rank's part of its pipeline.
 
         Args:
-            mesh: All ranks.
-            rank: One of them.
+            mesh: The mesh of all ranks.
+            rank: Global rank.
             layers_per_stage: The partition.
         """
         return PipelineShape(
@@ -244,15 +244,15 @@ def _are_counts(partition: object) -> bool:
 def share_among_stages(
     world_size: int, num_stages: int | Literal["auto"], config: PipelineConfig
 ) -> MeshShape:
-    """Shares the ranks among stages and data replicas.
+    """Returns the mesh of stages and data replicas.
 
     Args:
-        world_size: All ranks.
-        num_stages: Stages; ``"auto"`` takes all ranks.
-        config: What else the user asks for.
+        world_size: Number of all ranks.
+        num_stages: Number of stages; ``"auto"`` takes all ranks.
+        config: The user's configuration.
 
     Raises:
-        ValueError: The stages do not divide them, or the schedule does not go with the sizes.
+        ValueError: The stages do not divide the ranks, or the schedule does not allow the sizes.
     """
     if num_stages == "auto":
         config.rank_of_stage(world_size)

@@ -1,11 +1,11 @@
-"""Take a stage's layers out of a module, and leave the names as they were.
+"""Removes other stages' layers from a module, and keeps all names.
 
-The layers of other stages are replaced in place by :class:`ForeignLayer`, never re-indexed, so each
-parameter keeps the name that it has on a single device, and a state dict means the same under every
-layout. A foreign layer holds no parameters of its own (``parameters()`` is this rank's), but it
-remembers the shape of what it replaced, for those who must see the whole model: the summary, and
+The layers of other stages are replaced in place by :class:`ForeignLayer`, never re-indexed. So each
+parameter keeps its name of a single device, and a state dict means the same under every layout. A
+foreign layer holds no parameters of its own: ``parameters()`` are this rank's. But it keeps the
+shapes of the replaced layer, for code that must see the whole model: the summary, and
 ``configure_optimizers``, which decides the groups. A parameter that it shares with layers of this
-rank stays that parameter there, so what was tied is tied in the whole model too.
+rank is this rank's parameter in both, so tied parameters stay tied in the whole model.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def _own_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 class ForeignLayer(nn.Module):
-    """Stands for a layer that lives on another rank.
+    """Stands for a layer of another rank.
 
     Args:
-        skeleton: The structure of the layer that it replaces, its tensors on the meta device.
+        skeleton: The structure of the replaced layer, with tensors on the meta device.
         name: The layer's name in the pipelined module.
-        stage_index: The stage that has it.
+        stage_index: The stage that has the layer.
 
     Attributes:
-        is_in_sight: Whether its description shows.
+        is_in_sight: Whether walks through the modules include the layer's description.
     """
 
     def __init__(self, skeleton: nn.Module, name: str, stage_index: int) -> None:
@@ -51,16 +51,16 @@ class ForeignLayer(nn.Module):
         self.is_in_sight = False
 
     def compute_in(self, dtype_of: DtypeOf) -> None:
-        """Says what the layer's parameters compute in where it lives.
+        """Sets the dtypes in which the layer's parameters compute on their own rank.
 
         Args:
-            dtype_of: Takes a parameter of the skeleton.
+            dtype_of: Returns the dtype for a parameter of the skeleton.
         """
         self._dtype_of = dtype_of
 
     def imitation(self) -> nn.Module:
-        """Makes what returns tensors like the layer's, on the meta device."""
-        # Of a shared parameter the skeleton has this rank's copy, with values, or with a part.
+        """Returns a module that computes outputs like the layer's, on the meta device."""
+        # For a shared parameter the skeleton has this rank's copy, with values, or a shard.
         stand_ins: dict[int, Tensor] = {
             id(p): nn.Parameter(torch.empty(p.shape, device="meta", dtype=self.dtype_of(p)), False)
             for p in self.skeleton.parameters()
@@ -68,34 +68,33 @@ class ForeignLayer(nn.Module):
         return skeleton_of(self.skeleton, stand_ins)
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Gives the data type that a parameter computes in where the layer lives.
+        """Returns the dtype in which a parameter computes on the layer's own rank.
 
         Args:
-            parameter: Of the skeleton.
+            parameter: A parameter of the skeleton.
         """
         return self._dtype_of(parameter)
 
     def answer_by(self, description: nn.Module | None) -> None:
-        """Says what answers for the attributes of the layer.
+        """Sets the module that supplies the attributes of the layer.
 
         Args:
-            description: See :func:`.describe`. None
-                answers for none.
+            description: Result of :func:`.describe`; None for no attributes.
         """
         self._description = () if description is None else (description,)
 
     @property
     def described(self) -> nn.Module:
-        """What answers for the attributes of the layer."""
+        """The module that supplies the attributes of the layer."""
         return self._description[0] if self._description else self.skeleton
 
     @property
     def skeleton(self) -> nn.Module:
-        """The layer's structure, its tensors on the meta device."""
+        """The layer's structure, with tensors on the meta device."""
         return self._skeleton[0]
 
     def __getattr__(self, name: str) -> Any:
-        """Says where an attribute is that a model's forward reads past the layer's own."""
+        """Returns an attribute from the description, or raises an error that names the stage."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -112,9 +111,9 @@ class ForeignLayer(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Walks through the layer's description while that is in sight, else through nothing.
+        """Lists the modules of the layer's description while it is in sight; else none.
 
-        ``parameters()``, ``modules()`` and ``buffers()`` of all that holds the layer come here.
+        ``parameters()``, ``modules()`` and ``buffers()`` of modules around the layer call this.
         """
         walk = super().named_modules
         if self.is_in_sight and self._description:
@@ -122,7 +121,7 @@ class ForeignLayer(nn.Module):
         yield from walk(memo, prefix, remove_duplicate)
 
     def forward(self, *_: object, **__: object) -> Tensor:
-        """Refuses.
+        """Raises an error: the layer is on another rank.
 
         Raises:
             ValueError: Always.
@@ -136,11 +135,11 @@ class ForeignLayer(nn.Module):
 
 
 def skeleton_of(module: Module, stand_ins: dict[int, Tensor] | None = None) -> Module:
-    """Copies a module's structure, with its tensors on the meta device.
+    """Returns a copy of a module's structure, with tensors on the meta device.
 
     Args:
-        module: Any; is left as it is.
-        stand_ins: What to take in place of some tensors, by their ids; gets those that are made.
+        module: Any module; it is not changed.
+        stand_ins: Replacements of some tensors, by the tensors' ids; new ones are added.
     """
     return _copy_with(module, {} if stand_ins is None else stand_ins, torch.device("meta"))
 
@@ -156,15 +155,15 @@ def _copy_with(module: Module, stand_ins: dict[int, Tensor], device: torch.devic
     for part in module.modules():
         for tensor in _computed(part):
             stand_ins[id(tensor)] = torch.empty_like(tensor.detach(), device=device)
-    # What deepcopy finds in its memo it takes for a copy. A hook may be the method of anything.
+    # deepcopy takes objects in its memo for copies. A hook may be a method of any object.
     hooks = {id(hook): hook for part in module.modules() for hook in _hooks_of(part)}
     return copy.deepcopy(module, {**stand_ins, **hooks})
 
 
 def _computed(part: nn.Module) -> list[Tensor]:
-    """Lists the tensors in attributes that remember how they were computed; none can be copied.
+    """Lists the tensors in attributes that have an autograd graph, for they cannot be copied.
 
-    ``torch.nn.utils.weight_norm`` leaves a weight so, and each forward anew.
+    ``torch.nn.utils.weight_norm`` stores such a weight, and each forward a new one.
     """
     return [held for held in vars(part).values() if isinstance(held, Tensor) and held.grad_fn]
 
@@ -175,7 +174,7 @@ def _hooks_of(part: nn.Module) -> list[object]:
 
 
 def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:
-    """Gives the stage of each layer.
+    """Returns the stage of each layer.
 
     Args:
         layers_per_stage: The partition.
@@ -186,7 +185,7 @@ def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:
 def cut(
     module: nn.Sequential | Layers, layers_per_stage: Sequence[int], own_stages: Collection[int]
 ) -> None:
-    """Replaces the layers of all other stages; does nothing where that was done before.
+    """Replaces the layers of all other stages; does nothing if the module has been cut so.
 
     Args:
         module: The pipelined module, or its layers; changed in place.
@@ -222,14 +221,14 @@ def cut(
 def recut(
     module: nn.Sequential | Layers, layers_per_stage: Sequence[int], own_layers: Collection[int]
 ) -> None:
-    """Cuts a module anew that was cut before; no tensor is made or copied.
+    """Changes the cut of a module; no tensor is made or copied.
 
     Args:
-        module: The pipelined module, or its layers; changed in place. What leaves this rank has no
-            values by now, and what comes has got them; see
+        module: The pipelined module, or its layers; changed in place. Layers that leave this rank
+            have no values by now, and layers that come have them already; see
             :mod:`.rebalance.layer_values`.
         layers_per_stage: The new partition.
-        own_layers: The layers that are on this rank.
+        own_layers: The layers that are on this rank from now on.
     """
     layers = layers_in(module)
     stages = stage_of_layers(layers_per_stage)
@@ -249,17 +248,17 @@ def _place(module: nn.Module, name: str, part: nn.Module) -> None:
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Whether a layer in a module lives on another rank."""
+    """Returns whether a layer in a module is on another rank."""
     return any(isinstance(layer, ForeignLayer) for layer in module.modules())
 
 
 def layers_of(
     module: nn.Sequential | Layers, layers_per_stage: Sequence[int], stage_index: int
 ) -> nn.Module:
-    """Gives the layers of a stage, as one module that runs them.
+    """Returns the module that runs the layers of a stage.
 
     Args:
-        module: The pipelined module, or its layers; the stage's are on this rank.
+        module: The pipelined module, or its layers; the stage's layers are on this rank.
         layers_per_stage: The partition.
         stage_index: The stage.
     """
@@ -281,22 +280,22 @@ def layer_parameter_counts(module: nn.Sequential | Layers) -> list[int]:
 
 
 def structure_of(layer: nn.Module) -> nn.Module:
-    """Gives a layer, or the structure of one that lives elsewhere.
+    """Returns a layer, or the structure of a foreign layer.
 
     Args:
-        layer: Either.
+        layer: A layer of this rank, or a foreign layer.
     """
     return layer.skeleton if isinstance(layer, ForeignLayer) else layer
 
 
 @contextmanager
 def whole(module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
-    """Puts the structure of the foreign layers in their places for a while.
+    """Returns a context manager in which foreign layers are replaced by their structure.
 
     Args:
-        module: The pipelined module, or what holds it.
-        device: Where their tensors pretend to be. None leaves them on the meta device; on the CPU
-            they take address space but no memory, for nobody writes to them.
+        module: The pipelined module, or a module around it.
+        device: Device of the structure's tensors. None leaves them on the meta device; on the CPU
+            they take address space but no memory, as long as no code writes to them.
 
     Yields:
         Nothing.
@@ -315,10 +314,10 @@ def whole(module: nn.Module, device: torch.device | None = None) -> Iterator[Non
 
 
 def foreign_layers(module: nn.Module) -> list[tuple[nn.Module, str, ForeignLayer]]:
-    """Lists the foreign layers in a module with what holds each under which name.
+    """Lists the foreign layers in a module, each with its parent module and its name there.
 
     Args:
-        module: The pipelined module, or what holds it.
+        module: The pipelined module, or a module around it.
     """
     return [
         (holder, name, layer)
@@ -331,7 +330,7 @@ def foreign_layers(module: nn.Module) -> list[tuple[nn.Module, str, ForeignLayer
 def foreign_state_names(
     module: nn.Sequential | Layers, layers_per_stage: Sequence[int], own_stages: Collection[int]
 ) -> set[str]:
-    """Names what other stages hold, as in the whole module's state dict.
+    """Returns the entries of the whole module's state dict that other stages hold.
 
     Args:
         module: The pipelined module, cut or not, or its layers.

@@ -1,11 +1,11 @@
-"""Find the blocks of a model that is no sequence, and what runs before and behind them.
+"""Finds the blocks of a model that is no sequence, and the modules that run before and after them.
 
-A Hugging Face model says so in its pipeline plan, ``model.pp_plan``: of each part, the names of
-what it takes and gives. Where it has none, its blocks are the ones that it repeats, and its code
-tells what comes before them. The same goes for the ``nn.ModuleList`` of any other model that
+A Hugging Face model has a pipeline plan, ``model.pp_plan``: the names of each part's inputs and
+outputs. Without a plan, the blocks are those that the model repeats, and the forward's source shows
+which modules run before them. The same goes for the ``nn.ModuleList`` of any other model that
 ``layers=`` names.
 
-Transformers need not be installed: a model of its kind is known by its attributes.
+Transformers need not be installed: its models are recognised by their attributes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from lightning_dist.engine.tensors.forward_ast import runs_before
 from lightning_dist.engine.tensors.repeated_blocks import repeated_blocks
 
 Plan = Mapping[str, tuple[list[str], list[str]]]
-"""What each part of a model takes and gives."""
+"""Names of the inputs and outputs of each part of a model."""
 
 
 def find_model(module: nn.Module) -> str | None:
-    """Finds the Hugging Face model that holds all trainable parameters.
+    """Returns the path of the Hugging Face model that holds all trainable parameters.
 
     Args:
-        module: The user's, whole.
+        module: The user's whole module.
 
     Returns:
-        Its dotted path; None if there is none.
+        The model's dotted path; None if there is no such model.
 
     Raises:
-        ValueError: One holds some of them, and no ``nn.Sequential`` holds all.
+        ValueError: A model holds some trainable parameters, and no ``nn.Sequential`` holds all.
     """
     trainable = {id(p) for p in module.parameters() if p.requires_grad}
     models: list[str] = [n for n, m in module.named_modules() if n and _is_hugging_face(m)]
@@ -57,14 +57,14 @@ def find_model(module: nn.Module) -> str | None:
 
 
 def find_blocks(model: nn.Module, path: str) -> Blocks:
-    """Finds the blocks of a Hugging Face model.
+    """Returns the blocks of a Hugging Face model.
 
     Args:
-        model: The model, whole.
-        path: What the user's module calls it.
+        model: The whole model.
+        path: Dotted path of the model in the user's module.
 
     Raises:
-        ValueError: They are not clear.
+        ValueError: There is no list of blocks, or more than one.
     """
     lists = [name for name in _plan_of(model) if _is_list(model, name)]
     if len(lists) != 1:
@@ -86,12 +86,12 @@ def find_blocks(model: nn.Module, path: str) -> Blocks:
 
 
 def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
-    """Sorts a model's parts into what runs before its blocks and behind them.
+    """Returns a model's blocks, and its other parts sorted by whether they run before the blocks.
 
     Args:
-        model: The model, whole.
-        list_path: Dotted path of the ``nn.ModuleList`` of its blocks.
-        path: What the user's module calls the model.
+        model: The whole model.
+        list_path: Dotted path of the ``nn.ModuleList`` of blocks in the model.
+        path: Dotted path of the model in the user's module.
 
     Raises:
         ValueError: A trainable parameter is in no part.
@@ -115,9 +115,9 @@ def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
 
 
 def _sides(plan: Plan, list_path: str) -> dict[str, bool]:
-    """Tells of each part in a plan whether it runs before the blocks.
+    """Returns for each part in a plan whether it runs before the blocks.
 
-    What runs behind them takes what they give: ``hidden_states``.
+    A part that runs after the blocks takes their output: ``hidden_states``.
     """
     if list_path not in plan:
         return {}
@@ -131,7 +131,7 @@ def _plan_of(model: nn.Module) -> Plan:
 
 
 def _is_hugging_face(module: nn.Module) -> bool:
-    # Of the class: wrappers hand on the attributes of what they wrap.
+    # By the class, for wrappers forward the attributes of the wrapped model.
     return hasattr(type(module), "pp_plan") and hasattr(module, "config")
 
 

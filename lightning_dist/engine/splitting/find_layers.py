@@ -1,7 +1,7 @@
-"""Find the module to cut, and refuse what cannot be cut, with the names and the fix.
+"""Finds the module to cut, and raises errors for modules that cannot be cut.
 
-All checks look at the module and the trainer alone, so each rank finds the same before anything is
-sent.
+All checks look at the module and the trainer alone, so each rank finds the same before any
+communication.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from lightning_dist.engine.tensors.module_tree import outermost
 
 
 class LayersNotFoundError(ValueError):
-    """Says that a module has no layers that can be found without tracing the module."""
+    """A module has no layers that can be found without a trace."""
 
 
 def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
-    """Finds the layers of the user's module.
+    """Returns the layers of the user's module.
 
     ``"auto"`` takes the blocks of a Hugging Face model, or the children of one ``nn.Sequential``,
-    or the blocks that a forward runs one after the other. What has them must hold all trainable
-    parameters.
+    or the blocks that a forward runs one after the other. The module with these layers must hold
+    all trainable parameters.
 
     Args:
-        module: The user's module; other stages' layers may be out of it already.
+        module: The user's module, cut or not.
         layers: ``"auto"``, or the dotted path of an ``nn.Sequential`` or an ``nn.ModuleList``.
 
     Returns:
         The path of the pipelined module, and its layers.
 
     Raises:
-        LayersNotFoundError: ``"auto"`` finds none that hold all trainable parameters.
-        ValueError: There are none of that path, or a trainable parameter belongs to none.
+        LayersNotFoundError: ``"auto"`` finds no layers that hold all trainable parameters.
+        ValueError: The path has no layers, or a trainable parameter belongs to no layer.
     """
     if layers == "auto":
         try:
@@ -66,18 +66,18 @@ def _find_layers(module: nn.Module) -> tuple[str, Layers]:
 
 
 def _in_a_sequence(module: nn.Module) -> bool:
-    """Checks whether an ``nn.Sequential`` holds all trainable parameters."""
+    """Returns whether an ``nn.Sequential`` holds all trainable parameters."""
     trainable = _trainable(module)
     sequences = (m for m in module.modules() if isinstance(m, nn.Sequential))
     return any(trainable <= {id(p) for p in m.parameters()} for m in sequences)
 
 
 def _find_block_list(module: nn.Module) -> str | None:
-    """Finds the one list of blocks that a model's forward runs one after the other.
+    """Returns the one list of blocks that a model's forward runs one after the other.
 
     Returns:
-        Its dotted path; None where there is none, or several, or where the attribute of the
-        LightningModule that has the list does not hold all trainable parameters.
+        The list's dotted path. None if there is no list or more than one, or if the attribute of
+        the LightningModule with the list does not hold all trainable parameters.
     """
     lists = outermost([n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)])
     chains = []
@@ -115,17 +115,17 @@ def _blocks_in_list(module: nn.Module, layers: str) -> tuple[str, Layers]:
 
 
 def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
-    """Finds the module whose children are the layers.
+    """Returns the ``nn.Sequential`` whose children are the layers.
 
     Args:
         module: The user's module.
-        layers: ``"auto"``, or the dotted path of an ``nn.Sequential`` in it.
+        layers: ``"auto"``, or the dotted path of an ``nn.Sequential`` in the module.
 
     Returns:
-        Its path and the sequence.
+        The sequence's path and the sequence.
 
     Raises:
-        ValueError: There is none, there are several, or a trainable parameter is outside of it.
+        ValueError: There is no sequence or more than one, or it lacks a trainable parameter.
     """
     path, sequence = _find_trainable(module) if layers == "auto" else _get(module, layers)
     if type(sequence).forward is not nn.Sequential.forward:
@@ -140,16 +140,16 @@ def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
 def refuse_outside(
     module: nn.Module, path: str, pipelined: nn.Module, kind: str = "pipelined"
 ) -> None:
-    """Refuses trainable parameters outside of the pipelined module.
+    """Checks that no trainable parameter is outside of the pipelined module.
 
     Args:
         module: The user's module.
-        path: Of the pipelined module in it.
+        path: Dotted path of the pipelined module.
         pipelined: The pipelined module.
-        kind: What to call it.
+        kind: Adjective for the pipelined module in the error.
 
     Raises:
-        ValueError: There is one.
+        ValueError: A trainable parameter is outside.
     """
     inside = {id(p) for p in pipelined.parameters()}
     for name, parameter in module.named_parameters():
@@ -208,7 +208,7 @@ def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
 
 
 def _descend(name: str, sequence: nn.Sequential) -> tuple[str, nn.Sequential]:
-    """Goes into a sequence that holds nothing but one sequence."""
+    """Returns the innermost sequence, while a sequence has one sequence as its only child."""
     children = list(sequence.named_children())
     if len(children) == 1 and isinstance(children[0][1], nn.Sequential):
         return _descend(f"{name}.{children[0][0]}", children[0][1])
@@ -220,7 +220,7 @@ def tensors_outside(module: nn.Module, layers: Layers) -> list[Tensor]:
 
     Args:
         module: The user's module.
-        layers: Of the pipelined module.
+        layers: Layers of the pipelined module.
     """
     parts = [part.module for part in layers.parts()]
     inside = {id(t) for part in parts for t in (*part.parameters(), *part.buffers())}
@@ -239,13 +239,13 @@ def _sequences(module: nn.Module) -> list[str]:
 def choose_partition(
     layers: Layers, partition: str | Sequence[int], num_stages: int
 ) -> tuple[int, ...]:
-    """Decides how many layers each stage gets.
+    """Returns the number of layers of each stage.
 
     Args:
-        layers: Of the pipelined module.
+        layers: Layers of the pipelined module.
         partition: ``"parameters"``, ``"uniform"``, or the layers per stage; ``"profile"`` begins
-            with what ``"parameters"`` gives.
-        num_stages: Stages of the pipeline.
+            with the partition of ``"parameters"``.
+        num_stages: Number of stages of the pipeline.
 
     Returns:
         The layers per stage.
@@ -281,17 +281,17 @@ def choose_partition(
 
 
 def refuse_places_outside(module: nn.Module, path: str, pipelined: nn.Module) -> None:
-    """Refuses a parameter of a layer that the module holds outside of the pipelined one too.
+    """Checks that no parameter of a layer has another name outside of the pipelined module.
 
-    Stages without that layer would have it there all the same, as it was at the start.
+    Stages without the layer would keep that parameter at its initial value.
 
     Args:
         module: The user's module.
-        path: Of the pipelined module in it.
+        path: Dotted path of the pipelined module.
         pipelined: The pipelined module.
 
     Raises:
-        ValueError: There is one.
+        ValueError: A parameter has such a name.
     """
     inside = {id(p): name for name, p in pipelined.named_parameters()}
     every = module.named_modules(remove_duplicate=False)
@@ -307,14 +307,14 @@ def refuse_places_outside(module: nn.Module, path: str, pipelined: nn.Module) ->
 
 
 def refuse_ties(ties: Sequence[Tie], reason: str) -> None:
-    """Refuses parameters that several stages use.
+    """Checks that there are no ties.
 
     Args:
-        ties: All of the pipeline.
-        reason: Why they cannot be, and what else would do; ends with a full stop.
+        ties: The ties to refuse.
+        reason: Why they are not possible, and what to do instead; ends with a full stop.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is a tie.
     """
     if ties:
         raise ValueError(

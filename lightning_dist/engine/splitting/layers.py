@@ -1,8 +1,8 @@
-"""Where a pipelined module's layers are, and how they are run.
+"""The layers of a pipelined module: their places, and how a stage runs them.
 
-A layer is what a partition counts. In an ``nn.Sequential`` each child is one, and a stage runs its
-own one after the other, whatever the module's caller gave it. Other modules know more ways to hold
-layers (:mod:`.splitting.blocks`), so what cuts and runs a model asks this class.
+A layer is the unit of a partition. In an ``nn.Sequential`` each child is a layer, and a stage runs
+its own layers one after the other. Other modules hold layers in other ways
+(:mod:`.splitting.blocks`), so code that cuts or runs a model uses this class.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ class Part:
     """One submodule of a layer.
 
     Attributes:
-        name: In the pipelined module.
-        module: What bears that name now; another rank's is a
-            :class:`.ForeignLayer`.
-        layer_index: The layer.
+        name: The submodule's name in the pipelined module.
+        module: The present module of that name, a :class:`.ForeignLayer` if it is remote.
+        layer_index: Index of the layer.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Layers(ABC):
 
     Args:
         module: The pipelined module.
-        names: Of the submodules that each layer consists of.
+        names: Names of each layer's submodules.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[Sequence[str]]) -> None:
@@ -48,7 +47,7 @@ class Layers(ABC):
         self.names = tuple(tuple(group) for group in names)
 
     def __len__(self) -> int:
-        """Counts the layers."""
+        """Returns the number of layers."""
         return len(self.names)
 
     @property
@@ -58,7 +57,7 @@ class Layers(ABC):
 
     @property
     def origin(self) -> str:
-        """What the layers were before they were layers, in a few words; empty where it is plain."""
+        """Where the layers come from, in a few words; empty for an ``nn.Sequential``."""
         return ""
 
     def parts(self) -> list[Part]:
@@ -71,56 +70,56 @@ class Layers(ABC):
 
     @abstractmethod
     def stage(self, first: int, end: int) -> nn.Module:
-        """Makes what runs some of the layers, and holds them under their own names.
+        """Returns a module that runs some layers of this rank, under their own names.
 
-        It is called with what :meth:`layer_input` gives.
+        The module is called with the result of :meth:`layer_input`.
 
         Args:
-            first: The first of them; all must be on this rank.
-            end: Behind the last.
+            first: Index of the first layer.
+            end: Index after the last layer.
         """
 
     @abstractmethod
     def layer_input(
         self, is_first: bool, received: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
-        """Gives what a stage's layers run on.
+        """Returns the input of a stage's layers.
 
         Args:
-            is_first: Whether it is the first stage.
-            received: From the stage before.
-            arguments: Of the call of the pipelined module in the user's step.
-            keywords: Of that call.
+            is_first: Whether the stage is the first.
+            received: Activation from the stage before.
+            arguments: Positional arguments of the pipelined module's call in the user's step.
+            keywords: Keyword arguments of the pipelined module's call.
         """
 
     def beside(self, layer_index: int) -> dict[str, Tensor]:
-        """Gives the tensors that a layer of this rank uses and its submodules do not hold.
+        """Returns the tensors that a layer of this rank uses and its submodules do not hold.
 
         Args:
-            layer_index: The layer.
+            layer_index: Index of the layer.
         """
         return {}
 
     def in_step(self, device: torch.device) -> AbstractContextManager[None]:
-        """Makes what to enter while a user's step runs.
+        """Returns the context manager for a user's step.
 
         Args:
-            device: Where tensors would be if this rank had them.
+            device: Device that remote tensors would be on if this rank had them.
         """
         return nullcontext()
 
     @abstractmethod
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
-        """Ends a change of the cut, when the submodules are where they belong.
+        """Ends a change of the cut, after the submodules have been exchanged.
 
         Args:
-            own_layers: Of this rank from now on.
-            beside: What :meth:`beside` gave of those that came.
+            own_layers: Indices of this rank's layers from now on.
+            beside: Tensors that :meth:`beside` returned for the layers that came.
         """
 
     @abstractmethod
     def attach(self) -> None:
-        """Prepares the module, cut by now, for the calls of stages."""
+        """Prepares the cut module for the calls of stages."""
 
     @abstractmethod
     def detach(self) -> None:
@@ -135,7 +134,7 @@ class LayerSequence(Layers):
     """
 
     def __init__(self, module: nn.Sequential) -> None:
-        # `named_children` leaves out a child that was there before, one activation for all say.
+        # `named_children` lists a child once, but one activation module may occur several times.
         super().__init__(module, [(name,) for name in module._modules])
 
     @override
@@ -155,7 +154,7 @@ class LayerSequence(Layers):
 
     @override
     def attach(self) -> None:
-        """Does nothing: nobody calls the sequence but the user's step."""
+        """Does nothing: only the user's step calls the sequence."""
 
     @override
     def detach(self) -> None:
@@ -163,9 +162,9 @@ class LayerSequence(Layers):
 
 
 def layers_in(module: nn.Sequential | Layers) -> Layers:
-    """Gives the layers of a sequence, or what has been found out about another module.
+    """Returns the layers of a sequence; layers are returned as they are.
 
     Args:
-        module: Either.
+        module: A sequence, or the layers of any module.
     """
     return module if isinstance(module, Layers) else LayerSequence(module)

@@ -1,12 +1,12 @@
-"""What other ranks' layers say of themselves here: their structure, and no values.
+"""Descriptions of other ranks' layers: their structure, without values.
 
-A layer's submodules, settings and methods are as they were when the model was cut. Its tensors say
-what they are (:mod:`.tensors.remote_tensor`), and so does what its forward writes
-into attributes: the value of the start, here for ever, would be a wrong number.
+A layer's submodules, settings and methods are as they were when the model was cut. Its tensors are
+remote tensors (:mod:`.tensors.remote_tensor`). So are the attributes that its forward writes: their
+initial values would be wrong numbers on this rank.
 
-While a user's step runs, the model shows all of itself so. A step that adds up the norms of
-``self.parameters()``, or the losses that layers have left in ``self.modules()``, would find this
-rank's alone otherwise, and add up too few without a word.
+While a user's step runs, walks through the model include the descriptions. Without them, a step
+that adds up the norms of ``self.parameters()``, or the losses that layers have left in
+``self.modules()``, would silently add up this rank's only.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _RETURN_IT = (
 
 
 class RemoteLayersView:
-    """Lets the layers of other ranks answer for themselves.
+    """Gives the layers of other ranks their descriptions.
 
     Args:
-        layers: Of the pipelined module, cut.
-        device: Where tensors would be if this rank had them.
+        layers: Layers of the cut pipelined module.
+        device: Device that remote tensors would be on if this rank had them.
     """
 
     def __init__(self, layers: Layers, device: torch.device) -> None:
@@ -49,13 +49,13 @@ class RemoteLayersView:
             layer.answer_by(describe(layer, device))
 
     def end(self) -> None:
-        """Leaves the layers as they were before."""
+        """Removes the descriptions."""
         for layer in self._layers:
             layer.answer_by(None)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Shows the layers to who walks through the module.
+        """Returns a context manager in which walks through the module include the descriptions.
 
         Yields:
             Nothing.
@@ -71,14 +71,14 @@ class RemoteLayersView:
 
 
 def describe(layer: ForeignLayer, device: torch.device) -> nn.Module:
-    """Makes a module that looks like another rank's layer.
+    """Creates the description of another rank's layer.
 
     Args:
-        layer: Stands for it here.
-        device: Where its tensors would be if this rank had it.
+        layer: The layer's placeholder on this rank.
+        device: Device that the layer's tensors would be on if this rank had them.
 
     Returns:
-        A copy of its structure, of which whatever needs a value is a ValueError.
+        A copy of the layer's structure; a read of a value raises `ValueError`.
     """
     skeleton = layer.skeleton
     stand_ins: dict[int, Tensor] = {}
@@ -103,7 +103,7 @@ def _hide_what_is_written(description: nn.Module, layer: ForeignLayer) -> None:
 
 
 def _is_data(part: nn.Module, name: str) -> bool:
-    """Whether an attribute is of the part's own or its class's, and no part of torch's module."""
+    """Returns whether an attribute is data of the part or its class, and not of ``nn.Module``."""
     if name in vars(nn.Module()):
         return False
     try:

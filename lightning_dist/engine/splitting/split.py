@@ -1,4 +1,4 @@
-"""How a model is cut into stages: decided on the whole model, then carried out."""
+"""The cut of a model into stages: decided on the whole model, then carried out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_dist.engine.splitting.ties import Tie, find_ties
 
 _NO_SUM_IN_TIME = (
     "Under schedule='pipedream' the later stage applies a batch's gradients before the earlier one"
-    " has found its own, so nobody could apply their sum without a bubble. Use"
+    " has found its own, so no rank could apply their sum without a bubble. Use"
     " schedule='pipedream_2bw', which has the time, or a synchronous one."
 )
 
@@ -34,9 +34,9 @@ class PipelineSplit:
 
     Attributes:
         path: Dotted path of the pipelined module.
-        layers: Of the pipelined module.
+        layers: Layers of the pipelined module.
         layers_per_stage: The partition.
-        stages: This rank's.
+        stages: This rank's stages.
         rank_of_stage: The rank of each stage, in the pipeline.
         ties: Parameters that several stages use.
     """
@@ -50,12 +50,12 @@ class PipelineSplit:
 
     @property
     def has_last(self) -> bool:
-        """Whether whole steps run here."""
+        """Whether this rank has the last stage, which runs whole steps."""
         return len(self.layers_per_stage) - 1 in self.stages
 
     @property
     def source(self) -> str:
-        """Where the layers come from, as the line at the start says it."""
+        """Where the layers come from, for the line at the start of a run."""
         origin = f" ({self.layers.origin})" if self.layers.origin else ""
         return f"{self.path or 'the module'}{origin}"
 
@@ -65,19 +65,19 @@ class PipelineSplit:
         return self.layers.module
 
     def keeps(self, name: str) -> bool:
-        """Whether this rank keeps what bears a name in the whole model.
+        """Returns whether this rank keeps the module or tensor of a name.
 
         Args:
-            name: Of a module, a parameter or a buffer.
+            name: Name of a module, a parameter or a buffer in the whole model.
         """
         stage = self.stage_of(name)
         return stage is None or stage in self.stages
 
     def stage_of(self, name: str) -> int | None:
-        """Gives the stage of what bears a name in the whole model; None outside of the layers.
+        """Returns the stage of the module or tensor of a name; None outside of the layers.
 
         Args:
-            name: Of a module, a parameter or a buffer.
+            name: Name of a module, a parameter or a buffer in the whole model.
         """
         layer = self._layer_of(name)
         return None if layer is None else stage_of_layers(self.layers_per_stage)[layer]
@@ -91,14 +91,14 @@ class PipelineSplit:
 
     @property
     def ties_within_a_rank(self) -> list[Tie]:
-        """Ties of several stages that are on one rank, whichever that is."""
+        """The ties of several stages that are on one rank, which may be any rank."""
         return [tie for tie in self.ties if len(tie.ranks(self.rank_of_stage)) < len(tie.names)]
 
     def is_in_a_layer(self, name: str) -> bool:
-        """Whether a module is a part of a layer of the pipelined module, or inside of one.
+        """Returns whether a module is a part of a layer of the pipelined module, or inside of one.
 
         Args:
-            name: In the whole model.
+            name: The module's name in the whole model.
         """
         return self._layer_of(name) is not None
 
@@ -109,14 +109,14 @@ class PipelineSplit:
         return None
 
     def cut(self) -> None:
-        """Takes the layers of all other ranks out of the model."""
+        """Removes the layers of all other ranks from the model."""
         cut(self.layers, self.layers_per_stage, self.stages)
 
     def whole(self, device: torch.device | None = None) -> AbstractContextManager[None]:
-        """Shows the structure of the whole model for a while; see :func:`cut.whole`.
+        """Returns a context manager with the whole model's structure; see :func:`cut.whole`.
 
         Args:
-            device: Where the tensors of other ranks pretend to be.
+            device: Device of the structure's tensors.
         """
         return whole(self.sequence, device)
 
@@ -129,17 +129,17 @@ class PipelineSplit:
         return tensors_outside(module, self.layers)
 
     def foreign_names(self) -> set[str]:
-        """Names what other stages hold, as in the whole model's state dict."""
+        """Returns the entries of the whole model's state dict that other stages hold."""
         names = foreign_state_names(self.layers, self.layers_per_stage, self.stages)
         return {f"{self.path}.{name}" for name in names}
 
     def is_stored_here(self, name: str) -> bool:
-        """Whether this rank puts an entry of its state dict into checkpoints.
+        """Returns whether this rank puts an entry of its state dict into checkpoints.
 
-        Outside of the layers each rank holds a copy, and the last stage alone runs whole steps.
+        Outside of the layers each rank holds a copy, and only the last stage runs whole steps.
 
         Args:
-            name: Of the entry.
+            name: Name of the entry.
         """
         return self.has_last or self.is_in_a_layer(name)
 
@@ -147,16 +147,16 @@ class PipelineSplit:
 def find_split(
     module: nn.Module, config: PipelineConfig, num_ranks: int, rank: int
 ) -> PipelineSplit:
-    """Decides where a model is cut.
+    """Returns this rank's part of a model.
 
     Args:
-        module: The whole model, or what an earlier split has left of it.
-        config: What the user asks for.
-        num_ranks: Ranks of the pipeline.
-        rank: This one, in the pipeline.
+        module: The whole model, or the part that an earlier split has left.
+        config: The user's configuration.
+        num_ranks: Number of ranks of the pipeline.
+        rank: This rank's index in the pipeline.
 
     Raises:
-        ValueError: It cannot be cut so.
+        ValueError: The model cannot be cut as configured.
     """
     path, layers = find_layers(module, config.layers)
     rank_of_stage = config.rank_of_stage(num_ranks)

@@ -1,10 +1,10 @@
 """Parameters that several stages use, such as an embedding that is also the head.
 
 Each stage needs such a parameter at the same moment as the others, so each rank with one of these
-stages has a copy. What keeps the copies equal is :mod:`.pipeline.tied_gradients`.
+stages has a copy. :mod:`.pipeline.tied_gradients` keeps the copies equal.
 
-In the structure of the layers that live elsewhere this rank's copy stands for the others', so that
-the whole model is tied there, too (:mod:`.splitting.cut`).
+In the structure of foreign layers, this rank's copy stands for the other copies, so that the whole
+model's structure is tied, too (:mod:`.splitting.cut`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Tie:
     """A parameter that several stages use.
 
     Attributes:
-        names: Its names on each of these stages, in the pipelined module, by ascending stage.
+        names: The parameter's names in the pipelined module by stage, in ascending order.
     """
 
     names: Mapping[int, tuple[str, ...]]
 
     def __str__(self) -> str:
-        """Lists the names and their stages."""
+        """Returns the first name on each stage, as text."""
         firsts = {stage: names[0] for stage, names in self.names.items()}
         return " and ".join(f"{name!r} (stage {stage})" for stage, name in firsts.items())
 
     def ranks(self, rank_of_stage: Sequence[int]) -> tuple[int, ...]:
-        """Lists the ranks that have a copy, that of the first of the stages first.
+        """Returns the ranks that have a copy, in the order of the stages.
 
         Args:
             rank_of_stage: The rank of each stage.
@@ -42,17 +42,17 @@ class Tie:
         return tuple(dict.fromkeys(rank_of_stage[stage] for stage in self.names))
 
     def name_on(self, rank: int, rank_of_stage: Sequence[int]) -> str:
-        """Gives its first name on one of these ranks.
+        """Returns the parameter's first name on a rank.
 
         Args:
-            rank: The rank.
+            rank: A rank that has a copy.
             rank_of_stage: The rank of each stage.
         """
         return next(names[0] for stage, names in self.names.items() if rank_of_stage[stage] == rank)
 
 
 def find_ties(module: nn.Sequential | Layers, layers_per_stage: Sequence[int]) -> tuple[Tie, ...]:
-    """Finds the parameters that several stages use; the same ones on each rank.
+    """Returns the parameters that several stages use, the same on each rank.
 
     Args:
         module: The pipelined module, cut or not, or its layers.
@@ -73,13 +73,13 @@ def find_ties(module: nn.Sequential | Layers, layers_per_stage: Sequence[int]) -
 
 
 def tie_again(layers: Layers, ties: Sequence[Tie]) -> None:
-    """Shows this rank's copies in the structure of layers that live elsewhere.
+    """Puts this rank's copies into the structure of foreign layers.
 
-    Whatever shards a layer gives it new parameters, and does not find that structure.
+    Sharding replaces a layer's parameters, but not those in the structure of foreign layers.
 
     Args:
-        layers: Of the pipelined module, which has been cut.
-        ties: All of the pipeline, found while the old parameters were in place.
+        layers: Layers of the cut pipelined module.
+        ties: All ties of the pipeline, found before the parameters were replaced.
     """
     parts = layers.parts()
     foreign = {p.name: p.module.skeleton for p in parts if isinstance(p.module, ForeignLayer)}

@@ -15,7 +15,7 @@ from lightning_dist.engine.splitting.whole_step import WholeStep
 
 @dataclass(frozen=True)
 class WholeSplit(PipelineSplit):
-    """All of a model, on one rank."""
+    """The whole model on one rank."""
 
     @override
     def cut(self) -> None:
@@ -39,9 +39,9 @@ class WholeSplit(PipelineSplit):
 
 
 def keep_whole(module: nn.Module) -> WholeSplit:
-    """Takes a module as the one layer of a pipeline of one stage.
+    """Returns the split of a pipeline of one stage, whose one layer is the module.
 
     Args:
-        module: The user's.
+        module: The user's module.
     """
     return WholeSplit("", WholeStep(module), (1,), stages=(0,), rank_of_stage=(0,), ties=())

@@ -1,7 +1,7 @@
-"""The one layer of a pipeline that has one stage: the user's step, whatever it calls.
+"""The one layer of a pipeline that has one stage: the user's whole step.
 
-Nothing has to be cut there, so no module has to be found in the step, and the step may call any of
-the user's modules as often as it likes.
+No module is cut, so no module has to be found in the step. The step may call any of the user's
+modules as often as it likes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lightning_dist.engine.splitting.layers import Layers
 
 
 class WholeStep(Layers):
-    """All of a user's module as one layer.
+    """A user's whole module as one layer.
 
     Args:
-        module: The user's.
+        module: The user's module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -42,7 +42,7 @@ class WholeStep(Layers):
 
     @override
     def attach(self) -> None:
-        """Does nothing: the step is called by the stage."""
+        """Does nothing: the stage calls the step."""
 
     @override
     def detach(self) -> None:
@@ -50,7 +50,7 @@ class WholeStep(Layers):
 
 
 class StepInterceptor:
-    """Stands where :class:`.ForwardInterceptor` does, around the whole step."""
+    """Takes the place of :class:`.ForwardInterceptor`, around the whole step."""
 
     def detach(self) -> None:
         """Does nothing: no forward has been replaced."""
@@ -59,20 +59,20 @@ class StepInterceptor:
         """Runs a step as the layers of its stage.
 
         Args:
-            step: The user's.
-            layers: Runs what it is given under the stage's weights.
-            leaves: Whether there are later stages; there are none.
+            step: The user's step.
+            layers: Function that runs the step under the stage's weights.
+            leaves: Whether there are later stages; must be False.
         """
         assert not leaves
         return layers(step)
 
 
 class _Step(nn.Module):
-    """Runs steps; what the user's module holds is under the same names here."""
+    """Runs steps; has the user's tensors and submodules under the same names."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        # The same dicts, so that weights lent to one are lent to the other.
+        # The same dicts, so that weights swapped in one module are swapped in both.
         self._parameters = module._parameters
         self._buffers = module._buffers
         self._modules = module._modules

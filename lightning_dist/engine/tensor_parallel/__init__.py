@@ -1,1 +1,1 @@
-"""Tensor parallelism: one layer's weights, and the work with them, spread over ranks."""
+"""Tensor parallelism: one layer's weights and computation, sharded over ranks."""

@@ -1,13 +1,13 @@
-"""Spread a model over tensor-parallel ranks, layer by layer, as a plan says.
+"""Shards a model over tensor-parallel ranks, layer by layer, by a plan.
 
-*A region* is what lies between the layers that give each rank features of its own and the layer
-that sums up over them. :mod:`.layers.parallel_layer` spreads the layers;
-:mod:`.layers.activations` says what crosses the border. With sequence parallelism
-(:mod:`.layers.sequence`) what lies between the regions is cut, too.
+*A region* lies between the layers that compute each rank's own features and the layer that sums
+over them. :mod:`.layers.parallel_layer` shards the layers; :mod:`.layers.activations` has the
+collectives at the border. With sequence parallelism (:mod:`.layers.sequence`) the activations
+between the regions are sharded, too.
 
-Parameters that are whole on each rank, but meet other features or another part of the sequence on
-each, get a summand of their gradient there (:mod:`.tensor_parallel.partial_gradients`);
-:meth:`TensorParallelModule.add_gradients` adds them up.
+A replicated parameter that meets other features or another part of the sequence on each rank has a
+partial gradient there (:mod:`.tensor_parallel.partial_gradients`).
+:meth:`TensorParallelModule.add_gradients` all-reduces these gradients.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ from lightning_dist.engine.tensors.patch import note_on, put_on
 
 @dataclass(frozen=True)
 class TensorParallelOptions:
-    """How a plan is carried out.
+    """Options of a plan.
 
     Attributes:
-        sequence_parallel: Cut the sequence between the regions.
-        loss_parallel: Leave logits apart, for a loss that takes them so.
+        sequence_parallel: Shard the sequence between the regions.
+        loss_parallel: Keep logits sharded, for a loss that takes sharded logits.
     """
 
     sequence_parallel: bool = False
@@ -75,24 +75,24 @@ class TensorParallelOptions:
 
 
 class TensorParallelModule:
-    """A module whose layers are spread over tensor-parallel ranks.
+    """A module whose layers are sharded over tensor-parallel ranks.
 
     Args:
-        module: Changed in place. Parameters may be on the meta device.
-        styles: By module name, in the order of the model.
-        mesh: The tensor-parallel ranks, of one axis.
-        options: How.
-        is_kept: Whether this rank will keep the module of a name. What it will not is looked at,
-            so that all ranks find the same, but left as it is.
-        stage_of: Gives the stage of a pipeline that has the module of a name.
+        module: The module, changed in place. Parameters may be on the meta device.
+        styles: Styles by module name, in the order of the model.
+        mesh: One-axis mesh of the tensor-parallel ranks.
+        options: Options of the plan.
+        is_kept: Returns whether this rank keeps the module of a name. Other modules are checked, so
+            that all ranks find the same, but not changed.
+        stage_of: Returns the pipeline stage that has the module of a name.
 
     Attributes:
         cuts: Placements on the tensor-parallel ranks by parameter name, of the whole model.
-        logits: What steps run in whose logits are left apart; None where they are joined.
-        crossings: What a first step has made of the borders of regions.
+        logits: Context manager for steps with sharded logits; None if logits are gathered.
+        crossings: The check of the regions' borders in the first step.
 
     Raises:
-        ValueError: A size cannot be shared out over the ranks, or a style makes no sense.
+        ValueError: The ranks do not divide a size, or a style does not fit a layer.
     """
 
     def __init__(
@@ -151,23 +151,22 @@ class TensorParallelModule:
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Adds up the gradients of which each rank has a summand; all ranks must call it.
+        """All-reduces the partial gradients. Collective: every rank must call it, once per update.
 
-        Once for each update, and not more often. A rank without a gradient, whose tokens went to
-        other experts, gets the others' sum.
+        A rank without a gradient, whose tokens went to other experts, gets the other ranks' sum.
         """
         parameters = dict(self.module.named_parameters())
         partial = [parameters[name] for name in self._partial if name in parameters]
         activations.add_up_gradients([p for p in partial if p.requires_grad], self._mesh)
 
     def check_graph(self, outputs: Iterable[Tensor]) -> None:
-        """Checks a step's graph until :meth:`ShardedActivationCheck.end` is called.
+        """Checks a step's autograd graph, until :meth:`ShardedActivationCheck.end` is called.
 
         Args:
-            outputs: The loss, or what a stage returns.
+            outputs: The loss, or a stage's outputs.
 
         Raises:
-            ValueError: Not as the plan says.
+            ValueError: The graph does not follow the plan.
         """
         if self.crossings.is_noting:
             self.crossings.check(outputs, self._whole_parameters())
@@ -181,10 +180,10 @@ class TensorParallelModule:
         return Whole(*found)
 
     def forget_step(self) -> None:
-        """Leaves the region in which a step has failed, and lets go of the last one's activations.
+        """Leaves the region in which a step has failed, and frees its activations.
 
-        The modules around layers let go of them, too; but one that only holds its layers, like an
-        ``nn.ModuleDict``, never runs.
+        The modules around layers free them, too; but a mere container, like ``nn.ModuleDict``,
+        never runs.
         """
         self._randomness.leave()
         self.crossings.begin()
@@ -221,7 +220,7 @@ class TensorParallelModule:
         return Region(self._mesh, self._randomness, crossings=self.crossings)
 
     def _entry(self, name: str, region: Region) -> Entry:
-        """Gives the way in that a layer shares with those beside it."""
+        """Returns the entry that a layer shares with the layers beside it."""
         parent_name = name.rpartition(".")[0]
         if parent_name not in self._entries:
             self._entries[parent_name] = entry = Entry(region)
@@ -256,13 +255,13 @@ class TensorParallelModule:
 
 
 def refuse_spread(module: nn.Module) -> None:
-    """Refuses a module that has been spread before.
+    """Checks that no parameter of a module is a DTensor already.
 
     Args:
         module: The model.
 
     Raises:
-        ValueError: It has.
+        ValueError: A parameter is a DTensor.
     """
     name = next((name for name, p in module.named_parameters() if is_spread(p)), None)
     if name is not None:
@@ -273,16 +272,16 @@ def refuse_spread(module: nn.Module) -> None:
 
 
 def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_parallel: bool) -> None:
-    """Checks that all sizes can be shared out.
+    """Checks that the ranks divide all sizes.
 
     Args:
         module: The model.
-        styles: By module name.
-        tp_size: Tensor-parallel ranks.
+        styles: Styles by module name.
+        tp_size: Number of tensor-parallel ranks.
         sequence_parallel: As in :class:`TensorParallelOptions`.
 
     Raises:
-        ValueError: One cannot, or a style makes no sense.
+        ValueError: The ranks do not divide a size, or a style does not fit.
     """
     for name in attentions(styles):
         check_heads(name, module.get_submodule(name), tp_size)

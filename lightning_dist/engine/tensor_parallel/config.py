@@ -1,4 +1,4 @@
-"""How layers are spread over tensor-parallel ranks, as a user asks for it."""
+"""The user's configuration of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class TensorConfig:
     """The arguments of :class:`~lightning_dist.TensorParallelStrategy` of the same names.
 
     Attributes:
-        plan: Style by pattern of module names, or ``"auto"``.
-        sequence_parallel: Cut the sequence where the layers are not cut.
+        plan: Styles by pattern of module names, or ``"auto"``.
+        sequence_parallel: Shard the sequence between the sharded layers.
         loss_parallel: Compute cross-entropy without gathering the logits.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which parts of a model a plan leaves whole on each rank, how large they are, and why."""
+"""The parts of a model that a plan replicates on each rank, with their sizes and the reasons."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class WholePart:
     """Modules that are left whole for one reason.
 
     Attributes:
-        patterns: Of their names.
-        share: Of all parameters of the model.
-        reason: In words.
+        patterns: Patterns of the modules' names.
+        share: The modules' share of all parameters of the model.
+        reason: The reason in words.
     """
 
     patterns: tuple[str, ...]
@@ -33,12 +33,12 @@ class WholePart:
 def left_whole(
     module: nn.Module, styles: Mapping[str, Style], reasons: Mapping[str, str]
 ) -> list[WholePart]:
-    """Lists what a plan leaves whole, in the order of the model.
+    """Lists the parts that a plan leaves whole, in the order of the model.
 
     Args:
-        module: The model, whole.
-        styles: By module name; what they name is in the plan, whatever becomes of it.
-        reasons: By name, for some of the modules.
+        module: The whole model.
+        styles: Styles by module name, of the modules that are in the plan.
+        reasons: Reasons by module name, for some of the modules.
     """
     spread = {p for name in styles for p in module.get_submodule(name).parameters(recurse=False)}
     sizes: dict[tuple[str, str], int] = {}  # by pattern and reason
@@ -61,7 +61,7 @@ def left_whole(
 
 
 def _reason(module: nn.Module, name: str) -> str:
-    """Says what is known from the kind of a module."""
+    """Returns the reason that follows from the kind of a module."""
     part = module.get_submodule(name)
     kind = original_class(part).__name__
     around = module.get_submodule(name.rpartition(".")[0])

@@ -1,8 +1,7 @@
-"""Which whole parameters get a summand of their gradient on each rank, and which get all of it.
+"""Finds the replicated parameters whose gradients are partial on each rank.
 
-A parameter that no rank has a part of gets its whole gradient on each rank, unless what it meets
-is apart: the features of a region, or a part of the sequence. Its gradient is the sum over the
-ranks then.
+A replicated parameter has its whole gradient on each rank, unless it meets sharded activations: the
+features of a region, or a part of the sequence. Then its gradient is the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from lightning_dist.engine.tensor_parallel.layers.styles import Style
 def find_partial_gradients(
     module: nn.Module, styles: Mapping[str, Style], is_in_block: Callable[[str], bool]
 ) -> list[str]:
-    """Lists the parameters, cut ones too, whose gradients would be summands if whole.
+    """Lists the parameters, sharded ones too, whose gradients would be partial if replicated.
 
-    By all names of a tied one: what a rank keeps of the model may not have the first of them.
+    A tied parameter is listed under all names, for a rank's part of the model may lack the first.
 
     Args:
         module: The model.
-        styles: By module name.
-        is_in_block: Tells whether the sequence is cut where a name stands.
+        styles: Styles by module name.
+        is_in_block: Returns whether the sequence is sharded at the module of a name.
     """
     found: list[str] = []
     for name, _ in module.named_parameters(remove_duplicate=False):
@@ -40,17 +39,17 @@ def find_partial_gradients(
 
 
 def check_shared(module: nn.Module, summands: list[str], cuts: Collection[str]) -> None:
-    """Checks that no gradient is a summand at one of a parameter's uses, and whole at another.
+    """Checks that no gradient is partial at one of a parameter's uses, and whole at another.
 
-    Nobody could tell the two apart in their sum.
+    In the sum of both, the partial part could not be separated.
 
     Args:
-        module: The model, of which nothing has been cut yet.
-        summands: What :func:`find_partial_gradients` gives.
-        cuts: Names of parameters that will be cut, under all of their names.
+        module: The model, not yet sharded.
+        summands: Result of :func:`find_partial_gradients`.
+        cuts: All names of the parameters that will be sharded.
 
     Raises:
-        ValueError: One is.
+        ValueError: A parameter has such uses.
     """
     names: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -70,15 +69,15 @@ def check_shared(module: nn.Module, summands: list[str], cuts: Collection[str]) 
 
 
 def check_tied(module: nn.Module, styles: Mapping[str, Style], cuts: Collection[str]) -> None:
-    """Checks that no layer computes with all of a weight that another layer has a part of.
+    """Checks that no layer computes with a whole weight that is sharded in another layer.
 
     Args:
-        module: The model, of which nothing has been cut yet.
-        styles: By module name.
-        cuts: Names of parameters that will be cut.
+        module: The model, not yet sharded.
+        styles: Styles by module name.
+        cuts: Names of the parameters that will be sharded.
 
     Raises:
-        ValueError: One does.
+        ValueError: A layer does.
     """
     cut = {module.get_parameter(name): name for name in cuts}
     for path, part in module.named_modules():

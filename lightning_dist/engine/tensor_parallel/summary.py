@@ -1,6 +1,6 @@
-"""What each rank holds of a model that is spread over tensor-parallel ranks, as a table.
+"""Summaries of a tensor-parallel model: a table of each rank's tensors, and the plan in words.
 
-Say in a few lines what a tensor-parallel plan spreads, and why it leaves the rest whole.
+The plan's lines name the sharded layers, and the reasons why the others are whole.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lightning_dist.engine.tensors.dtensor import local_part, stacked_dim
 
 _KINDS = {Style.VOCAB: "embedding", Style.COLWISE_GATHER: "head", Style.REPLICATE: "whole"}
 _SMALL = 0.01
-"""A share of the parameters; for less no reason is given."""
+"""The least share of the parameters for which a reason is listed."""
 _WORTH_A_LINE = 0.05
-"""A share of the parameters; a run that leaves less of them whole begins without a word of it."""
+"""The least share of whole parameters that a run mentions at its start."""
 _MOST_NAMES = 3
 
 
@@ -30,9 +30,9 @@ class PlanSummary:
     """A plan in a few lines.
 
     Attributes:
-        spread: For each kind of layer, the layers and their styles.
+        spread: For each kind of sharded layer, the layers and their styles.
         whole: For each reason why parts are left whole, the parts and their size.
-        largest: The largest of these in one line, empty if they are small.
+        largest: The largest whole parts in one line; empty if they are small.
     """
 
     spread: tuple[str, ...]
@@ -47,12 +47,12 @@ class PlanSummary:
 def describe_plan(
     module: nn.Module, styles: Mapping[str, Style], reasons: Mapping[str, str]
 ) -> PlanSummary:
-    """Describes a plan, the likes of a layer once.
+    """Returns the summary of a plan; layers that differ only in their number are one entry.
 
     Args:
-        module: The model, whole.
-        styles: By module name, in the order of the model.
-        reasons: Why a module is left whole, by the name of some.
+        module: The whole model.
+        styles: Styles by module name, in the order of the model.
+        reasons: Reasons why modules are left whole, by module name, for some modules.
     """
     entries: dict[str, list[str]] = {}
     for name, style in styles.items():
@@ -93,13 +93,13 @@ class TensorRow:
     """Parameters that are alike but for the number of their layer.
 
     Attributes:
-        pattern: Of their names.
-        count: How many.
-        style: Of the layer, or empty.
-        shape: Of each, whole.
-        held: What this rank holds of each.
-        placement: How it lies on the tensor-parallel ranks.
-        num_bytes: That this rank holds of all of them.
+        pattern: Pattern of the parameters' names.
+        count: Number of the parameters.
+        style: Style of the layer; empty without one.
+        shape: Shape of each whole parameter.
+        held: Shape of this rank's shard of each parameter.
+        placement: Placement on the tensor-parallel ranks, in words.
+        num_bytes: Bytes of all these parameters on this rank.
     """
 
     pattern: str
@@ -113,11 +113,11 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
-    """All parameters; as text, a table.
+    """All parameters; ``str`` draws a table.
 
     Attributes:
-        rows: In the order of the model.
-        plan: That was found; None where the user has given one.
+        rows: Rows in the order of the model.
+        plan: Summary of an automatic plan; None for a user's plan.
     """
 
     rows: tuple[TensorRow, ...]
@@ -125,7 +125,7 @@ class TensorSummary:
 
     @property
     def num_bytes(self) -> int:
-        """What this rank holds."""
+        """The number of bytes that this rank holds."""
         return sum(row.num_bytes for row in self.rows)
 
     def __str__(self) -> str:
@@ -142,12 +142,12 @@ class TensorSummary:
 def summarise(
     module: nn.Module, styles: Mapping[str, Style], plan: PlanSummary | None = None
 ) -> TensorSummary:
-    """Describes a module that has been spread.
+    """Returns the summary of a sharded module.
 
     Args:
         module: The model.
-        styles: By module name, as it was spread.
-        plan: That was found; None where the user has given one.
+        styles: Styles by module name, with which the model was sharded.
+        plan: Summary of an automatic plan; None for a user's plan.
     """
     rows: dict[TensorRow, int] = {}
     for name, parameter in module.named_parameters():

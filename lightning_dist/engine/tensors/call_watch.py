@@ -1,8 +1,8 @@
-"""Tells when a module is called and when it has returned, however it is compiled.
+"""Callbacks before and after a module's call, compiled or not.
 
-``Module.compile`` compiles a module's call with the hooks that it has. Some that come for a few
-batches would be compiled with it, and what they note is never the same twice: each call would
-compile them anew. So the compiled call is wrapped, and they stay outside.
+``Module.compile`` compiles a module's call with the module's hooks. Hooks that exist for a few
+batches only would be compiled too, and as they record different values each time, each call would
+recompile them. So the compiled call is wrapped, and the callbacks stay outside.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 Before = Callable[[nn.Module, Any], None]
-"""Told of a module and its arguments."""
+"""Called with a module and its arguments."""
 After = Callable[[nn.Module, Any, Any], None]
-"""Told of a module, its arguments and what it returned; that is None where it failed."""
+"""Called with a module, its arguments and its result; the result is None if the call failed."""
 
 
 class CallWatch:
-    """Watches until :meth:`remove`.
+    """Watches a module's calls until :meth:`remove`.
 
     Args:
-        module: Whose calls.
-        before: Called first.
-        after: Called last, always.
+        module: The module to watch.
+        before: Called before each call.
+        after: Called after each call, even a failed one.
     """
 
     def __init__(self, module: nn.Module, before: Before, after: After) -> None:
@@ -43,7 +43,7 @@ class CallWatch:
             module._compiled_call_impl = self._call
 
     def remove(self) -> None:
-        """Leaves the module alone."""
+        """Stops watching."""
         for handle in self._handles:
             handle.remove()
         if self._compiled is not None:

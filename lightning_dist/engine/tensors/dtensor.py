@@ -1,18 +1,15 @@
 """Whole tensors from shards, and shards of whole tensors.
 
 A sharded parameter is a ``DTensor``. Checkpoint files hold whole tensors, or let each rank read the
-bytes it needs; either way each rank can cut its own part without asking another. Only to put a
-whole tensor together must all ranks of its mesh meet.
+bytes it needs; either way each rank can cut its own shard without communication. Only a gather is a
+collective of all ranks of the mesh.
 
-What of a tensor is on this rank.
-
-Where a rank's rows are in a weight that holds several matrices on top of each other.
-
-Each rank needs its heads of a fused query, key and value, so its rows are no contiguous piece.
-torch has a placement for that, made for parameters that are sharded over two axes of a mesh, and
-private: no public one describes such rows. A test compares what it cuts out, and puts together
-again, with plain indexing. torch 2.11 cuts by it, but refuses to put together: for that the
-matrices get a dim of their own, and lie along it as public placements say.
+Some weights stack several matrices on top of each other. Each rank needs its heads of a fused
+query, key and value, so its rows are no contiguous piece. No public placement describes such rows.
+torch has a private one, made for parameters that are sharded over two axes of a mesh. A test
+compares its shards, and the tensor gathered from them, with plain indexing. torch 2.11 shards by
+this placement, but refuses to gather. So for a gather the matrices get a dim of their own, and
+public placements describe the result.
 """
 
 from __future__ import annotations
@@ -30,29 +27,29 @@ from lightning_dist.engine.tensors.tree import map_leaves
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Gives the values that are on this rank, a view.
+    """Returns this rank's shard of a tensor, as a view.
 
     Args:
-        tensor: Sharded or not.
+        tensor: A DTensor, or a plain tensor, which is returned.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def stacked(dim: int, num_stacked: int) -> Placement:
-    """Gives the placement of this rank's part of each of some matrices of one size.
+    """Returns the placement that shards each of several stacked matrices of one size.
 
     Args:
-        dim: Along which they lie on top of each other.
-        num_stacked: How many.
+        dim: Dim along which the matrices are stacked.
+        num_stacked: Number of matrices.
     """
     return _StridedShard(dim, split_factor=num_stacked)
 
 
 def stacked_dim(tensor: Tensor) -> int | None:
-    """Gives the dim along which a tensor lies as :func:`stacked` says; None if along none.
+    """Returns the dim along which a tensor is placed by :func:`stacked`; None if there is none.
 
     Args:
-        tensor: Any.
+        tensor: Any tensor.
     """
     # Tensor parallelism is the innermost axis of a mesh.
     placement = tensor.placements[-1] if isinstance(tensor, DTensor) else None
@@ -60,10 +57,10 @@ def stacked_dim(tensor: Tensor) -> int | None:
 
 
 def unstacked(tensor: DTensor) -> DTensor:
-    """Gives the same values with a dim more, that of the matrices, before the one they lie along.
+    """Returns a view of a stacked tensor with a new dim for the matrices, before the stacked dim.
 
     Args:
-        tensor: As :func:`stacked` says, each rank with as many rows.
+        tensor: A tensor placed by :func:`stacked`, with equal numbers of rows on all ranks.
     """
     dim, placement = stacked_dim(tensor), tensor.placements[-1]
     assert dim is not None
@@ -82,7 +79,7 @@ def unstacked(tensor: DTensor) -> DTensor:
 
 
 def _behind(dim: int, placement: Placement) -> Placement:
-    """Says what a placement says, where another dim has come in."""
+    """Returns a placement for the tensor with the new dim."""
     if isinstance(placement, Shard):
         assert placement.dim != dim, "no axis shards what is stacked along the dim"
         return Shard(placement.dim + (placement.dim > dim))
@@ -90,23 +87,23 @@ def _behind(dim: int, placement: Placement) -> Placement:
 
 
 def is_spread(tensor: Any) -> bool:
-    """Whether a tensor's values are spread over a mesh.
+    """Returns whether a value is a DTensor.
 
     Args:
-        tensor: Anything.
+        tensor: Any value.
     """
     return isinstance(tensor, DTensor)
 
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """Cuts this rank's part out of a whole tensor; no rank waits for another.
+    """Shards a whole tensor like another tensor, without communication.
 
     Args:
-        full: The same on all ranks.
-        like: Spread over a mesh as the result shall be, or not; then ``full`` is returned.
+        full: The whole tensor, the same on all ranks.
+        like: A DTensor with the placements of the result, or a plain tensor to return ``full``.
 
     Returns:
-        Of the dtype of ``full``, on the device of the mesh.
+        A DTensor of the dtype of ``full``, on the device of the mesh.
     """
     if not isinstance(like, DTensor) or isinstance(full, DTensor):
         return full
@@ -114,22 +111,22 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
 
 
 def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Cuts this rank's part out of a whole tensor; no rank waits for another.
+    """Shards a whole tensor, without communication.
 
     Args:
-        full: The same on all ranks; may be on the meta device.
-        mesh: Of the ranks.
-        placements: One for each axis of the mesh.
+        full: The whole tensor, the same on all ranks; may be on the meta device.
+        mesh: Mesh of the ranks.
+        placements: One placement for each axis of the mesh.
 
     Returns:
-        On the device of the mesh.
+        A DTensor on the device of the mesh.
     """
     on_device = full.detach()
     if not on_device.is_meta:
         on_device = on_device.to(mesh.device_type)
-    # Without a source rank each one takes its part of what it has, in place of a scatter.
+    # Without a source rank each rank slices its own tensor, in place of a scatter.
     part = distribute_tensor(on_device, mesh, placements, src_data_rank=None)
-    # A copy, for a shard can be a view that would keep the whole alive.
+    # A copy, for a shard can be a view that would keep the whole tensor alive.
     return DTensor.from_local(
         part.to_local().clone(),
         mesh,
@@ -141,10 +138,10 @@ def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTen
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Puts a tensor together; all ranks of its mesh must call it.
+    """Gathers a tensor. Collective: every rank of its mesh must call it.
 
     Args:
-        tensor: Sharded, or not; then it is returned.
+        tensor: A DTensor, or a plain tensor, which is returned.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -157,19 +154,19 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def is_storable(tensor: Tensor) -> bool:
-    """Whether a tensor is spread so that each rank has one piece of it.
+    """Returns whether a tensor is a DTensor of which each rank has one contiguous piece.
 
     Args:
-        tensor: Any.
+        tensor: Any tensor.
     """
     return isinstance(tensor, DTensor) and stacked_dim(tensor) is None
 
 
 def storable(tensor: Tensor) -> Tensor:
-    """Gives a tensor as distributed checkpoints take it; all ranks of its mesh must call it.
+    """Returns a tensor that distributed checkpoints support. Collective: every rank must call it.
 
     Args:
-        tensor: Any. If a rank has several pieces of it, they become one.
+        tensor: Any tensor; stacked matrices are gathered along the innermost axis of the mesh.
     """
     dim = stacked_dim(tensor)
     if not isinstance(tensor, DTensor) or dim is None:
@@ -188,11 +185,11 @@ def storable(tensor: Tensor) -> Tensor:
 
 
 def spread_like(own: Tensor, like: Tensor) -> Tensor:
-    """Makes a tensor of what each rank has of it; no rank waits for another.
+    """Returns the DTensor with given shards, without communication.
 
     Args:
-        own: The values that are on this rank.
-        like: Spread as the result shall be, or not; then ``own`` is returned.
+        own: This rank's shard.
+        like: A DTensor with the placements of the result, or a plain tensor to return ``own``.
     """
     if not isinstance(like, DTensor):
         return own
@@ -207,15 +204,15 @@ def spread_like(own: Tensor, like: Tensor) -> Tensor:
 
 
 def gather(tree: Any, *, keep: bool) -> Any:
-    """Puts the sharded tensors of a tree together; all ranks of their mesh must call it.
+    """Gathers the sharded tensors of a tree. Collective: every rank of their mesh must call it.
 
     Args:
-        tree: Of the same structure on each rank.
-        keep: Whether this rank wants the result. Another one takes part in each collective, but
-            never holds more than one whole tensor.
+        tree: A tree of the same structure on each rank.
+        keep: Whether this rank needs the result. If not, the rank takes part in each collective,
+            but never holds more than one whole tensor.
 
     Returns:
-        The tree with whole tensors on the CPU for the sharded ones, or None where it is not kept.
+        The tree with whole tensors on the CPU for the sharded ones; None unless ``keep``.
     """
 
     def gathered(leaf: Any) -> Any:

@@ -1,23 +1,17 @@
-"""Read a module's forward, for what it would do wrong with some of the heads only.
+"""Facts about a module that are read from its forward's source, as a syntax tree.
 
-On a rank with some of the heads a module must not compute with the width of its input, which is
-that of all heads: ``width // self.num_heads`` would be a larger head, and ``view(batch, length,
-width)`` an error. It has to be shown a width of its own (:mod:`.layers.own_width`),
-and then the proof says whether that was all.
+*Widths.* On a rank with some of the heads, a module must not compute with the width of its input,
+which is that of all heads: ``width // self.num_heads`` would be a larger head, and
+``view(batch, length, width)`` an error. The module has to be shown a width of its own
+(:mod:`.layers.own_width`). Then the verification says whether that was all.
 
-The source of a function as a syntax tree, for those who read a module's forward.
+*Order.* The submodules run in the order in which the code first mentions them, in the class's own
+forward or in the one that it extends. If neither mentions both submodules, or there is no source,
+the order of registration decides.
 
-In which order a module's forward comes to its submodules, as its code says.
-
-As a person would who reads it: where a submodule is first mentioned, in the class's own forward or
-in the one that it extends. Where neither mentions both, or the code is not to be had, the order in
-which they were registered decides.
-
-Which attributes a module's forward writes, as its code says.
-
-A mixture of experts leaves its balancing loss in an attribute, an attention its last map. Such a
-value is there where the module has run, and nowhere else. Read is what ``forward`` says, and the
-methods that it mentions; ``setattr`` with a name made at run time goes unseen.
+*Written attributes.* A mixture of experts stores its balancing loss in an attribute, an attention
+its last map. Such a value exists only on a rank that has run the module. The code of ``forward``
+and of the methods that it mentions is read; ``setattr`` with a computed name goes unseen.
 """
 
 from __future__ import annotations
@@ -37,10 +31,10 @@ def syntax_of(function: Any) -> ast.Module | None:
     """Parses a function's source, beneath its decorators.
 
     Args:
-        function: Any; what is no function has no source.
+        function: Any value; only a function has a source.
 
     Returns:
-        None where the source is not to be had.
+        The syntax tree; None if there is no source.
     """
     try:
         return ast.parse(dedent(inspect.getsource(inspect.unwrap(function))))
@@ -49,12 +43,12 @@ def syntax_of(function: Any) -> ast.Module | None:
 
 
 def runs_before(module: nn.Module, name: str, other: str) -> bool:
-    """Whether a module's forward comes to one of its submodules before another.
+    """Returns whether a module's forward runs one submodule before another.
 
     Args:
-        module: What holds both.
-        name: Of the one.
-        other: Of the other.
+        module: The module that holds both submodules.
+        name: Name of the first submodule.
+        other: Name of the second submodule.
     """
     for class_ in type(module).__mro__:
         mentioned = _mentions(vars(class_).get("forward"))
@@ -96,7 +90,7 @@ _CHANGES = frozenset({"add", "append", "appendleft", "clear", "extend", "insert"
 
 @cache
 def written_by_forward(kind: type) -> frozenset[str]:
-    """Names the attributes, its own or another object's, that a forward assigns or changes.
+    """Names the attributes, of the module or of another object, that a forward changes.
 
     Args:
         kind: The module's class.
@@ -140,16 +134,16 @@ _LAST = (-1, 2)  # of batch, sequence and features
 def mixes_widths(
     module: nn.Module, head_counts: Collection[str], own_widths: Collection[str], features: int
 ) -> bool:
-    """Whether a module's forward seems to compute with the width of all heads.
+    """Returns whether a module's forward seems to compute with the width of all heads.
 
     Args:
-        module: Any.
-        head_counts: Names of attributes.
-        own_widths: Names of attributes which will be the width of a rank's own heads.
-        features: Of all heads together. Another attribute of that value is the width of all.
+        module: Any module.
+        head_counts: Names of attributes that count heads.
+        own_widths: Names of attributes that will be the width of a rank's own heads.
+        features: Width of all heads; any other attribute of this value counts as that width.
 
     Returns:
-        True, too, where the code is not to be had.
+        Whether it does; True if there is no source.
     """
     code = syntax_of(type(module).forward)
     return (
@@ -164,10 +158,10 @@ def mixes_widths(
 
 
 def reads_width(module: nn.Module) -> bool:
-    """Whether a module's forward asks its input how wide it is.
+    """Returns whether a module's forward reads the width of its input.
 
     Args:
-        module: Any. A forward whose code is not to be had seems not to.
+        module: Any module; False for a forward without source.
     """
     code = syntax_of(type(module).forward)
     if code is None:
@@ -176,10 +170,10 @@ def reads_width(module: nn.Module) -> bool:
 
 
 def input_name(module: nn.Module) -> str:
-    """Returns the name of the first argument of a module's forward; empty if it has none.
+    """Returns the name of the first argument of a module's forward; empty if there is none.
 
     Args:
-        module: Any.
+        module: Any module.
     """
     parameters = inspect.signature(type(module).forward).parameters.values()
     named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -187,10 +181,10 @@ def input_name(module: nn.Module) -> str:
 
 
 def attributes_read(module: nn.Module) -> set[str]:
-    """Returns the names of the attributes of anything that a module's forward reads.
+    """Returns the names of all attributes, of any object, that a module's forward reads.
 
     Args:
-        module: Any.
+        module: Any module.
     """
     code = syntax_of(type(module).forward)
     return set() if code is None else {_attribute_name(node) for node in ast.walk(code)}
@@ -213,7 +207,7 @@ def _is_width(node: ast.AST, module: nn.Module, features: int) -> bool:
 
 
 def _widths_in_use(code: ast.AST) -> Iterator[str]:
-    """Lists what is read of the last size in ``batch, length, width = x.shape``."""
+    """Lists the names of last sizes, as in ``batch, length, width = x.shape``, that are read."""
     read = {
         node.id
         for node in ast.walk(code)
@@ -232,7 +226,7 @@ def _widths_in_use(code: ast.AST) -> Iterator[str]:
 
 
 def _widths_asked(code: ast.AST, name: str) -> Iterator[ast.AST]:
-    """Lists ``x.size(-1)``, ``x.shape[-1]``, and where a shape is taken as it is."""
+    """Lists ``x.size(-1)``, ``x.shape[-1]``, and uses of a whole shape."""
     taken_apart = [node.value for node in ast.walk(code) if isinstance(node, ast.Subscript)]
     taken_apart += [node.value for node in ast.walk(code) if isinstance(node, ast.Assign)]
     for node in ast.walk(code):

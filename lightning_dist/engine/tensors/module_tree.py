@@ -1,9 +1,9 @@
-"""A model as a tree of modules, in the way that FSDP2 cuts it into units.
+"""A model as a tree of modules, as FSDP2 divides it into units.
 
-``fully_shard`` is applied from the inside out, and each call takes the parameters that no call
-before it has taken. So three things have to be known of a model before anything is sharded: which
-modules can be a unit at all, in which order, and which parameters would be taken twice. A module
-and a parameter may stand in a model under several names; here each counts once, under the first.
+``fully_shard`` is applied from the inside out, and each call takes the parameters that no earlier
+call has taken. So three things must be known before a model is sharded: the modules that can be a
+unit, their order, and the parameters that two units would take. A module or a parameter may have
+several names in a model; here each counts once, under the first name.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ Chain = tuple[str, ...]
 
 
 def original_class(module: nn.Module) -> type:
-    """Gives the class that the user has written.
+    """Returns the class that the user has written.
 
     Args:
-        module: ``fully_shard`` puts a class of its own in front of a sharded module's.
+        module: Any module; ``fully_shard`` derives a sharded module's class from the user's.
     """
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def qualified_name(cls: type) -> str:
-    """Gives a class's import path."""
+    """Returns a class's import path."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def is_composite(module: nn.Module) -> bool:
-    """Tells whether somebody has written a forward for a module that is made of others."""
+    """Returns whether a module has children and is no plain ``nn.Sequential``."""
     return original_class(module) is not nn.Sequential and any(True for _ in module.children())
 
 
@@ -57,7 +57,7 @@ def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         root: The model.
 
     Yields:
-        The first dotted name, as ``named_modules`` gives it, and the module.
+        The first dotted name, as in ``named_modules``, and the module.
     """
     seen: set[nn.Module] = set()
 
@@ -72,10 +72,10 @@ def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def shardable_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """Finds the modules that can be a unit: below the root, with parameters, run by their forward.
+    """Returns the modules that can be a unit: below the root, with parameters and a forward.
 
-    A unit's parameters are whole only from its forward's beginning to its end. A module without a
-    forward (``nn.ModuleList``, or a bare ``nn.Module`` as a name space) never begins one, and
+    A unit's parameters are whole only from the beginning to the end of the unit's forward. A module
+    without a forward (``nn.ModuleList``, or a bare ``nn.Module`` as a name space) is never called.
     ``nn.MultiheadAttention`` reads the weight of its output projection without calling it.
 
     Args:
@@ -100,12 +100,12 @@ def _can_be_unit(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ParameterUse:
-    """Where a parameter is used.
+    """The uses of a parameter.
 
     Attributes:
         parameter: The parameter.
-        names: Its first dotted name by the units around that use: a chain from the root (``""``) to
-            the innermost unit. More than one chain where the parameter or a module is shared.
+        names: The parameter's first dotted name by the units around a use: a chain from the root
+            (``""``) to the innermost unit. A shared parameter or module has several chains.
     """
 
     parameter: nn.Parameter
@@ -124,7 +124,7 @@ class ParameterUse:
 
 
 def parameter_uses(root: nn.Module, units: Collection[str]) -> list[ParameterUse]:
-    """Finds out which unit each parameter belongs to.
+    """Returns the uses of each parameter.
 
     Args:
         root: The model.
@@ -153,9 +153,9 @@ def parameter_uses(root: nn.Module, units: Collection[str]) -> list[ParameterUse
 
 
 def split_parameters(root: nn.Module, units: Collection[str]) -> list[ParameterUse]:
-    """Finds shared parameters that two units would both shard.
+    """Returns the shared parameters that two units would both shard.
 
-    ``fully_shard`` does not keep such a tie: torch 2.13 refuses it, in the first forward.
+    ``fully_shard`` does not keep such a tie: torch 2.13 raises an error in the first forward.
 
     Args:
         root: The model.
@@ -165,14 +165,16 @@ def split_parameters(root: nn.Module, units: Collection[str]) -> list[ParameterU
 
 
 def without_splits(root: nn.Module, units: Collection[str]) -> list[str]:
-    """Drops the units that would split a shared parameter; it goes to the unit around all its uses.
+    """Drops the units that would split a shared parameter.
+
+    Such a parameter then belongs to the unit around all its uses.
 
     Args:
         root: The model.
         units: Dotted names of the units below the root.
 
     Returns:
-        The others, in the given order.
+        The remaining units, in the given order.
     """
     dropped = {unit for use in split_parameters(root, units) for unit in use.between}
     return [unit for unit in units if unit not in dropped]

@@ -1,10 +1,8 @@
-"""Shows each tensor that autograd keeps for a backward to somebody, whoever asks for it.
+"""Context managers that call a function for each saved tensor, or for each operation.
 
-Torch asks the innermost of its hooks only. So of two that watch, or of one that watches and one
-that moves activations to the host, the outer one would miss what is kept meanwhile. A watch hands
-each tensor on to the hooks that it was entered in.
-
-Shows each operation on plain tensors to somebody, whoever asks for it.
+Torch calls only the innermost saved-tensor hooks. So of two watches, or of a watch and a context
+manager that moves activations to the host, the outer one would miss the tensors that are saved
+inside the inner one. A watch therefore also calls the hooks that were active when it was entered.
 """
 
 from __future__ import annotations
@@ -20,17 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 Watch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
-"""Told of each operation: the function, its arguments, those by name, and what it returned."""
+"""Called with each operation: the function, its positional and keyword arguments, its result."""
 
 
 class OperationWatch(TorchDispatchMode):
-    """Watches while it is entered.
+    """Calls a function after each operation on plain tensors, while entered.
 
     Args:
-        watch: Told of each operation, after it.
+        watch: Called after each operation.
     """
 
-    # Such as torch.cond and flex_attention: seen as a whole, but not in the way of those who call.
+    # Such as torch.cond and flex_attention: each is one operation, and stays usable.
     supports_higher_order_operators = True
 
     def __init__(self, watch: Watch) -> None:
@@ -46,7 +44,7 @@ class OperationWatch(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # it turns into operations on plain tensors, which come back
+            return NotImplemented  # the subclass runs operations on plain tensors, seen here later
         named = kwargs or {}
         if torch.is_inference_mode_enabled() and isinstance(func, OpOverload):
             with self:
@@ -60,20 +58,20 @@ class OperationWatch(TorchDispatchMode):
     @override
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Sees what compiled code calls, for without this torch would never compile it again."""
+        """Keeps code compiled that runs inside; else torch would never compile it again."""
         return True
 
 
 SavedTensorWatch = Callable[[Tensor], object]
-"""Told of each tensor; what it returns lives for as long as autograd needs the tensor."""
+"""Called with each saved tensor; its result lives as long as autograd keeps the tensor."""
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedTensorsWatch:
-    """Watches while it is entered.
+    """Calls a function for each tensor that autograd saves, while entered.
 
     Args:
-        watch: Told of each tensor.
+        watch: Called with each saved tensor.
     """
 
     def __init__(self, watch: SavedTensorWatch) -> None:
@@ -88,7 +86,7 @@ class SavedTensorsWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends; what the watch has returned stays with what is kept."""
+        """Ends; the watch's results live on with the saved tensors."""
         self._hooks.__exit__()
 
     def _pack(self, tensor: Tensor) -> _Kept:
@@ -97,7 +95,7 @@ class SavedTensorsWatch:
 
 
 class _Kept:
-    """What autograd holds in the place of a tensor."""
+    """The object that autograd saves in place of a tensor."""
 
     def __init__(self, packed: Any, unpack: Callable[[Any], Tensor], token: object) -> None:
         self.packed = packed
@@ -106,7 +104,7 @@ class _Kept:
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    # A result of the operation that keeps it would hold its own graph.
+    # An operation's own result, saved by the operation, would keep its own autograd graph alive.
     return tensor if tensor.is_leaf else tensor.detach()
 
 
@@ -115,5 +113,5 @@ def _same(packed: Tensor) -> Tensor:
 
 
 def _hooks_in_force() -> _Hooks | None:
-    """Gives the hooks that torch would ask now; it has no public name for them."""
+    """Returns the active saved-tensor hooks, for which torch has no public name."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -1,7 +1,8 @@
-"""Run the hooks of a parameter on its whole gradient, where autograd has seen parts of it.
+"""Runs a parameter's hooks on its whole gradient, where autograd has computed partial gradients.
 
-Autograd would run them for each micro-batch, or not at all where a stage computes with other
-versions of its weights, and of a parameter that several stages use for each stage's summand.
+Autograd would run the hooks for each micro-batch. If a stage computes with other versions of its
+weights, autograd would run none. For a parameter that several stages use, it would run them on each
+stage's partial gradient.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from lightning_dist.engine.tensors.patch import gradient_hooks_of
 
 @torch.no_grad()
 def add_with_hooks(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Adds a gradient to ``parameter.grad`` as autograd does, between the parameter's hooks.
+    """Adds a gradient to ``parameter.grad`` as autograd does, and runs the parameter's hooks.
 
     Args:
-        parameter: Whose gradient it is.
-        gradient: That of a batch.
+        parameter: The parameter to accumulate on.
+        gradient: The parameter's gradient for a batch.
     """
     before, behind = gradient_hooks_of(parameter)
     for hook in before:
@@ -30,11 +31,11 @@ def add_with_hooks(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def with_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
-    """Returns what a parameter's hooks make of a gradient; ``parameter.grad`` stays.
+    """Returns a gradient after the parameter's hooks; ``parameter.grad`` stays.
 
     Args:
-        parameter: Whose gradient it is.
-        gradient: That of an update; may be changed.
+        parameter: The parameter whose hooks run.
+        gradient: The parameter's gradient for an update; may be changed in place.
     """
     installed, parameter.grad = parameter.grad, None
     try:

@@ -1,9 +1,8 @@
-"""The hooks around a module's forward.
+"""The hooks of modules and parameters, and the replacement of a method of one object.
 
-No public function lists a module's hooks, or a tensor's, or removes them without their handles.
-Four private names of torch, here and nowhere else; tests of the callers fail when they change.
-
-A method of one object that is another one for a while.
+No public function lists a module's or a tensor's hooks, or removes them without their handles. So
+this module uses four private names of torch. No other module uses them, and tests of the callers
+fail if they change.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Gives those behind the forward of a module itself, and those before it; to be changed, too.
+    """Returns a module's forward hooks and forward pre-hooks, as dicts that may be changed.
 
     Args:
-        module: Any.
+        module: Any module.
     """
     return module._forward_hooks, module._forward_pre_hooks
 
@@ -28,7 +27,7 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 def gradient_hooks_of(
     parameter: Tensor,
 ) -> tuple[tuple[Callable[[Tensor], Any], ...], tuple[Callable[[Tensor], None], ...]]:
-    """Gives the hooks of ``register_hook``, and of ``register_post_accumulate_grad_hook``.
+    """Returns the hooks of ``register_hook``, and of ``register_post_accumulate_grad_hook``.
 
     Args:
         parameter: Any leaf.
@@ -38,7 +37,7 @@ def gradient_hooks_of(
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Tells whether any hook waits for a parameter's gradient.
+    """Returns whether a parameter has gradient hooks.
 
     Args:
         parameter: Any leaf.
@@ -47,20 +46,20 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 
 def note_on(parameter: Tensor) -> tuple[dict[str, Any], Any]:
-    """Gives what users have put on a parameter: attributes, for groups of an optimizer, and hooks.
+    """Returns the attributes and hooks that users have put on a parameter.
 
     Args:
-        parameter: Any.
+        parameter: Any parameter.
     """
     return dict(vars(parameter)), parameter._backward_hooks
 
 
 def put_on(parameter: Tensor, noted: tuple[dict[str, Any], Any]) -> None:
-    """Puts it on another one, or on the same one anew; handles of hooks stay good.
+    """Puts attributes and hooks on a parameter; handles of the hooks stay valid.
 
     Args:
-        parameter: Any.
-        noted: What :func:`note_on` gave.
+        parameter: Another parameter, or the same one again.
+        noted: The result of :func:`note_on`.
     """
     attributes, hooks = noted
     vars(parameter).update(attributes)
@@ -70,12 +69,12 @@ def put_on(parameter: Tensor, noted: tuple[dict[str, Any], Any]) -> None:
 
 @contextmanager
 def kept_on_parameters(module: nn.Module) -> Iterator[None]:
-    """Keeps what users have put on parameters.
+    """Returns a context manager that keeps the attributes and hooks of a module's parameters.
 
-    ``Module.to`` swaps a ``DTensor`` for another one, which has none of it.
+    ``Module.to`` swaps a ``DTensor`` for another one, without the attributes and hooks.
 
     Args:
-        module: Is moved inside.
+        module: The module that is moved inside the context manager.
 
     Yields:
         Nothing.
@@ -89,16 +88,16 @@ def kept_on_parameters(module: nn.Module) -> Iterator[None]:
 def replace_method(owner: object, name: str, method: Callable[..., Any]) -> Callable[[], None]:
     """Replaces a method of one object.
 
-    The object may have one of its own already, which hides that of its class: a user's, or what an
-    earlier call has left.
+    If the object has such an attribute of its own already, a user's or an earlier call's, the
+    returned function restores it.
 
     Args:
-        owner: Changed until the returned function is called.
-        name: Of the method.
-        method: Called in its place, without the object.
+        owner: The object, changed until the returned function is called.
+        name: Name of the method.
+        method: The replacement, called without the object.
 
     Returns:
-        Undoes the change.
+        A function that undoes the change.
     """
     if name in vars(owner):
         undo = partial(setattr, owner, name, vars(owner)[name])

@@ -1,10 +1,10 @@
-"""A tensor of another rank: what it is, without what is in it.
+"""Placeholders for tensors of another rank: shape, dtype and device, without values.
 
-A model's forward asks a layer's weights for more than their values: each stage runs a line like
-``x.to(self.embed.weight.dtype)``, whoever has the embedding. Such questions get the answer that the
-rank with the tensor would give. All else that is done with it would need its values, and says so;
-but who detaches it only looks (a logger that draws histograms of weights) and finds unknown values,
-which are NaNs: never a wrong number.
+A model's forward does not only compute with a layer's weights: each stage runs a line like
+``x.to(self.embed.weight.dtype)``, with or without the embedding. Such a line gets the answer that
+the rank with the tensor would give. Each other operation needs the values and raises `ValueError`.
+The exception is ``detach``, for code that only looks, such as a logger that draws histograms of
+weights. It returns NaNs for the unknown values, never a wrong number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAKE_ANOTHER_LIKE_IT = {Tensor.to, Tensor.type_as}
 
 
 class RemoteTensor(Tensor):
-    """Has sizes, a data type and a device, and no values."""
+    """A tensor with a shape, a dtype and a device, and no values."""
 
     _sample: Tensor
     _reason: str
@@ -79,7 +79,7 @@ class RemoteTensor(Tensor):
 
 
 class AbsentValue(RemoteTensor):
-    """Has not even sizes: what it is to be is known where it is made."""
+    """A tensor without values and shape, which only the rank that computes it knows."""
 
     @classmethod
     @override
@@ -98,13 +98,13 @@ class AbsentValue(RemoteTensor):
 
 
 def absent(like: Tensor, dtype: torch.dtype, device: torch.device, reason: str) -> Tensor:
-    """Makes what stands for a tensor of another rank.
+    """Creates the placeholder for a tensor of another rank.
 
     Args:
-        like: Has its sizes.
-        dtype: Its data type.
-        device: Where it would be if this rank had it.
-        reason: What to say to who wants its values: which it is, where it is, what to do.
+        like: A tensor of the same shape.
+        dtype: Dtype of the remote tensor.
+        device: Device that the tensor would be on if this rank had it.
+        reason: Error text for a read of the values: which tensor, on which rank, what to do.
     """
     sample = torch.empty(0, dtype=dtype, device=device, requires_grad=like.requires_grad)
     if _has_no_values(sample):
@@ -115,10 +115,10 @@ def absent(like: Tensor, dtype: torch.dtype, device: torch.device, reason: str) 
 
 
 def absent_value(reason: str) -> Tensor:
-    """Makes what stands for a value that another rank makes.
+    """Creates the placeholder for a value that another rank computes.
 
     Args:
-        reason: What to say to who wants anything of it.
+        reason: Error text for any use of the value.
     """
     empty = torch.empty((), device="meta")
     if _has_no_values(empty):
@@ -129,7 +129,7 @@ def absent_value(reason: str) -> Tensor:
 
 
 def _has_no_values(made: Tensor) -> bool:
-    """Whether this is a dry run, where tensors are of a kind of their own, and all are absent."""
+    """Whether this is a dry run, whose tensors have a subclass of their own and no values."""
     return type(made) is not Tensor
 
 

@@ -1,22 +1,23 @@
-"""Find the block that a model repeats, as a person would who reads its code.
+"""Finds the block that a model repeats, as a reader of its code would.
 
 A repeated block is a class with two or more instances side by side in an ``nn.Sequential`` or an
 ``nn.ModuleList``. Side by side as attributes does not count: those are the two towers or the
 student and the teacher of a model, each of them a whole model. An ``nn.ModuleDict`` does not count
 either, for what it holds is chosen by key, and a unit must run on all ranks or on none.
 
-*Outermost.* A group inside a group's member is not looked at. The experts in a transformer block
-are repeated, too, and hold most of its parameters; but which of them run depends on the data, so
-that ranks with experts as units would wait for each other for ever. The price: a model of stages of
-blocks is cut at its stages, unless a stage is a plain ``nn.Sequential``.
+*Outermost.* A group inside a group's member does not count. The experts in a transformer block are
+repeated, too, and hold most of its parameters. But the data decide which experts run, so ranks with
+experts as units would wait for each other for ever. The price: a model of stages of blocks is cut
+at its stages, unless a stage is a plain ``nn.Sequential``.
 
 *Three kinds*, the earlier one preferred if it holds half of what any of them holds: classes made of
 other modules (the transformer block, the residual block); plain ``nn.Sequential`` objects; layers
 (the ``nn.Linear`` of an MLP).
 
-*Worth it.* Leaving a class in the root keeps it whole all the time, and costs what one more unit
-would cost if all its instances together are no larger than the largest block. Such a class (norms
-between convolutions, a small stem, a few heads) is left there. An encoder beside a decoder is not.
+*Worth it.* A class that is left in the root stays whole all the time. If all its instances together
+are no larger than the largest block, that costs no more memory than one more unit. Such a class
+(norms between convolutions, a small stem, a few heads) is left in the root. An encoder beside a
+decoder is not.
 
 Instances of a chosen block class that stand alone, such as a stage of one block, are taken as well.
 """
@@ -48,7 +49,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def repeated_blocks(root: nn.Module) -> list[str]:
-    """Finds the blocks of a model.
+    """Returns the blocks of a model.
 
     Args:
         root: The model.

@@ -1,18 +1,18 @@
 """Random numbers that depend on where they are drawn, not on what was drawn before.
 
-The user's step runs on each stage, and what it draws before and after the pipelined module (a
-mask, say) must be the same on all of them, or the first stage masks other tokens than the last one
-scores.
-What the layers draw (dropout) must differ between stages and data replicas. And a resumed run must
-draw what the uninterrupted one would have. One rule serves all three: each use seeds the generators
-from a few integers that name it, and afterwards puts back the state it found, so that samplers
-shuffle alike on all ranks.
+The user's step runs on each stage. Its draws before and after the pipelined module (a mask, say)
+must be the same on all stages, or the first stage masks other tokens than the last one scores. The
+layers' draws (dropout) must differ between stages and data replicas. And a resumed run must draw
+the numbers of the uninterrupted run. One rule serves all three: each use seeds the generators from
+a few integers that name it. Afterwards it restores the state it found, so that samplers shuffle
+alike on all ranks.
 
 Ranks that read the same data draw the same random numbers; data replicas draw different ones.
 
-Shuffling, augmentation in the main process and whatever a step draws before it calls the model come
-from the global generators. Scripts that nobody seeded start each process with others; seeded ones
-start all alike, so that data replicas would drop out the same activations and augment the same way.
+Shuffling, augmentation in the main process and a step's draws before it calls the model come from
+the global generators. In an unseeded script each process starts with different generators. In a
+seeded script all processes start alike, so that data replicas would drop out the same activations
+and augment the same way.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 def seed_of(identity: tuple[int, ...]) -> int:
-    """Makes one seed of a few integers."""
+    """Returns one seed for a few integers."""
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -132,7 +132,7 @@ _HOST = torch.device("cpu")
 
 
 def share_random_state(group: dist.ProcessGroup) -> None:
-    """Gives all ranks of a group the first one's generators: Python's, numpy's and torch's.
+    """Broadcasts the first rank's random states. Collective: every rank of the group must call it.
 
     Args:
         group: A gloo group of the ranks that read the same data.
@@ -146,13 +146,15 @@ def share_random_state(group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def first_ranks_numbers(group: dist.ProcessGroup) -> Iterator[None]:
-    """Lets all ranks of a group draw what the first one draws, as while a model is built.
+    """Lets all ranks of a group draw the first rank's numbers, as while a model is built.
+
+    Collective: every rank of the group must enter it.
 
     Args:
         group: A gloo group.
 
     Yields:
-        Nothing. Afterwards ranks whose generators were others than the first's have them back.
+        Nothing. Afterwards a rank whose random states differed from the first rank's has its own.
     """
     own = random_states()
     share_random_state(group)
@@ -165,10 +167,10 @@ def first_ranks_numbers(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 class RandomStream:
-    """Random numbers apart from those of the rest of the program, by the same global generators.
+    """A stream of random numbers of its own, drawn from the global generators.
 
     Args:
-        identity: Integers that name it: streams of the same name draw the same numbers.
+        identity: Integers that name the stream: streams of the same name draw the same numbers.
     """
 
     def __init__(self, *identity: int) -> None:
@@ -181,7 +183,7 @@ class RandomStream:
         """Puts this stream in the place of Python's, numpy's and torch's (CPU) numbers.
 
         Yields:
-            Nothing. The next time it goes on where it has ended.
+            Nothing. The next time the stream goes on where it has ended.
         """
         self.enter()
         try:
@@ -190,7 +192,7 @@ class RandomStream:
             self.leave()
 
     def enter(self) -> None:
-        """Begins what :meth:`drawing` does."""
+        """Begins to draw from this stream; see :meth:`drawing`."""
         self._outside = random_states()
         if self._inside is None:
             seed_all(*self._identity, device=_HOST)
@@ -198,7 +200,7 @@ class RandomStream:
             set_random_states(self._inside)
 
     def leave(self) -> None:
-        """Ends it; does nothing if it has not begun."""
+        """Restores the numbers outside of this stream; does nothing before :meth:`enter`."""
         if self._outside is None:
             return
         self._inside = random_states()
@@ -207,10 +209,10 @@ class RandomStream:
 
 
 def random_states(device: torch.device = _HOST) -> list[Any]:
-    """Gives the states of all global generators: Python's, numpy's and torch's.
+    """Returns the states of all global generators: Python's, numpy's and torch's.
 
     Args:
-        device: Whose generator is one of torch's, beside the host's.
+        device: The device whose generator counts, beside the CPU's.
     """
     torchs = [generator.get_state().numpy() for generator in generators_of(device)]
     return [random.getstate(), np.random.get_state(), *torchs]
@@ -220,7 +222,7 @@ def set_random_states(states: list[Any], device: torch.device = _HOST) -> None:
     """Sets the states of all global generators.
 
     Args:
-        states: What :func:`random_states` has given for such a device.
+        states: The result of :func:`random_states` for such a device.
         device: As for :func:`random_states`.
     """
     python, numpys, *torchs = states

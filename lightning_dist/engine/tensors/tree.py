@@ -1,12 +1,11 @@
 """Trees of tensors: batches and activations of any shape, taken apart and put together again.
 
-A batch is whatever the user's DataLoader yields, an activation whatever a layer returns. Both are
-nested dicts, lists, tuples, named tuples and dataclasses with tensors at some of the leaves.
-Everything that has to look inside one (splitting a batch, sending an activation) works on the flat
-list of its tensors and leaves the rest, the *skeleton*, alone. A skeleton pickles, so it is also
-what the transport sends once as a header.
+The user's DataLoader yields batches, and layers return activations. Both are nested dicts, lists,
+tuples, named tuples and dataclasses with tensors at some of the leaves. Code that splits a batch or
+sends an activation works on the flat list of the tree's tensors, and leaves the rest, the
+*skeleton*, alone. A skeleton can be pickled, so the transport sends it once as a header.
 
-torch's own pytrees would do, but for dataclasses, which each user would have to register first.
+torch's own pytrees would do, but each user would have to register dataclasses first.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def map_leaves(
         function: Called with each leaf, in a fixed order: as stored for sequences, insertion order
             for mappings, field order for dataclasses.
         tree: Nested mappings, lists, tuples, named tuples and dataclass instances.
-        is_leaf: Whether a container is not to be gone into.
+        is_leaf: Returns whether a container counts as a leaf.
 
     Returns:
         A tree of the same containers.
@@ -53,7 +52,7 @@ def map_leaves(
 
     if is_leaf(tree):
         return function(tree)
-    # First, for the outputs of Hugging Face models are both, and as mappings not to be written to.
+    # First, for outputs of Hugging Face models are both, and as mappings they are read-only.
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Slot):
         fields = [field.name for field in dataclasses.fields(tree) if field.init]
         return dataclasses.replace(tree, **{name: inside(getattr(tree, name)) for name in fields})

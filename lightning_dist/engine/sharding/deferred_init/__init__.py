@@ -1,1 +1,1 @@
-"""How a constructor is recorded and its tensors are made; see ``deferred_init``."""
+"""Records a constructor and makes its tensors later; see ``deferred_init``."""

@@ -1,15 +1,15 @@
-"""Build a model without its memory, and make its parameters one at a time.
+"""Builds a model without its memory, and makes its parameters one at a time.
 
 A model that is to be sharded need not fit onto any one rank, but its constructor fills whole
 parameters. Under :func:`deferred_init` the same constructor makes tensors on the meta device, which
-have no bytes, and a tape keeps what it did to them. Each rank then makes one parameter after the
-other, keeps its shard and lets go of the rest. The values are those that the constructor gives on
-the CPU under the same seed, bit for bit, on any number of ranks, and afterwards the generators
-stand where the constructor would have left them. (torchdistx, no longer kept up, had the idea.)
+have no bytes, and a tape records its operations. Each rank then makes one parameter after the
+other, keeps its shard and frees the rest. The values are those that the constructor computes on the
+CPU under the same seed, bit for bit, on any number of ranks. Afterwards the generators have the
+state in which the constructor would have left them. (torchdistx, no longer kept up, had the idea.)
 
-What asks for a value (``item``, ``if``, ``nonzero``, a boolean mask) gets it: what it depends on is
-computed, and thrown away. Not everything can be deferred, and what is not is made at once, as
-without this: tensors from data, and those of constructors like ``torch.Tensor(2, 3)``.
+An operation that reads a value (``item``, ``if``, ``nonzero``, a boolean mask) gets the value: the
+tensors that it depends on are computed and freed again. Not all tensors can be deferred. Tensors
+from data, and those of constructors like ``torch.Tensor(2, 3)``, are made at once.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from lightning_dist.engine.sharding.deferred_init.tape import Tape
 def deferred_init(*, only_shapes: bool = False) -> Iterator[Tape]:
     """Records the construction of a model instead of filling its memory.
 
-    Inside, tensors are made on the meta device, though they say that they are on the CPU. Tensors
-    made from data, of other devices or by a module that asks for ``device="meta"`` are what they
-    are without it. An outer ``with torch.device(...)`` is not heeded: the values are those of the
-    CPU. Whatever is done to a tensor after the ``with`` is lost.
+    Inside, tensors are made on the meta device, though their ``device`` is the CPU. Tensors from
+    data, on other devices, or of a module with ``device="meta"`` are made as usual. An outer
+    ``with torch.device(...)`` has no effect: the values are those of the CPU. Changes of a tensor
+    after the ``with`` are lost.
 
     Args:
-        only_shapes: Whether nobody wants the values. Random ones are not drawn then, which takes a
-            large model's constructor most of its time.
+        only_shapes: Whether the values are not needed. Then no random values are drawn, on which a
+            large model's constructor spends most of its time.
 
     Yields:
-        The tape, whose :meth:`.Tape.materialize` gives the values.
+        The tape, whose :meth:`.Tape.materialize` makes the values.
 
     Example:
         >>> with deferred_init() as tape:
@@ -60,15 +60,15 @@ def deferred_init(*, only_shapes: bool = False) -> Iterator[Tape]:
 
 
 def named_tensors(module: nn.Module, *, every_name: bool = False) -> dict[str, Tensor]:
-    """Remembers the parameters and buffers of a module, before it is sharded or moved.
+    """Returns the parameters and buffers of a module, before it is sharded or moved.
 
     Args:
-        module: As it came out of :func:`deferred_init`.
-        every_name: Whether a tied one is there by all of its names, not by the first alone.
+        module: The module that was built under :func:`deferred_init`.
+        every_name: Whether a tied tensor is listed under all of its names, not only the first.
 
     Returns:
-        Tensors by name, those that the state dict leaves out among them. They stand for the values
-        even when the module has other tensors by then.
+        Tensors by name, including those that the state dict leaves out. They stand for the values
+        even when the module has other tensors later.
     """
     once = not every_name
     parameters = module.named_parameters(remove_duplicate=once)

@@ -1,13 +1,13 @@
-"""The function mode that lets a constructor believe in its tensors.
+"""The function mode that makes deferred tensors look like CPU tensors.
 
-The recorder sees operations, but not everything comes down as one:
+The recorder sees operations, but some calls need more:
 
-- ``nn.init.trunc_normal_``, ``orthogonal_``, ``sparse_`` and ``dirac_`` do nothing on a tensor that
-  says it is meta, and ``load_state_dict`` warns. So it says that it is on the CPU.
-- ``torch.tensor([1.0], device="meta")`` drops its data. Tensors from data are therefore made at
-  once, for real, and so is whatever is not among the factories here. That costs memory and is
-  never wrong.
-- ``numpy``, ``tolist`` and printing read the bytes; they get those of a copy.
+- ``nn.init.trunc_normal_``, ``orthogonal_``, ``sparse_`` and ``dirac_`` do nothing on a tensor
+  whose device is meta, and ``load_state_dict`` warns. So ``device`` is the CPU.
+- ``torch.tensor([1.0], device="meta")`` drops its data. So tensors from data are made at once, for
+  real, and so are the results of functions that are not among the factories here. That costs memory
+  and is never wrong.
+- ``numpy``, ``tolist`` and printing read the bytes; they get the bytes of a copy.
 - ``to("cpu")`` of a CPU tensor is the tensor itself.
 """
 
@@ -61,10 +61,10 @@ _ANSWERS = {
 
 
 class FakeCPUMode(TorchFunctionMode):
-    """Lets tensors on the meta device pass for CPU tensors.
+    """Makes deferred tensors on the meta device look like CPU tensors.
 
     Args:
-        recorder: What records the operations; active, too.
+        recorder: The mode that records the operations, which must be active too.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -89,7 +89,7 @@ class FakeCPUMode(TorchFunctionMode):
         if func in _FROM_DATA:
             with self._recorder.set_aside():
                 args = tuple(map_tensors(self._recorder.value, args))
-        # `torch.load` begins with an empty tensor, and gives it a storage that is real.
+        # `torch.load` makes an empty tensor first, and then sets its real storage.
         is_bare = func is torch.empty and args == ((0,),)
         out = kwargs.get("out")
         if func in _FACTORIES and not is_bare and (out is None or out.is_meta):
@@ -121,7 +121,7 @@ class FakeCPUMode(TorchFunctionMode):
         return func(*args, **({**kwargs, "device": META} if device == CPU else kwargs))
 
     def _call_on_foreign(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leaves a tensor alone that is really meant to be on the meta device."""
+        """Calls a function on a tensor that the constructor itself made on the meta device."""
         with self._recorder.set_aside():
             if func is not torch.empty_like or _device(kwargs.get("device")) != CPU:
                 return func(*args, **kwargs)
@@ -133,12 +133,12 @@ class FakeCPUMode(TorchFunctionMode):
         with self._recorder.set_aside():
             read = func(self._recorder.value(args[0]), *args[1:], **kwargs)
         if isinstance(read, np.ndarray):
-            read.flags.writeable = False  # what is written there would be lost
+            read.flags.writeable = False  # a write to the copy would be lost
         return read
 
 
 def _device(value: Any) -> torch.device | None:
-    """Gives the device that an argument names, if it does."""
+    """Returns the device that an argument names; None if it names none."""
     if not isinstance(value, str | torch.device):
         return None
     device = torch.device(value)

@@ -1,8 +1,8 @@
-"""One call of a constructor, so written down that it can run again on real bytes.
+"""One call of a constructor, recorded so that it can run again on real bytes.
 
 An operation names memory, not tensors: two views of one storage are two references to the same
-number. A random operation keeps the state that its generator had before, and an operation without a
-type the default type of that moment (precision plugins set it while a model is built).
+number. A random operation keeps the state of its generator before the call. An operation without a
+dtype keeps the default dtype of that moment (precision plugins set it while a model is built).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Reference:
 
     Attributes:
         storage: Number of its storage on the tape.
-        num_bytes: Size of that storage.
+        num_bytes: Size of the storage.
         dtype: Type of an element.
         size: Elements per dimension.
         stride: Elements from one index to the next, per dimension.
@@ -43,7 +43,7 @@ class Reference:
     is_neg: bool
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """Gives the tensor over real bytes."""
+        """Returns the tensor as a view of real bytes."""
         bare = torch.empty(0, dtype=self.dtype, device="cpu")
         tensor = bare.set_(storage, self.offset, self.size, self.stride)
         tensor = tensor.conj() if self.is_conj else tensor
@@ -56,15 +56,15 @@ class Operation:
     """One call.
 
     Attributes:
-        function: What was called.
-        skeleton: Its arguments, with a slot for each tensor.
-        inputs: The tensors: references, or constants that no tape has made.
+        function: The called function.
+        skeleton: The call's arguments, with a slot for each tensor.
+        inputs: The arguments' tensors: references, or constants that are not on the tape.
         reads: Storages whose bytes the result depends on.
         writes: Storages that are made or changed.
-        default_dtype: The floating type that tensors were made of where none was named.
-        generator: What a random operation draws from.
-        generator_state: As it was before the call.
-        results: The tensors of what it returned.
+        default_dtype: The default floating dtype at the time of the call.
+        generator: The generator of a random operation.
+        generator_state: State of the generator before the call.
+        results: The tensors of the result.
     """
 
     function: Any
@@ -79,17 +79,17 @@ class Operation:
 
     @property
     def storages(self) -> frozenset[int]:
-        """All storages that it needs, makes or changes."""
+        """All storages that the operation reads, makes or changes."""
         return self.reads | self.writes
 
     def run(self, memory: Memory) -> Any:
-        """Calls the function on real bytes, and adds the storages that it makes.
+        """Calls the function on real bytes, and adds new storages to the memory.
 
         Args:
-            memory: The storages that it reads. Those that it overwrites whole may be missing.
+            memory: Storages that the function reads; a storage that it overwrites may be missing.
 
         Returns:
-            What the function returned.
+            The function's result.
         """
         for reference in self.inputs:
             if isinstance(reference, Reference) and reference.storage not in memory:
@@ -105,7 +105,7 @@ class Operation:
         return returned
 
     def run_again(self, memory: Memory) -> None:
-        """Calls the function as it was called, with the same random numbers."""
+        """Calls the function again, with the recorded default dtype and random numbers."""
         torch.set_default_dtype(self.default_dtype)
         if self.generator is None or self.generator_state is None:
             self.run(memory)
@@ -123,9 +123,9 @@ def _new_storage(reference: Reference) -> torch.UntypedStorage:
 
 
 def _as_recorded(reference: Reference, tensor: Tensor) -> torch.UntypedStorage:
-    """Gives the storage of a result, laid out as its references say.
+    """Returns the storage of a result, in the layout of its reference.
 
-    A function may lay its result out otherwise on the meta device than on the CPU (SVD does).
+    A function's result may have another layout on the meta device than on the CPU (SVD's has).
     """
     assert tensor.dtype == reference.dtype
     storage = tensor.untyped_storage()

@@ -1,9 +1,9 @@
 """The dispatch mode that puts a constructor's operations onto a tape.
 
-It sits below autograd and sees each operation on tensors, whoever calls it. An operation runs on
-meta tensors for the shapes of its results, and is kept. Three kinds run for real, too: random ones,
-for their generator has to move on as it would; those whose result is a value (``item``, and with it
-``if`` and ``nonzero``); and those that write to a real tensor.
+The mode sits below autograd and sees each operation on tensors, from any caller. An operation runs
+on meta tensors for the shapes of its results, and is recorded. Three kinds run for real, too:
+random operations, whose generator must advance; operations whose result is a value (``item``, and
+with it ``if`` and ``nonzero``); and operations that write to a real tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 _aten = torch.ops.aten
 
-# Do not look at what they write to first.
+# These do not read the tensor that they write to.
 _FILLS = frozenset(
     {
         _aten.copy_.default,
@@ -51,12 +51,12 @@ class Recorder(TorchDispatchMode):
 
     Args:
         tape: The tape.
-        only_shapes: Whether random values are of no interest, and need not be drawn.
+        only_shapes: Whether random values are not needed, and are not drawn.
 
     Attributes:
         tape: The tape.
-        aside: Whether operations are to be left alone: those on tensors that the constructor itself
-            wants on the meta device, and our own.
+        aside: Whether operations are not recorded: our own, and those on tensors that the
+            constructor itself makes on the meta device.
     """
 
     def __init__(self, tape: Tape, *, only_shapes: bool = False) -> None:
@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Leaves operations alone for a while."""
+        """Returns a context manager in which operations are not recorded."""
         before, self.aside = self.aside, True
         try:
             yield
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
         real = None if operation.generator is None else self._draw(operation)
         try:
             returned = func(*on_meta(args), **on_meta(kwargs))
-        except RuntimeError:  # it needs values, or is a mistake that shows again here
+        except RuntimeError:  # needs values, or is a mistake that is raised again here
             if real is None:
                 real = self.tape.run_now(operation, keep=operation.generator is None)
             returned = _stand_in(func, real, written, kwargs)
@@ -117,10 +117,10 @@ class Recorder(TorchDispatchMode):
         return returned
 
     def _draw(self, operation: Operation) -> Any:
-        """Runs a random operation, only for its generator to move on as it would."""
+        """Runs a random operation, only to advance its generator."""
         if not self._only_shapes:
             return self.tape.run_now(operation, keep=False)
-        torch.rand((), generator=operation.generator)  # whoever draws again gets something else
+        torch.rand((), generator=operation.generator)  # the next draw must differ
         return None
 
     def _write_to_real(
@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Gives the values that a tensor has at this point of the constructor."""
+        """Returns the values that a tensor has at this point of the constructor."""
         return self.tape.value(tensor) if self.tape.knows(tensor) else tensor
 
     def _operation(
@@ -192,10 +192,10 @@ def _covers_storage(tensor: Tensor) -> bool:
 
 
 def _stand_in(func: Any, real: Any, written: list[Tensor], kwargs: dict[str, Any]) -> Any:
-    """Gives what the constructor gets for what was computed."""
+    """Returns the result that the constructor gets for a computed one."""
     if written:
         return written[0] if len(written) == 1 else tuple(written)
-    if kwargs.get("device") not in (None, META):  # who asks for a CPU tensor may read its bytes
+    if kwargs.get("device") not in (None, META):  # the caller may read a CPU tensor's bytes
         return real
     if any(tensor.layout != torch.strided for tensor in flatten(real)[0]):
         raise ValueError(f"{func} makes a tensor that is not strided. {FIX}")
@@ -203,12 +203,12 @@ def _stand_in(func: Any, real: Any, written: list[Tensor], kwargs: dict[str, Any
 
 
 def constant(tensor: Tensor) -> Tensor:
-    """Copies a real tensor, which its owner may change before the tape runs again."""
+    """Returns a copy of a real tensor, for the constructor may change it before the replay."""
     return tensor.detach().clone()
 
 
 def on_meta(tree: Any) -> Any:
-    """Gives meta tensors for the real ones of a tree."""
+    """Returns a tree with meta tensors for the real ones."""
 
     def twin(tensor: Tensor) -> Tensor:
         if tensor.is_meta:

@@ -1,12 +1,12 @@
-"""What a constructor has done to its tensors, kept so that one of them at a time can be made.
+"""A record of a constructor's operations, from which its tensors can be made one at a time.
 
-The operations are about storages. So a view needs no entry, a tensor that was tied, viewed or
-swapped through ``.data`` needs no special case, and the value of a tensor is what the operations
-that wrote to its storage give when they run again, in order.
+The operations refer to storages. So a view needs no entry, and a tensor that was tied, viewed or
+swapped through ``.data`` needs no special case. A tensor's value is computed by the operations that
+wrote to its storage, run again in order.
 
-Only the operations that a tensor depends on run, and memory goes as soon as the last of them has
-used it. Random numbers are drawn from the recorded states, so they do not depend on how many
-tensors are made, nor in which order.
+Only the operations that a tensor depends on run, and memory is freed after its last use. Random
+numbers are drawn from the recorded states, so they do not depend on the number or the order of the
+tensors that are made.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lightning_dist.engine.sharding.deferred_init.operation import Memory, Opera
 
 
 class Tape:
-    """Operations in the order in which they were called, and the way back to values."""
+    """Operations in the order of their calls, and the values that they compute."""
 
     def __init__(self) -> None:
-        # torch keeps one Python object per storage for as long as somebody holds it; held here, it
+        # torch keeps one Python object per storage as long as it is referenced; referenced here, it
         # is an identity that no later storage gets.
         self._numbers: dict[torch.UntypedStorage, int] = {}
         self._operations: list[Operation] = []
@@ -36,11 +36,11 @@ class Tape:
         self._held: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
 
     def knows(self, tensor: Tensor) -> bool:
-        """Tells whether a tensor is one whose values the tape can make."""
+        """Returns whether the tape can make a tensor's values."""
         return tensor.is_meta and tensor.untyped_storage() in self._numbers
 
     def refer(self, tensor: Tensor) -> Reference:
-        """Gives the place of a meta tensor; a storage not seen before gets a number."""
+        """Returns the reference to a meta tensor; a new storage gets a number."""
         storage = tensor.untyped_storage()
         return Reference(
             self._numbers.setdefault(storage, len(self._numbers)),
@@ -54,45 +54,45 @@ class Tape:
         )
 
     def append(self, operation: Operation) -> None:
-        """Adds the operation that has been called last."""
+        """Adds the latest operation."""
         for storage in operation.writes:
             self._writers[storage].append(len(self._operations))
             self._looked_at.pop(storage, None)
         self._operations.append(operation)
 
     def run_now(self, operation: Operation, *, keep: bool) -> Any:
-        """Runs an operation on the values of the moment; the tape stays as it is.
+        """Runs an operation on the present values, without a change to the tape.
 
         Args:
-            operation: One that is not on the tape.
-            keep: Whether to hold on to the values it needed until the next look. A loop that looks
+            operation: An operation that is not on the tape.
+            keep: Whether to keep the operation's inputs until the next read. A loop that reads
                 again and again, like the rejection sampling of a truncated normal, would otherwise
-                start from the beginning each time.
+                replay from the beginning each time.
 
         Returns:
-            What its function returned, with real tensors.
+            The function's result, with real tensors.
         """
         memory = self._replay(operation.reads, dict(self._looked_at), keep_all=keep)
         self._looked_at = memory if keep else self._looked_at
         return operation.run(memory if keep else dict(memory))
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Gives a copy of what a tensor holds at the moment."""
+        """Returns a copy of a tensor's present values."""
         reference = self.refer(tensor)
         memory = self._replay([reference.storage], dict(self._looked_at), keep_all=True)
         self._looked_at = memory
         return reference.on(memory[reference.storage]).clone()
 
     def close(self) -> None:
-        """Lets go of values; call it when nothing more will be recorded."""
+        """Frees the kept values; call it when nothing more will be recorded."""
         self._looked_at = {}
 
     def materialize(self, tensor: Tensor) -> Tensor:
         """Makes the values of a tensor.
 
-        As long as the caller holds what it got, other views of the same storage come out as views
-        of the same memory: what was tied is tied. Let go of it before the next call, or the memory
-        of several adds up.
+        As long as the caller holds the result, other views of the same storage are returned as
+        views of the same memory, so tied tensors stay tied. Drop the result before the next call,
+        or the memory of several results adds up.
 
         Args:
             tensor: A meta tensor that was made while this tape was recorded, or a real one.
@@ -102,7 +102,7 @@ class Tape:
             is.
 
         Raises:
-            ValueError: The tensor is on the meta device, and none of this tape's.
+            ValueError: The tensor is on the meta device, and is not on this tape.
         """
         if not tensor.is_meta:
             return tensor
@@ -119,15 +119,15 @@ class Tape:
         return reference.on(storage)
 
     def _replay(self, wanted: Iterable[int], memory: Memory, *, keep_all: bool) -> Memory:
-        """Adds storages as they are after the last operation.
+        """Returns storages as they are after the last operation.
 
         Args:
-            wanted: Storages.
-            memory: What is known of this moment.
-            keep_all: Whether to keep what was needed on the way.
+            wanted: Numbers of the storages.
+            memory: Storages that are already known in their present state.
+            keep_all: Whether to return the other storages that the replay needed, too.
 
         Returns:
-            Storages as they are now. Others that were needed as they once were are left out.
+            Storages in their present state; storages in an earlier state are left out.
         """
         wanted = frozenset(wanted)
         plan, known = self._plan(wanted, memory)
@@ -144,7 +144,7 @@ class Tape:
         return {storage: memory[storage] for storage in up_to_date}
 
     def _plan(self, wanted: Iterable[int], memory: Memory) -> tuple[list[int], set[int]]:
-        """Finds the operations that storages depend on, and what is known of them already."""
+        """Returns the operations that storages depend on, and the storages that are known."""
         needed: set[int] = set()
         known: set[int] = set()
         open_ends = [(storage, len(self._operations)) for storage in wanted]
@@ -152,7 +152,7 @@ class Tape:
             storage, end = open_ends.pop()
             writers = self._writers[storage]
             if storage in memory:
-                if writers[-1] >= end:  # an earlier value is asked for, too: begin without any
+                if writers[-1] >= end:  # an earlier value is needed, too: start without memory
                     return self._plan(wanted, {})
                 known.add(storage)
                 continue

@@ -1,9 +1,9 @@
-"""What a traced module is called with: an example before the trace, the real thing after it.
+"""The arguments of a traced module's calls: an example for the trace, and the calls after it.
 
-A graph is made for one structure of arguments. Sizes of tensors are left open where the forward
-leaves them open, and what is no tensor is built in. So each later call is bound to the forward's
-own parameters, as the example was, and compared with it: a graph would run on an input of another
-kind without complaint, and give something else than the forward.
+A graph is made for one structure of arguments. Sizes of tensors are left open if the forward leaves
+them open, and other values are constants of the graph. So each later call is bound to the forward's
+own parameters, as the example was, and compared with the example: a graph would run on an input of
+another kind without an error, and return another result than the forward.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Call:
     """The arguments of one call.
 
     Attributes:
-        arguments: By the forward's parameters, defaults included where a parameter has one.
-        args: Those that may be given by position.
-        kwargs: The others.
+        arguments: All arguments by the forward's parameters, defaults included.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
     """
 
     arguments: Mapping[str, Any]
@@ -36,21 +36,21 @@ class Call:
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """What is inside of the arguments, by where it is, in the order of a trace's inputs."""
+        """The arguments' leaves by their paths, in the order of a trace's inputs."""
         pairs, _ = pytree.tree_flatten_with_path(self.arguments)
         return {_name(path): leaf for path, leaf in pairs}
 
     @property
     def batch_size(self) -> int | None:
-        """Samples, by the first tensor that has dims; None if there is none."""
+        """The number of samples, from the first tensor with dims; None if there is none."""
         sizes = [t.shape[0] for t in self.leaves.values() if _has_dims(t)]
         return sizes[0] if sizes else None
 
     def resized(self, batch_size: int) -> Call:
-        """Gives a call of another batch size, its tensors without values.
+        """Returns a call of another batch size, its tensors without values.
 
         Args:
-            batch_size: Samples.
+            batch_size: Number of samples.
         """
 
         def resized(leaf: Any) -> Any:
@@ -62,15 +62,15 @@ class Call:
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Brings arguments into the one form in which calls can be compared.
+    """Returns arguments in the form in which calls can be compared.
 
     Args:
-        signature: Of the forward.
-        args: As given by position.
-        kwargs: As given by name.
+        signature: Signature of the forward.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
 
     Raises:
-        ValueError: The forward does not take them.
+        ValueError: The forward does not take the arguments.
     """
     try:
         bound = signature.bind(*args, **kwargs)
@@ -85,16 +85,16 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def example_of(signature: inspect.Signature, call: Call) -> Call:
-    """Makes a call that a graph can be traced from.
+    """Returns a call that a graph can be traced with.
 
     A trace takes a size of 1 for a constant, so a batch of one sample becomes one of two.
 
     Args:
-        signature: Of the forward.
-        call: As the user has given it.
+        signature: Signature of the forward.
+        call: The user's example.
 
     Raises:
-        ValueError: There is no tensor in it.
+        ValueError: The call has no tensor with dims.
     """
     if call.batch_size is None:
         raise ValueError(
@@ -112,14 +112,14 @@ def example_of(signature: inspect.Signature, call: Call) -> Call:
 
 
 class CallCheck:
-    """Compares calls with the one that was traced.
+    """Compares calls with the traced call.
 
     Args:
-        example: That one.
-        sizes: Per tensor of it, the sizes that the graph has fixed; None for what it leaves open.
+        example: The traced call.
+        sizes: Per tensor of the example, the sizes that the graph has fixed; None for open sizes.
         guards: Python expressions of ``L``, a mapping from parameters of the forward to arguments,
             that must be true for the graph to be right.
-        namespace: What else these expressions name.
+        namespace: Other names in these expressions, with their values.
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class CallCheck:
         """Checks a call.
 
         Args:
-            call: Any.
+            call: Any call.
 
         Returns:
-            Its leaves, in the order of the graph's inputs.
+            The call's leaves, in the order of the graph's inputs.
 
         Raises:
-            ValueError: The graph is not made for it.
+            ValueError: The graph is not made for the call.
         """
         leaves = call.leaves
         if leaves.keys() != self._leaves.keys():

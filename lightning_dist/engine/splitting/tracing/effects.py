@@ -1,14 +1,12 @@
-"""Which memory the operations of a graph write to.
+"""The memory that a graph's operations write to, and the attributes that are its constants.
 
 A value that is sent to another stage is a copy there, so a later write into one no longer shows in
-the other. What lies between the first and the last operation on memory that is written to must
-therefore stay together.
-
-What a graph has built in of the module that it was traced from.
+the other. So the operations between the first and the last one on written memory must stay in one
+layer.
 
 A forward reads more than parameters, buffers and arguments: whether a part is in training, the rate
-of a dropout, a number that the user raises from epoch to epoch. A graph holds them as they were. So
-graphs go by these values, and when one has changed, another graph is due.
+of a dropout, a number that the user raises from epoch to epoch. In a graph these are constants. So
+graphs are keyed by these values, and when a value has changed, another graph is traced.
 """
 
 from __future__ import annotations
@@ -25,20 +23,20 @@ Mode = tuple[tuple[Any, ...], ...]
 
 
 def mode_of(module: nn.Module) -> Mode:
-    """Gives the numbers, strings and flags of a module's parts, private ones left out.
+    """Returns the public numbers, strings and flags of a module's parts.
 
     Args:
-        module: Any.
+        module: Any module.
     """
     return tuple(_public(part) for part in module.modules())
 
 
 def set_mode(module: nn.Module, mode: Mode) -> None:
-    """Makes the parts of a copy like those of the original.
+    """Sets the mode of a copy's parts to that of the original.
 
     Args:
-        module: Of the same structure.
-        mode: Of the original.
+        module: A copy with the original's structure.
+        mode: Mode of the original.
     """
     for part, attributes in zip(module.modules(), mode, strict=True):
         for name in _public(part)[::2]:
@@ -47,11 +45,11 @@ def set_mode(module: nn.Module, mode: Mode) -> None:
 
 
 def changed_attributes(module: nn.Module, mode: Mode) -> list[str]:
-    """Names the attributes that are not what they were.
+    """Names the attributes that differ from an earlier mode.
 
     Args:
-        module: Any.
-        mode: What they were.
+        module: Any module.
+        mode: The module's earlier mode.
     """
     pairs = zip(module.named_modules(), mode, strict=True)
     return [
@@ -62,7 +60,7 @@ def changed_attributes(module: nn.Module, mode: Mode) -> list[str]:
 
 
 def _public(part: nn.Module) -> tuple[Any, ...]:
-    """Gives names and values in turns; as flat as can be, for it is done at each call."""
+    """Returns names and values in one flat tuple, for speed: it runs at each call."""
     return tuple(
         entry
         for item in part.__dict__.items()
@@ -78,16 +76,16 @@ def _items(attributes: tuple[Any, ...]) -> list[tuple[str, Any]]:
 _BUILT_IN = frozenset({bool, int, float, str, type(None)})
 
 
-# They write running statistics, and their schemas do not say so.
+# These write running statistics, which their schemas do not declare.
 _NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 _STATISTICS = ("running_mean", "running_var")
 
 
 def memory_of(node: fx.Node) -> set[int]:
-    """Names the memory of a node's tensors; views have that of their base.
+    """Returns the ids of a node's storages; a view has the storage of its base.
 
     Args:
-        node: Of an exported graph, whose values have no contents but do share memory.
+        node: Node of an exported graph, whose values have no contents but share storages.
     """
     return {
         value.untyped_storage()._cdata
@@ -97,10 +95,10 @@ def memory_of(node: fx.Node) -> set[int]:
 
 
 def written_by(node: fx.Node) -> set[int]:
-    """Names the memory that an operation writes to.
+    """Returns the ids of the storages that an operation writes to.
 
     Args:
-        node: Of an exported graph.
+        node: Node of an exported graph.
     """
     return {memory for argument in _written_arguments(node) for memory in memory_of(argument)}
 
@@ -116,7 +114,7 @@ def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _named_arguments(operation: torch._ops.OpOverload, node: fx.Node) -> Iterator[tuple[str, Any]]:
-    """Gives the arguments that an operation writes to, by name."""
+    """Lists the arguments that an operation writes to, by name."""
     for position, parameter in enumerate(operation._schema.arguments):
         is_written = parameter.alias_info is not None and parameter.alias_info.is_write
         if is_written or (operation in _NORMS and parameter.name in _STATISTICS):

@@ -1,4 +1,4 @@
-"""What a module is called with in a step, as an example to trace it with."""
+"""The arguments of a module's call in a step, as an example for a trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from lightning_dist.engine.tensors.patch import replace_method
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and named ones of a call."""
+"""Positional and keyword arguments of a call."""
 
 SET_AN_EXAMPLE = (
     " Set `self.example_input_array` in the LightningModule: a tensor, a tuple of positional"
@@ -22,16 +22,16 @@ SET_AN_EXAMPLE = (
 
 @dataclass(frozen=True)
 class CallExample:
-    """What shows how steps call the module that is traced.
+    """The sources of an example call of the traced module.
 
     Attributes:
-        inputs: What the whole module's ``forward`` takes, or the traced module's where that is not
-            defined: a tensor, a tuple of positional arguments or a dict of named ones. None where
-            no example was given.
-        has_forward: Tells whether the whole module defines ``forward``; asked where no earlier
+        inputs: Input of the whole module's ``forward``, or of the traced module's if the whole one
+            has none: a tensor, a tuple of positional arguments or a dict of keyword arguments. None
+            without an example.
+        has_forward: Returns whether the whole module defines ``forward``; called if no earlier
             trace has replaced it.
-        observe: Takes the traced module and its path, and returns the arguments of the call;
-            asked where no example was given.
+        observe: Takes the traced module and its path, and returns the arguments of a call; called
+            without an example.
     """
 
     inputs: Any = None
@@ -40,18 +40,18 @@ class CallExample:
 
 
 class CallSeen(BaseException):  # noqa: N818  (it is not an error)
-    """Leaves a forward where it calls the module that is looked at."""
+    """Ends a forward at its call of the watched module."""
 
 
 @contextmanager
 def watch_call(module: nn.Module) -> Iterator[list[Arguments]]:
-    """Leaves what runs inside at the call of a module.
+    """Returns a context manager whose body ends at the call of a module.
 
     Args:
-        module: Its forward is not run.
+        module: The watched module; its forward does not run.
 
     Yields:
-        A list that gets the arguments of the call.
+        A list to which the arguments of the call are appended.
     """
     seen: list[Arguments] = []
 

@@ -1,11 +1,11 @@
-"""Make a graph of a module's forward with torch.export, or say what stands in the way.
+"""Makes a graph of a module's forward with torch.export, or explains why that is not possible.
 
-``torch.export`` follows the forward with tensors that have no values and writes down which
-operations they meet. What is not an operation leaves no trace, and most of that is meant to: Python
-loops, branches on sizes. Three things would be lost without a word, and are refused here: a
-``torch.autograd.Function`` (its forward would be written down, and differentiated as if it had no
-backward of its own), an attribute that the forward assigns, and a batch size that the forward has
-fixed. What reads a value, torch refuses itself; here the line of the user's code is added.
+``torch.export`` runs the forward with tensors without values and records the operations. Other code
+leaves no trace, and for Python loops or branches on sizes that is right. Three things would be lost
+silently, and raise an error here: a ``torch.autograd.Function`` (its forward would be recorded and
+differentiated, without its own backward), an attribute that the forward assigns, and a batch size
+that the forward has fixed. If the forward reads a value, torch raises an error; here the line of
+the user's code is added.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _INSTEAD = (
 
 
 def export(module: nn.Module, call: Call) -> ExportedProgram:
-    """Traces a module as it is: in training or in evaluation, part by part.
+    """Traces a module in the present training or evaluation mode of each part.
 
     Args:
-        module: Nothing is computed with its values.
-        call: An example, of at least two samples.
+        module: The module; its values are not used.
+        call: An example of at least two samples.
 
     Raises:
-        ValueError: The forward does what a graph cannot hold.
+        ValueError: The forward cannot be represented by a graph.
     """
     shapes = pytree.tree_map(_open_dims, dict(call.arguments))
-    # Gradients are asked for, whoever traces: a block under `no_grad` shall stand out in the graph.
+    # With gradients in any case, so that a block under `no_grad` is visible in the graph.
     with torch.inference_mode(False), torch.enable_grad(), _nothing_lost(), _quiet():
         try:
             program = torch.export.export(
@@ -72,18 +72,18 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
 
 
 def check_of(program: ExportedProgram, call: Call) -> CallCheck:
-    """Says which calls a graph is made for.
+    """Returns the check of a graph's calls.
 
     Args:
-        program: From :func:`export`.
-        call: What it was traced with.
+        program: Result of :func:`export`.
+        call: The traced call.
     """
     sizes = [
         tuple(int(size) if is_concrete_int(size) else None for size in value.shape)
         for value in _input_values(program)
         if isinstance(value, Tensor)
     ]
-    # Private, and without an equal: what `ExportedProgram.module()` asserts before it runs.
+    # Private, without a public counterpart: `ExportedProgram.module()` asserts them.
     guards = getattr(program, "_guards_code", [])
     return CallCheck(call, sizes, guards, {**SYMPY_INTERP, "inf": float("inf")})
 
@@ -94,7 +94,7 @@ class _FunctionError(Exception):
 
 @contextmanager
 def _nothing_lost() -> Iterator[None]:
-    """Refuses what torch leaves out of graphs."""
+    """Raises an error for code that torch silently leaves out of graphs."""
 
     def refuse(cls: type, *_: Any, **__: Any) -> None:
         raise _FunctionError(cls.__name__)
@@ -112,7 +112,7 @@ def _refuse_assignment(text: str) -> None:
         return
     listed = text.partition("attribute")[2].partition(" assigned during export")[0]
     names = [word.strip(",") for word in listed.split() if word.startswith("self.")]
-    # What torch's recurrent layers assign is what they had.
+    # torch's recurrent layers assign the value that the attribute has already.
     kept = [name for name in names if "._flat_weights[" not in name]
     if kept or not names:
         raise ValueError(
@@ -124,7 +124,7 @@ def _refuse_assignment(text: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps torch from printing graphs; what went wrong is in the error."""
+    """Keeps torch from printing graphs; the error says enough."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -136,7 +136,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _open_dims(leaf: Any) -> Mapping[int, Any] | None:
-    """Leaves a tensor's sizes open; torch would fix those of 0 and 1, and warn."""
+    """Returns the open sizes of a tensor; torch would fix sizes of 0 and 1, and warn."""
     if not isinstance(leaf, Tensor):
         return None
     return {dim: Dim.AUTO if size > 1 else Dim.STATIC for dim, size in enumerate(leaf.shape)}
@@ -164,7 +164,7 @@ def _place(found: TracebackType | None) -> str:
 
 
 def _refuse_fixed_batch(program: ExportedProgram, call: Call) -> None:
-    """Refuses a graph that takes no other batch size than the example's."""
+    """Checks that a graph takes other batch sizes than the example's."""
     check = check_of(program, call)
     assert call.batch_size is not None
     errors = []
@@ -199,7 +199,7 @@ def _is_the_users(filename: str) -> bool:
 
 
 def _input_values(program: ExportedProgram) -> list[Any]:
-    """Gives what stood for each leaf of the call while it was traced."""
+    """Returns the trace's value for each leaf of the call."""
     placeholders = program.graph.find_nodes(op="placeholder")
     kinds = [spec.kind.name for spec in program.graph_signature.input_specs]
     pairs = zip(placeholders, kinds, strict=True)

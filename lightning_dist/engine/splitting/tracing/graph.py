@@ -1,11 +1,11 @@
-"""A traced forward as a list of operations, and where it may be cut into layers.
+"""A traced forward as a list of operations, and the places where it may be cut into layers.
 
-A layer begins where a part of the module comes to its parameters: in front of each convolution or
-norm, not in the midst of what follows it. So the layers are in the order of the forward, whatever
-the modules are nested in, and what is alive between two of them (a skip connection) is handed on.
+A layer begins where a part of the module first uses its parameters: before each convolution or
+norm, not among the operations after it. So the layers are in the order of the forward, for any
+nesting of modules. Values that are alive between two layers (a skip connection) are passed on.
 
-Some cuts would change what is computed. A parameter that is used twice belongs to one layer. So
-does memory that is written to in place: what is sent to another stage is a copy.
+Some cuts would change the result. A parameter that is used twice belongs to one layer. So does
+memory that is written in place, for a value sent to another stage is a copy.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch.export import ExportedProgram
 
 from lightning_dist.engine.splitting.tracing.effects import memory_of, written_by
 
-# Checks of what the example was (its dtype, its device), which autocast or a GPU would fail.
+# Checks of the example's dtype and device, which would fail under autocast or on a GPU.
 _DROPPED = (torch.ops.aten._assert_tensor_metadata.default,)
 
 
 @dataclass(frozen=True)
 class Together:
-    """Operations that no cut may part.
+    """Operations that must stay in one layer.
 
     Attributes:
-        first: Position of the first.
-        last: Position of the last.
-        reason: Why, for the user.
+        first: Position of the first operation.
+        last: Position of the last operation.
+        reason: The reason, in words for the user.
     """
 
     first: int
@@ -46,13 +46,13 @@ class TraceGraph:
     """A traced forward.
 
     Attributes:
-        root: Holds the blocks that the graph calls.
+        root: Module with the blocks that the graph calls.
         inputs: Placeholders of the leaves of a call.
-        names: The parameters' and buffers' names by their placeholders.
-        constants: Tensors that are neither, by their placeholders.
-        parameters: Which of the names are parameters'.
+        names: Names of parameters and buffers by placeholder.
+        constants: Other tensors by placeholder.
+        parameters: Names of the parameters.
         body: The operations in their order, the output last.
-        out_spec: How the outputs are put together.
+        out_spec: Tree structure of the outputs.
     """
 
     root: nn.Module
@@ -67,7 +67,7 @@ class TraceGraph:
         """Names the parameters that an operation uses.
 
         Args:
-            node: Of the body.
+            node: Node of the body.
         """
         return [name for name in self.held_by(node) if name in self.parameters]
 
@@ -75,12 +75,12 @@ class TraceGraph:
         """Names the parameters and buffers that an operation uses.
 
         Args:
-            node: Of the body.
+            node: Node of the body.
         """
         return [self.names[n] for n in node.all_input_nodes if n in self.names]
 
     def together(self) -> list[Together]:
-        """Says what must not be parted."""
+        """Lists the operations that must stay in one layer."""
         return [*self._used_twice(), *self._written()]
 
     def _used_twice(self) -> list[Together]:
@@ -95,10 +95,10 @@ class TraceGraph:
         ]
 
     def _written(self) -> list[Together]:
-        """Finds what is written to: from where it comes to be, to where that ends.
+        """Lists the operations on written memory, from its creation to its last write.
 
-        A value that nobody writes to any more may be copied, so the last write is the end. Buffers
-        stay what they are, so there it is the last use.
+        After the last write a value may be copied. A buffer must not be copied, so its last use
+        counts instead.
         """
         first: dict[int, int] = {m: 0 for node in self.inputs for m in memory_of(node)}
         kept = {m: self._title(n) for n in (*self.names, *self.constants) for m in memory_of(n)}
@@ -125,10 +125,10 @@ class TraceGraph:
 
 
 def graph_of(program: ExportedProgram, canonical: Mapping[str, str]) -> TraceGraph:
-    """Takes an exported program apart.
+    """Returns the graph of an exported program.
 
     Args:
-        program: From :func:`.export`.
+        program: Result of :func:`.export`.
         canonical: The first name of each parameter and buffer by all of its names.
     """
     placeholders = program.graph.find_nodes(op="placeholder")
@@ -149,14 +149,14 @@ def graph_of(program: ExportedProgram, canonical: Mapping[str, str]) -> TraceGra
 
 
 def find_anchors(graph: TraceGraph, module: nn.Module) -> set[str]:
-    """Says which parameters and buffers decide where layers begin: those of one part.
+    """Returns the parameters and buffers whose first uses begin layers: those of one part.
 
-    A norm counts its batches before it comes to its weight, so its buffers are among them. A
-    constant that many parts use is not.
+    A norm counts its batches before it uses its weight, so its buffers are anchors, too. A constant
+    that many parts use is none.
 
     Args:
         graph: The trace in training.
-        module: What was traced.
+        module: The traced module.
     """
     owners = {_owner_of(name) for name in graph.parameters}
     return {
@@ -170,15 +170,15 @@ def find_anchors(graph: TraceGraph, module: nn.Module) -> set[str]:
 def find_starts(
     graph: TraceGraph, module: nn.Module, anchors: Collection[str]
 ) -> tuple[list[int], list[str]]:
-    """Finds where the layers of a graph begin.
+    """Returns the positions at which the layers of a graph begin.
 
     Args:
         graph: The trace in training.
-        module: What was traced.
-        anchors: From :func:`find_anchors`.
+        module: The traced module.
+        anchors: Result of :func:`find_anchors`.
 
     Returns:
-        Position of the first operation of each layer, and why some cuts were not made.
+        Position of the first operation of each layer, and the reasons for omitted cuts.
     """
     starts, owners = [0], set[str]()
     for position, node in enumerate(graph.body):
@@ -197,15 +197,15 @@ def find_starts(
 
 
 def assign_starts(graph: TraceGraph, homes: Mapping[str, int], num_layers: int) -> list[int]:
-    """Finds where layers that are known begin in another graph of the same module.
+    """Returns the positions at which known layers begin in another graph of the same module.
 
     Args:
         graph: The trace in another mode.
         homes: The layer of each parameter, and of buffers that belong to one layer.
-        num_layers: How many there are; some may have nothing to do in this mode.
+        num_layers: Number of layers; some may have no operations in this mode.
 
     Raises:
-        ValueError: Its operations are in another order.
+        ValueError: The graph's operations are in another order.
     """
     starts, layer = [0], 0
     for position, node in enumerate(graph.body):
@@ -234,7 +234,7 @@ def names_in_layers(graph: TraceGraph, starts: Sequence[int]) -> list[set[str]]:
 
     Args:
         graph: The trace.
-        starts: Of its layers.
+        starts: Position of each layer's first operation.
     """
     return [
         {name for node in nodes for name in graph.held_by(node)}
@@ -243,21 +243,21 @@ def names_in_layers(graph: TraceGraph, starts: Sequence[int]) -> list[set[str]]:
 
 
 def parts_of(graph: TraceGraph, starts: Sequence[int]) -> list[tuple[fx.Node, ...]]:
-    """Gives the operations of each layer.
+    """Returns the operations of each layer.
 
     Args:
         graph: The trace.
-        starts: Of its layers.
+        starts: Position of each layer's first operation.
     """
     return [graph.body[start:end] for start, end in pairwise([*starts, len(graph.body)])]
 
 
 def titles_of(graph: TraceGraph, starts: Sequence[int]) -> list[str]:
-    """Names the layers by the first part that comes to its parameters in each.
+    """Names each layer by the first part that uses its parameters.
 
     Args:
         graph: The trace.
-        starts: Of its layers.
+        starts: Position of each layer's first operation.
     """
     titles = []
     for nodes in parts_of(graph, starts):

@@ -1,10 +1,10 @@
 """The graphs of a traced module, cut into layers.
 
-Training and evaluation are other graphs: dropout and norms do other things, and so may the user's
-branches on ``self.training``. Where the layers begin is decided in training. The graph for any
-other mode, of the whole module or of single parts (frozen norms, say), is traced when it is first
-needed, on a structure without values that is kept for that, and is cut where the parameters are.
-The ranks do so alike, for all of them have all parts of the module, if not all tensors.
+Training and evaluation have different graphs: dropout and norms compute other things, and so may
+the user's branches on ``self.training``. The graph in training decides where the layers begin. The
+graph for any other mode, of the whole module or of single parts (frozen norms, say), is traced when
+it is first needed, on a kept structure without values. It is cut by the parameters of the layers.
+All ranks do so alike, for each has all parts of the module, if not all tensors.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from lightning_dist.engine.splitting.tracing.segment import Segment, cut_graph
 from lightning_dist.engine.tensors.patch import hooks_of
 
 _TRACED_ON = torch.device("cpu")
-_MAX_GRAPHS = 8  # enough for whoever does not change a number at each step
+_MAX_GRAPHS = 8  # enough unless a number changes at each step
 
 
 class TraceProgram:
     """The graphs of a module, by mode.
 
     Args:
-        module: Whole, with its tensors on any device.
+        module: The whole module, with its tensors on any device.
         args: Positional arguments of an example call.
-        kwargs: Named ones.
-        casts: Changes a structure before it is traced: what its parts do is built in.
+        kwargs: Keyword arguments of the example call.
+        casts: Changes a structure before it is traced, so that its casts are part of the graph.
 
     Raises:
-        ValueError: It cannot be traced.
+        ValueError: The module cannot be traced.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TraceProgram:
         self._names = [self._names_of(index) for index in range(len(self.titles))]
 
     def __deepcopy__(self, memo: object) -> TraceProgram:
-        """Gives itself: a copy of a layer, for its shapes, needs no other graphs."""
+        """Returns itself: a copy of a layer, for its shapes, needs no other graphs."""
         return self
 
     def _find_layers(self, graph: TraceGraph) -> None:
@@ -94,7 +94,7 @@ class TraceProgram:
         self.titles = titles_of(graph, starts)
         names = names_in_layers(graph, starts)
         self._homes = {name: i for i, own in enumerate(names) for name in own & anchors}
-        # Who takes no part gets no gradient, wherever it is.
+        # A parameter that is not used gets no gradient, so its layer does not matter.
         for name, _ in self._skeleton.named_parameters():
             self._homes.setdefault(name, len(starts) - 1)
 
@@ -139,7 +139,7 @@ class TraceProgram:
         """Names a layer's parameters, and the buffers that it uses in training or evaluation.
 
         Args:
-            index: Of the layer.
+            index: Index of the layer.
         """
         return self._names[index]
 
@@ -147,8 +147,8 @@ class TraceProgram:
         """Prepares for a call of the module.
 
         Args:
-            args: Its positional arguments.
-            kwargs: Its named ones.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
 
         Returns:
             The leaves of the call, which the first layer takes.
@@ -164,9 +164,9 @@ class TraceProgram:
         """Runs a layer in the mode of the latest call.
 
         Args:
-            index: Of the layer.
-            values: What it takes.
-            parameters: Its own by name.
+            index: Index of the layer.
+            values: Input of the layer.
+            parameters: The layer's parameters by name.
         """
         segment = self._graphs[self._current][1][index]
         buffers = {
@@ -176,18 +176,18 @@ class TraceProgram:
 
 
 def _refuse_hooks(module: nn.Module) -> None:
-    """Refuses what would run in the trace, and never again."""
+    """Checks that no part has forward hooks, which would run in the trace only."""
     names = [name for name, part in module.named_modules() if name and any(hooks_of(part))]
     if names:
         raise ValueError(
-            f"{names} have forward hooks, which nobody calls in a graph. Return what they collect"
+            f"{names} have forward hooks, which a graph does not call. Return what they collect"
             " from the forward; for weight and spectral norm use"
             " `torch.nn.utils.parametrizations`."
         )
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Gives the first name of each parameter and buffer by all of its names."""
+    """Returns the first name of each parameter and buffer by all of its names."""
     first: dict[int, str] = {}
     tensors = [
         *module.named_parameters(remove_duplicate=False),

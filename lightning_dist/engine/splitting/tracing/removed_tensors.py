@@ -1,9 +1,9 @@
-"""Take tensors out of a module whose parts stay where they are.
+"""Removes tensors from a module whose parts stay in place.
 
-A traced module is not cut between its children, but between operations, and whatever part has
-parameters on another stage keeps its place: it still knows whether it is in training, and the order
-of the names is the same everywhere. Only its tensors are gone. Their shapes stay, for those who
-must see the whole model: the summary, and ``configure_optimizers``, which decides the groups.
+A traced module is not cut between its children, but between operations. A part with parameters on
+another stage stays in place: it keeps its training mode, and the order of names is the same on all
+ranks. Only its tensors are removed. Their shapes are kept, for code that must see the whole model:
+the summary, and ``configure_optimizers``, which decides the groups.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class RemovedTensors:
     """Parameters and buffers of a module that other ranks hold.
 
     Args:
-        module: Loses them.
-        names: Of those to take out; all names of a tensor that has several.
+        module: The module to remove tensors from.
+        names: Names of the tensors to remove; of a tied tensor all names.
     """
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
@@ -34,10 +34,10 @@ class RemovedTensors:
         self.take(names)
 
     def take(self, names: Collection[str]) -> None:
-        """Takes tensors out.
+        """Removes tensors.
 
         Args:
-            names: Of those to take out; all names of a tensor that has several.
+            names: Names of the tensors to remove; of a tied tensor all names.
         """
         (module,) = self._module
         places = {name: _place_of(module, name) for name in names}
@@ -53,10 +53,10 @@ class RemovedTensors:
             _refuse_calls(module.get_submodule(name), name)
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
-        """Puts tensors in, which are this rank's from now on.
+        """Restores tensors, which are this rank's from now on.
 
         Args:
-            values: By name; all names of those that have several.
+            values: Tensors by name; a tied tensor under all of its names.
         """
         (module,) = self._module
         for name, tensor in values.items():
@@ -69,16 +69,16 @@ class RemovedTensors:
 
     @property
     def names(self) -> set[str]:
-        """The names that were given."""
+        """The names of the removed tensors."""
         return set(self._places)
 
     @contextmanager
     def as_empty(self, device: torch.device | None) -> Iterator[None]:
-        """Puts tensors of the same shapes in their places for a while.
+        """Returns a context manager with tensors of the same shapes in place.
 
         Args:
-            device: Where they pretend to be. None leaves them on the meta device; on the CPU they
-                take address space but no memory, for nobody writes to them.
+            device: Device of these tensors. None leaves them on the meta device; on the CPU they
+                take address space but no memory, as long as no code writes to them.
 
         Yields:
             Nothing.
@@ -89,10 +89,10 @@ class RemovedTensors:
 
     @contextmanager
     def as_remote(self, device: torch.device) -> Iterator[None]:
-        """Lets tensors say what they are for a while; whatever needs a value is a ValueError.
+        """Returns a context manager with remote tensors in place; a read of a value is an error.
 
         Args:
-            device: Where they would be if this rank had them.
+            device: Device that the tensors would be on if this rank had them.
 
         Yields:
             Nothing.

@@ -1,8 +1,8 @@
 """One layer of a traced forward: some of its operations, as code.
 
-What a layer takes is what layers before it have made and it or a later one needs, in a tuple. So a
-skip connection passes through the layers between its ends like any activation, over as many stages
-as there are, and its gradient comes back the same way.
+A layer's input is a tuple of the earlier layers' values that this layer or a later one needs. So a
+skip connection passes through the layers between its ends like any activation, over any number of
+stages, and its gradient comes back the same way.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Segment:
     """A layer.
 
     Attributes:
-        code: Takes the values, the tensors by :attr:`names`, and the device.
-        names: Parameters and buffers that it uses.
-        takes: Which of the leaves of a call it takes, on the first layer; None on all others, which
-            take what the layer before returns.
-        out_spec: How the outputs are put together, on the last layer.
+        code: Module that takes the values, the tensors of :attr:`names`, and the device.
+        names: Names of the layer's parameters and buffers.
+        takes: Indices of the call's leaves that the first layer takes; None on other layers, which
+            take the output of the layer before.
+        out_spec: Tree structure of the outputs, on the last layer.
     """
 
     code: fx.GraphModule
@@ -39,11 +39,11 @@ class Segment:
         """Runs the layer.
 
         Args:
-            values: The leaves of a call on the first layer; else what the one before returned.
-            tensors: At least those of :attr:`names`.
+            values: The leaves of a call on the first layer; else the output of the layer before.
+            tensors: Tensors by name, at least those of :attr:`names`.
 
         Returns:
-            A tuple for the next layer, or what the forward returns.
+            A tuple for the next layer, or the forward's result.
         """
         taken = values if self.takes is None else [values[index] for index in self.takes]
         own = [tensors[name] for name in self.names]
@@ -57,8 +57,8 @@ def cut_graph(graph: TraceGraph, starts: Sequence[int], device: torch.device) ->
     Args:
         graph: The trace.
         starts: Position of the first operation of each layer.
-        device: Where it was traced. Operations that make a tensor there make it where their layer
-            computes.
+        device: Device of the trace. Operations that create a tensor on it create the tensor on the
+            layer's device instead.
     """
     parts = parts_of(graph, starts)
     alive = _alive_before(graph, parts)
@@ -85,7 +85,7 @@ def cut_graph(graph: TraceGraph, starts: Sequence[int], device: torch.device) ->
 
 
 def _alive_before(graph: TraceGraph, parts: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]]:
-    """Lists, for each layer, the values that are there before it and used in it or later."""
+    """Lists, for each layer, the earlier values that this layer or a later one uses."""
     order = {n: i for i, n in enumerate([*graph.inputs, *graph.body])}
     alive: list[list[fx.Node]] = []
     needed: set[fx.Node] = set()
@@ -105,7 +105,7 @@ def _compile(
     returned: Any,
     device: torch.device,
 ) -> fx.GraphModule:
-    """Makes a module of some operations."""
+    """Creates a module of some operations."""
     code = fx.Graph()
     copies = {node: code.placeholder(node.name) for node in (*values, *held)}
     here = code.placeholder("device")

@@ -1,10 +1,9 @@
 """A traced module as a sequence of layers that the rest of the pipeline can cut, run and stash.
 
-The user's module stays what it is: its parts, their modes, the names of its parameters. Only its
-forward becomes the sequence's. Each layer holds the parameters that its operations use, the very
-objects that the module holds, so gradients, optimizers and weight versions mean the same ones.
-Buffers are looked up in the module when a layer runs. What a layer runs is
-:mod:`.tracing.program`'s.
+The user's module keeps its parts, their modes, and the names of its parameters. Only its forward is
+replaced by the sequence. Each layer holds the parameters that its operations use. These are the
+same objects as in the module, for gradients, optimizers and weight versions. Buffers are looked up
+in the module when a layer runs. :mod:`.tracing.program` has the layers' graphs.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class TracedLayer(nn.Module):
     """One layer.
 
     Args:
-        program: The graphs.
-        index: Which layer.
-        parameters: That it uses, by their names in the traced module.
+        program: The graphs of the traced module.
+        index: Index of the layer.
+        parameters: The layer's parameters by their names in the traced module.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class TracedLayer(nn.Module):
         self._keys = {name: _key_of(name) for name in parameters}
 
     def named_tensors(self) -> dict[str, nn.Parameter]:
-        """Gives the parameters by their names in the traced module."""
+        """Returns the parameters by their names in the traced module."""
         held = {name: self._parameters[key] for name, key in self._keys.items()}
         return {name: p for name, p in held.items() if p is not None}
 
@@ -52,7 +51,7 @@ class TracedLayer(nn.Module):
         """Runs the layer.
 
         Args:
-            values: What the layer before has returned, or the leaves of the call.
+            values: Output of the layer before, or the leaves of the call.
         """
         # Not the parameters: versions of weights stand in their places at times.
         parameters = {name: self._parameters[key] for name, key in self._keys.items()}
@@ -63,13 +62,13 @@ class TracedSequence(nn.Sequential):
     """The layers of a traced module.
 
     Args:
-        module: The user's; its forward becomes this sequence's.
+        module: The user's module; this sequence replaces its forward.
         args: Positional arguments of an example call.
-        kwargs: Named ones.
+        kwargs: Keyword arguments of the example call.
         casts: As for :class:`TraceProgram`.
 
     Raises:
-        ValueError: It cannot be traced.
+        ValueError: The module cannot be traced.
     """
 
     def __init__(
@@ -98,30 +97,30 @@ class TracedSequence(nn.Sequential):
         return self._module[0]
 
     def names_in(self, layers: Sequence[int]) -> set[str]:
-        """Gives all names that the tensors of some layers have in the traced module.
+        """Returns all names that the tensors of some layers have in the traced module.
 
         Args:
-            layers: Their indices.
+            layers: Indices of the layers.
         """
         first = frozenset[str]().union(*(self.program.names_of_layer(index) for index in layers))
         return {name for name, canonical in self.program.canonical.items() if canonical in first}
 
     def keep(self, layers: Sequence[int]) -> None:
-        """Takes the tensors of all other layers out of the traced module, if nobody has yet.
+        """Removes the tensors of all other layers from the traced module, at the first call.
 
         Args:
-            layers: Indices of those to keep.
+            layers: Indices of the layers to keep.
         """
         if self.away is None:
             names = self.names_in(range(len(self))) - self.names_in(layers)
             self.away = RemovedTensors(self._module[0], names)
 
     def rehome(self, layers: Sequence[int], buffers: Mapping[str, Tensor]) -> None:
-        """Follows layers that have moved: the traced module holds what they hold.
+        """Updates the traced module's tensors after layers have moved between ranks.
 
         Args:
-            layers: Indices of those that are here now.
-            buffers: That have come, by name.
+            layers: Indices of this rank's present layers.
+            buffers: Received buffers by name.
         """
         assert self.away is not None
         layer_of = {name: self[index] for index in layers for name in self.names_in([index])}
@@ -135,10 +134,10 @@ class TracedSequence(nn.Sequential):
         self.away.take(self.names_in(range(len(self))) - layer_of.keys() - self.away.names)
 
     def buffers_of(self, layer: int) -> dict[str, Tensor]:
-        """Gives the buffers that a layer of this rank uses, by name.
+        """Returns the buffers that a layer of this rank uses, by name.
 
         Args:
-            layer: Its index.
+            layer: Index of the layer.
         """
         module = self._module[0]
         held = self[layer].named_tensors()  # type: ignore[operator]
@@ -150,7 +149,7 @@ class TracedLayers(LayerSequence):
     """The layers of a traced module, whose buffers are beside them.
 
     Args:
-        sequence: Stands in for the module's forward.
+        sequence: The sequence that replaces the module's forward.
     """
 
     def __init__(self, sequence: TracedSequence) -> None:
@@ -182,7 +181,7 @@ class TracedLayers(LayerSequence):
 
 
 class _TracedForward:
-    """What a traced module's forward has become."""
+    """The forward of a traced module."""
 
     def __init__(self, sequence: TracedSequence) -> None:
         self.sequence = sequence
@@ -193,10 +192,10 @@ class _TracedForward:
 
 
 def sequence_of(module: nn.Module) -> TracedSequence | None:
-    """Gives the layers of a module that has been traced before.
+    """Returns the layers of a module that has been traced before; else None.
 
     Args:
-        module: Any.
+        module: Any module.
     """
     forward = vars(module).get("forward")
     return forward.sequence if isinstance(forward, _TracedForward) else None

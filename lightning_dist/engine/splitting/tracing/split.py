@@ -1,7 +1,7 @@
-"""Find the module to trace and an example to trace it with, and share its layers among ranks.
+"""Finds the module to trace and an example for the trace, and divides its layers among ranks.
 
-The example is ``example_input_array``, Lightning's own convention for what ``forward`` takes, or
-what the first step calls the module with: the layers must be known before the optimizers are made.
+The example is ``example_input_array``, Lightning's own convention for the input of ``forward``, or
+the arguments of the first step's call: the layers must be known before the optimizers are made.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NO_EXAMPLE = CallExample()
 
 
 class UncutError(ValueError):
-    """Says that a traced module has too few layers because parts of it cannot be cut apart."""
+    """A traced module has too few layers because some of its parts cannot be separated."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TracedSplit(PipelineSplit):
     @property
     @override
     def sequence(self) -> TracedSequence:
-        """What stands in for the module's forward."""
+        """The sequence that replaces the module's forward."""
         sequence = self.layers.module
         assert isinstance(sequence, TracedSequence)
         return sequence
@@ -104,20 +104,20 @@ def find_traced_split(
     half: HalfPrecision | None = None,
     example: CallExample = _NO_EXAMPLE,
 ) -> PipelineSplit:
-    """Traces a module, or takes an earlier trace of it, and decides where it is cut.
+    """Traces a module, or takes an earlier trace of it, and returns this rank's part.
 
-    One stage is all of the module, and nothing is traced.
+    With one stage, nothing is traced: the stage is the whole module.
 
     Args:
-        module: The user's.
-        config: What the user asks for.
-        num_ranks: Ranks of the pipeline.
-        rank: This one, in the pipeline.
-        half: What computes in half precision, which is built into the graphs.
-        example: Shows what steps call a module with.
+        module: The user's module.
+        config: The user's configuration.
+        num_ranks: Number of ranks of the pipeline.
+        rank: This rank's index in the pipeline.
+        half: Chooses the modules that compute in half precision, in the graphs too.
+        example: Sources of an example call.
 
     Raises:
-        ValueError: It cannot be traced or cut so.
+        ValueError: The module cannot be traced or cut as configured.
     """
     rank_of_stage = config.rank_of_stage(num_ranks)
     if len(rank_of_stage) == 1:
@@ -150,16 +150,16 @@ def find_traced_split(
 
 
 def is_traced(module: nn.Module) -> bool:
-    """Whether an earlier run has traced the module, or a part of it.
+    """Returns whether an earlier run has traced the module, or a part of it.
 
     Args:
-        module: The user's.
+        module: The user's module.
     """
     return any(sequence_of(part) is not None for part in module.modules())
 
 
 def _find_trainable(module: nn.Module, has_forward: Callable[[], bool]) -> str:
-    """Finds the one attribute that holds all trainable parameters."""
+    """Returns the name of the one attribute that holds all trainable parameters."""
     traced = [n for n, child in module.named_children() if sequence_of(child) is not None]
     if traced:  # by an earlier run
         return traced[0]
@@ -241,14 +241,14 @@ def _example_of(
 
 
 def _arguments_of(inputs: Any) -> Arguments:
-    """Gives an example's arguments, as Lightning's summary does."""
+    """Returns an example's arguments, as Lightning's summary does."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, list | tuple) else ((inputs,), {})
 
 
 def _watch_call(module: nn.Module, traced: nn.Module, path: str, arguments: Arguments) -> Arguments:
-    """Runs the LightningModule's own forward as far as to the call of the traced module."""
+    """Runs the LightningModule's own forward up to the call of the traced module."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]  # norms on the way count
     with watch_call(traced) as seen, torch.random.fork_rng(devices=()), torch.no_grad():
         signature = inspect.signature(module.forward)

@@ -1,1 +1,1 @@
-"""Layers whose parameters are spread over ranks."""
+"""Layers whose parameters are sharded over ranks."""

@@ -1,9 +1,9 @@
-r"""How an activation crosses the borders of a tensor-parallel region.
+r"""The collectives at the borders of a tensor-parallel region.
 
 Between the input of a ``colwise`` layer and the output of its ``rowwise`` partner each rank has
-other features. Outside, all ranks have the same activation, or each its part of the sequence. The
-four ways in and out are conjugate pairs (Megatron-LM, section 3; sequence parallelism: Korthikanti
-et al. 2022, section 4.2.2):
+other features. Outside, the activation is the same on all ranks, or its sequence is sharded. The
+four functions are conjugate pairs (Megatron-LM, section 3; sequence parallelism: Korthikanti et al.
+2022, section 4.2.2):
 
 ====================  ==============  =============================  =========================
 function              outside         forward                        backward
@@ -14,10 +14,10 @@ function              outside         forward                        backward
 :func:`leave` (dim)   part of a dim   reduce-scatter                 all-gather
 ====================  ==============  =============================  =========================
 
-:func:`gather` joins what was computed apart, :func:`split` is its inverse. All are redistributions
-of a ``DTensor`` that lives for a moment only, so that the layers, and whatever the user does
-between them, see plain tensors. The backward is not torch's for a ``DTensor``, but the other one of
-the pair, which is differentiable as the first was: a loss may have gradients in it.
+:func:`gather` gathers shards, :func:`split` is its inverse. All are redistributions of a temporary
+``DTensor``, so that the layers, and the user's code between them, see plain tensors. The backward
+is not torch's for a ``DTensor``, but the other function of the pair. It is differentiable too, for
+a loss that contains gradients.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from lightning_dist.engine.tensors.dtensor import local_part
 
 @dataclass(frozen=True)
 class Way:
-    """From which placement to which, and how gradients come back.
+    """A redistribution of an activation, and that of its gradient.
 
     Attributes:
-        source: Before.
-        target: Behind.
-        back_source: Of a gradient.
-        back_target: What becomes of it.
-        is_of_sequence: Whether it cuts or joins the sequence that goes through the blocks.
+        source: Placement of the activation before.
+        target: Placement of the activation after.
+        back_source: Placement of the gradient before.
+        back_target: Placement of the gradient after.
+        is_of_sequence: Whether the way splits or gathers the sequence of the blocks.
     """
 
     source: Placement
@@ -56,28 +56,28 @@ class Way:
 
     @property
     def back(self) -> Way:
-        """That of gradients."""
+        """The way of gradients."""
         there, back = (self.source, self.target), (self.back_source, self.back_target)
         return Way(*back, *there, self.is_of_sequence)
 
     @property
     def enters(self) -> bool:
-        """Whether it goes into a region."""
+        """Whether the way goes into a region."""
         return self.back_source == _SUMMAND
 
     @property
     def sums_up(self) -> bool:
-        """Whether it comes out of a region."""
+        """Whether the way comes out of a region."""
         return self.source == _SUMMAND
 
     @property
     def cuts(self) -> bool:
-        """Whether it gives each rank a part of the sequence."""
+        """Whether the way splits the sequence."""
         return self.is_of_sequence and self.source == _SAME
 
     @property
     def joins(self) -> bool:
-        """Whether it makes the sequence whole."""
+        """Whether the way gathers the sequence."""
         return self.is_of_sequence and self.target == _SAME
 
 
@@ -87,10 +87,10 @@ _OUT = Way(_SUMMAND, _SAME, _SAME, _SAME)
 
 
 def way_of(node: Node) -> Way | None:
-    """Gives how an activation crossed a border at a node of a graph, if it did.
+    """Returns the way of a node in an autograd graph; None for other nodes.
 
     Args:
-        node: Any.
+        node: Any node.
     """
     way = getattr(node, "way", None)
     return way if isinstance(way, Way) else None
@@ -100,12 +100,12 @@ def enter(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
     """Takes an activation into a region.
 
     Args:
-        x: The same on all ranks, or this rank's part of it.
-        mesh: The tensor-parallel ranks.
-        dim: Along which each rank has a part; None where all have the same.
+        x: The activation, the same on all ranks, or this rank's shard.
+        mesh: Mesh of the tensor-parallel ranks.
+        dim: Dim of the shards; None if all ranks have the same activation.
 
     Returns:
-        The whole activation. Each rank's gradient of it is a summand.
+        The whole activation, whose gradient is partial on each rank.
     """
     return _cross(x, mesh, _IN if dim is None else Way(Shard(dim), _SAME, _SUMMAND, Shard(dim)))
 
@@ -114,50 +114,50 @@ def leave(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
     """Takes an activation out of a region.
 
     Args:
-        x: This rank's summand.
-        mesh: The tensor-parallel ranks.
-        dim: Along which each rank shall have a part; None where all shall have the same.
+        x: This rank's partial activation.
+        mesh: Mesh of the tensor-parallel ranks.
+        dim: Dim along which to shard the sum; None for the same sum on all ranks.
 
     Returns:
-        The sum, or this rank's part of it.
+        The sum, or this rank's shard of the sum.
     """
     return _cross(x, mesh, _OUT if dim is None else Way(_SUMMAND, Shard(dim), Shard(dim), _SAME))
 
 
 def gather(x: Tensor, mesh: DeviceMesh, dim: int = -1, *, of_sequence: bool = False) -> Tensor:
-    """Joins what the ranks have computed apart.
+    """Gathers the shards of an activation.
 
     Args:
-        x: This rank's part.
-        mesh: The tensor-parallel ranks.
-        dim: Along which the parts lie.
-        of_sequence: Whether they are of the sequence that goes through the blocks.
+        x: This rank's shard.
+        mesh: Mesh of the tensor-parallel ranks.
+        dim: Dim of the shards.
+        of_sequence: Whether the dim is the sequence of the blocks.
 
     Returns:
-        The whole, the same on all ranks, each of which goes on with it in the same way.
+        The whole activation, with which all ranks must compute the same.
     """
     part = Shard(dim % x.dim())
     return _cross(x, mesh, Way(part, _SAME, _SAME, part, of_sequence))
 
 
 def split(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Gives each rank its part of the sequence, which all ranks have; undone by :func:`gather`.
+    """Returns this rank's shard of the sequence; the inverse of :func:`gather`.
 
     Args:
-        x: The same on all ranks.
-        mesh: The tensor-parallel ranks.
-        dim: Along which to cut.
+        x: The activation, the same on all ranks.
+        mesh: Mesh of the tensor-parallel ranks.
+        dim: Dim to shard.
     """
     return _cross(x, mesh, Way(_SAME, Shard(dim), Shard(dim), _SAME, True))
 
 
 def add_up_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Adds gradients up over the ranks, in one message for each dtype.
+    """All-reduces gradients, in one message per dtype. Collective: every rank must call it.
 
     Args:
-        parameters: The same on all ranks. One that has no gradient on some of them gets the sum of
-            the others, and one that has none on any stays without.
-        mesh: The tensor-parallel ranks.
+        parameters: The same parameters on all ranks. A rank without a gradient gets the other
+            ranks' sum; a parameter without a gradient on any rank stays without.
+        mesh: Mesh of the tensor-parallel ranks.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -189,9 +189,9 @@ class _Crossing(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, way: Way) -> Tensor:
         ctx.mesh, ctx.way = mesh, way
         if way.source == way.target:
-            return x.view_as(x)  # a view, so that autograd lets nobody write into what it was
+            return x.view_as(x)  # a view, so that autograd refuses a write into the input
         local = DTensor.from_local(x.detach(), mesh, [way.source], run_check=False)
-        # Not a view of anything that autograd knows: who gets it may write into it.
+        # Not a view of a tensor that autograd tracks, so the caller may write into it.
         return local.redistribute(mesh, [way.target]).to_local().detach()
 
     @staticmethod

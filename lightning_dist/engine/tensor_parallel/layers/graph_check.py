@@ -1,12 +1,13 @@
-"""See, in the graph of a first loss, that what was apart was put together on the way there.
+"""Checks, in the autograd graph of a first loss, that sharded activations were summed or gathered.
 
-Inside of a region each rank has features of its own; only the layer that sums up makes of them what
-all ranks have. Code around the layers can open other doors: a second output, an attribute that a
-loss is made of, a hook, a call of some of the layers. Each rank would train on another loss. So the
-graph is walked once, down from the loss, into regions through sums, and out where they begin. It
-must not come to features outside of a region, nor inside to a parameter that is whole on each
-rank and is not known to meet other features on each: its gradient would be a summand that nobody
-adds up. The same goes for the sequence, between where it is joined and where it is cut.
+Inside of a region each rank has its own features; only the layer that sums up returns the same
+activation on all ranks. Code around the layers can bypass that layer: by a second output, an
+attribute that enters the loss, a hook, or a call of some of the layers. Then each rank would train
+on another loss. So the graph is walked once, down from the loss, into regions at their sums, and
+out at their beginnings. The walk must not reach sharded features outside of a region. Nor may it
+reach, inside of a region, a replicated parameter that is not known to meet other features on each
+rank: its partial gradients would not be all-reduced. The same goes for the sequence, between its
+gather and its split.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Whole:
     """Parameters that are whole on each rank, by ``id`` and with their names.
 
     Attributes:
-        inside: Those that meet features of a rank's own, so that each has a summand.
-        in_blocks: Those that meet a part of the sequence, likewise.
-        others: Those that meet the same on all ranks.
+        inside: Parameters that meet a rank's own features, so that their gradients are partial.
+        in_blocks: Parameters that meet a part of the sequence, with partial gradients, too.
+        others: Parameters that meet the same activation on all ranks.
     """
 
     inside: Mapping[int, str]
@@ -41,12 +42,12 @@ class Whole:
 
 @dataclass
 class ShardedActivationCheck:
-    """What a first step has made of the borders of regions.
+    """Records the borders of regions in a first step, and checks the autograd graph.
 
     Attributes:
-        is_noting: Whether it is still to be seen.
-        is_open: The layer that has given each rank its own features last, if none has summed up
-            over them yet.
+        is_noting: Whether the first step is still to be checked.
+        is_open: Name of the last layer that computed sharded features, if no layer has summed over
+            them yet; else None.
     """
 
     is_noting: bool = True
@@ -57,27 +58,27 @@ class ShardedActivationCheck:
     _features: dict[Node, str] = field(default_factory=dict, repr=False)
 
     def begin(self) -> None:
-        """Notes that a step begins, whatever has become of the last one."""
+        """Begins a step; the last one may have failed."""
         self._is_cut = False
         self.is_open = None
 
     def begin_backward(self) -> None:
-        """Notes that blocks may be called again from now on, the last one first, to recompute."""
+        """Begins the backward, in which blocks may be recomputed, the last block first."""
         self._has_backward = True
 
     def end(self) -> None:
-        """Notes nothing any more, and lets go of the graph."""
+        """Stops recording, and frees the graph."""
         self.is_noting = False
         self._features.clear()
 
     def give(self, features: Tensor, layer: str) -> None:
-        """Notes features of this rank's own.
+        """Records sharded features.
 
         Args:
-            features: Just computed.
-            layer: Name of the layer that has.
+            features: The features that a layer has just computed.
+            layer: Name of the layer.
         """
-        if torch.compiler.is_compiling():  # no graph of autograd's has what a compiler makes of it
+        if torch.compiler.is_compiling():  # compiled features are in no autograd graph
             self._is_compiled = True
         elif self.is_noting:
             self.is_open = layer
@@ -85,13 +86,13 @@ class ShardedActivationCheck:
                 self._features[features.grad_fn] = layer
 
     def sum_up(self) -> None:
-        """Notes that a layer sums up over what the last one has given."""
+        """Records that a layer sums over the last layer's sharded features."""
         if self.is_noting and not torch.compiler.is_compiling():
             self.is_open = None
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Explains what goes wrong in a first step with some of the features.
+        """Returns a context manager that explains errors of a first step with sharded features.
 
         Yields:
             Nothing.
@@ -109,32 +110,33 @@ class ShardedActivationCheck:
             ) from error
 
     def cut(self) -> None:
-        """Notes that each rank has a part of the sequence.
+        """Records that the sequence is sharded.
 
         Raises:
-            ValueError: It had one already.
+            ValueError: The sequence was sharded already.
         """
         self._refuse_if(self._is_cut)
         self._is_cut = True
 
     def join(self) -> None:
-        """Notes that the sequence is whole.
+        """Records that the sequence is gathered.
 
         Raises:
-            ValueError: It was so before.
+            ValueError: The sequence was whole already.
         """
         self._refuse_if(not self._is_cut)
         self._is_cut = False
 
     def check(self, outputs: Iterable[Tensor], whole: Whole) -> None:
-        """Checks the graph of a loss, or of what a stage returns.
+        """Checks the autograd graph of a loss, or of a stage's outputs.
 
         Args:
-            outputs: Its roots.
-            whole: The model's parameters that are whole on each rank.
+            outputs: The roots of the graph.
+            whole: The model's replicated parameters.
 
         Raises:
-            ValueError: Something that is apart was not put together, or a gradient would be wrong.
+            ValueError: A sharded activation was not summed or gathered, or a gradient would be
+                wrong.
         """
         if self._is_compiled:
             return
@@ -193,7 +195,7 @@ _BETWEEN = (
 
 
 def _is_raised_by_user(error: Exception) -> bool:
-    """Whether an error is of a ``raise`` outside of torch, and not of torch's own code."""
+    """Returns whether an error comes from a ``raise`` outside of torch."""
     last = extract_tb(error.__traceback__)[-1]
     is_of_torch = f"{os.sep}torch{os.sep}" in last.filename
     return not is_of_torch and (last.line or "").startswith("raise")
@@ -218,12 +220,12 @@ _SUMS_UP, _ENTERS, _CUTS, _JOINS = map(_is, ("sums_up", "enters", "cuts", "joins
 def _sides(
     roots: Collection[Node], goes_in: Callable[[Node], bool], comes_out: Callable[[Node], bool]
 ) -> tuple[dict[Node, None], dict[Node, None]]:
-    """Gives the nodes beneath some that are come to outside of regions, and those inside.
+    """Returns the nodes that are reached outside of regions, and those reached inside.
 
     Args:
-        roots: Outside.
-        goes_in: Whether what is beneath a node is inside.
-        comes_out: Whether what is beneath a node is outside.
+        roots: Nodes outside of regions, from which to walk.
+        goes_in: Returns whether the walk enters a region beneath a node.
+        comes_out: Returns whether the walk leaves a region beneath a node.
     """
     sides: tuple[dict[Node, None], dict[Node, None]] = (dict.fromkeys(roots), {})
     waiting = [(root, 0) for root in roots]

@@ -1,14 +1,13 @@
-"""Show an attention the width of its own heads.
+"""Makes an attention see the width of its own heads.
 
 ``B, T, C = x.size()``, ``C // self.n_head``, ``split(self.n_embd)``, ``view(B, T, C)``: most
-attentions know the size of a head by the width of their input. On a rank with some of the heads all
-of it is right again if that width is the heads' own, and with it the attributes that say it. So the
-forward is given a stand-in of that width, and the projections take what it stands for. A stand-in
-has no values: whatever else is computed with it is no number, and never a wrong one.
+attentions derive the size of a head from the width of their input. On a rank with some of the heads
+this is right if the width, and the attributes for it, are those of the rank's own heads. So the
+forward is called with a stand-in of that width, and the projections take the input behind it. A
+stand-in has no values, so other computations with it give NaNs, never a wrong number.
 
-Code that does something else with its input cannot go on with a stand-in, or returns something
-else. That is seen before (:mod:`.plan.verify`); without that proof no attention is
-shown one.
+Code that uses its input otherwise fails with a stand-in, or returns another result. The
+verification (:mod:`.plan.verify`) detects that before; without it no attention gets a stand-in.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _STANDS_FOR = "_lightning_dist_stands_for"
 
 
 def show_own_width(attention: nn.Module, features: int, tp_size: int) -> None:
-    """Makes an attention believe that its input is as wide as its own heads are.
+    """Makes an attention see an input as wide as its own heads.
 
     Args:
-        attention: Changed, if its forward asks for the width.
-        features: Of all heads together. An input of another width is left as it is.
-        tp_size: Tensor-parallel ranks.
+        attention: The attention, changed if its forward reads the input's width.
+        features: Width of all heads; an input of another width is passed unchanged.
+        tp_size: Number of tensor-parallel ranks.
     """
     if not reads_width(attention):
         return
@@ -53,7 +52,7 @@ def behind(x: Tensor) -> Tensor:
     """Returns the tensor that a stand-in stands for, or else the argument itself.
 
     Args:
-        x: Given to a projection.
+        x: Input of a projection.
     """
     whole: Tensor = getattr(x, _STANDS_FOR, x)
     return whole

@@ -1,10 +1,10 @@
-"""One layer, spread over the tensor-parallel ranks.
+"""One layer, sharded over the tensor-parallel ranks.
 
-A weight becomes a ``DTensor``, which knows the whole's shape and this rank's place in it;
-optimizers, clipping and checkpoints need nothing else. The layer computes with the local part, a
-plain tensor, and so does what the user has written around it.
+A weight becomes a ``DTensor``, which has the whole shape and this rank's place in it; optimizers,
+clipping and checkpoints need nothing else. The layer computes with the local shard, a plain tensor,
+so the user's code around it sees plain tensors.
 
-A bias that is not cut stays an ordinary parameter, whole on each rank: that of a ``rowwise`` layer,
+Some biases stay ordinary parameters, replicated on each rank: the bias of a ``rowwise`` layer,
 which is added to the sum, and that of stacked matrices.
 """
 
@@ -37,14 +37,13 @@ from lightning_dist.engine.tensors.dtensor import is_spread, local_part, stacked
 
 @dataclass(frozen=True)
 class Region:
-    """Where each rank has other features, and how an activation gets in and out.
+    """A region in which each rank has other features, with its entry and exit.
 
     Attributes:
-        mesh: The tensor-parallel ranks.
-        randomness: Of this rank; None where it is switched further outside.
-        dim: Along which each rank has a part of the activation outside; None where all have the
-            same.
-        crossings: Takes note of what goes in and comes out; None where nothing sums up.
+        mesh: Mesh of the tensor-parallel ranks.
+        randomness: Random numbers of this rank; None if they are switched further outside.
+        dim: Dim along which the activation outside is sharded; None if it is replicated.
+        crossings: The check that records entries and exits; None if no layer sums up.
     """
 
     mesh: DeviceMesh
@@ -53,13 +52,13 @@ class Region:
     crossings: ShardedActivationCheck | None = None
 
     def dim_of(self, x: Tensor) -> int | None:
-        """Gives the dim along which a rank has a part of an activation outside.
+        """Returns the dim along which an activation outside is sharded.
 
         Args:
             x: The activation.
 
         Raises:
-            ValueError: It has no such dim.
+            ValueError: The activation has no such dim.
         """
         if self.dim is not None and x.dim() < self.dim + 2:
             raise ValueError(
@@ -69,16 +68,16 @@ class Region:
         return self.dim
 
     def enter(self, x: Tensor) -> Tensor:
-        """Lets an activation in."""
+        """Takes an activation into the region."""
         return activations.enter(x, self.mesh, self.dim_of(x))
 
     def begin(self, features: Tensor, layer: str, *, training: bool) -> None:
-        """Notes that what follows is this rank's own.
+        """Begins the part in which features are sharded.
 
         Args:
-            features: What a layer has made.
-            layer: Its name.
-            training: Whether it trains.
+            features: Output of a layer.
+            layer: Name of the layer.
+            training: Whether the layer is in training mode.
         """
         if self.crossings is not None:
             self.crossings.give(features, layer)
@@ -86,12 +85,12 @@ class Region:
             self.randomness.enter()
 
     def end(self) -> None:
-        """Notes that what follows is the same on all ranks."""
+        """Ends the part in which features are sharded."""
         if self.randomness is not None:
             self.randomness.leave()
 
     def leave(self, own: Tensor) -> Tensor:
-        """Sums up over the ranks."""
+        """Takes an activation out of the region, summed over the ranks."""
         return activations.leave(own, self.mesh, self.dim_of(own))
 
 
@@ -104,7 +103,7 @@ class Entry:
 
     Attributes:
         region: The region.
-        is_open: Whether something around the layers has let the activation in already.
+        is_open: Whether a module around the layers has taken the activation in already.
     """
 
     region: Region
@@ -114,11 +113,10 @@ class Entry:
     _inside: Tensor | None = field(default=None, repr=False)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Lets an activation in."""
+        """Takes an activation into the region."""
         if self.is_open:
             return x
-        # Written to since, it is another activation; and one that was let in by a validation has no
-        # gradient.
+        # After a write it is another activation, and one from a validation has no gradient.
         version = 0 if x.is_inference() else x._version
         state = version, torch.is_grad_enabled()
         if self._inside is None or self._outside is not x or self._state != state:
@@ -127,15 +125,15 @@ class Entry:
         return self._inside
 
     def forget(self) -> None:
-        """Lets go of the activation."""
+        """Frees the activation."""
         self._outside = self._inside = None
 
 
 @dataclass(frozen=True)
 class _SpreadForward:
-    """A spread layer's forward, which knows that layer by itself.
+    """A sharded layer's forward, which refers to that layer.
 
-    A copy of the layer would compute with the weights of the layer that it was made of.
+    A copy of the layer would compute with the weights of the original.
     """
 
     compute: Callable[[Tensor], Tensor]
@@ -153,16 +151,16 @@ class _SpreadForward:
 
 
 def cuts_of(layer: nn.Module, style: Style, num_stacked: int = 1) -> dict[str, Placement]:
-    """Tells how a layer's parameters are cut, before it is changed.
+    """Returns the placements of a layer's parameters, before the layer is changed.
 
     Args:
-        layer: Any.
-        style: In the plan.
-        num_stacked: Matrices of one size that the weight holds on top of each other.
+        layer: Any layer.
+        style: Style of the layer in the plan.
+        num_stacked: Number of matrices of one size that the weight stacks.
 
     Returns:
-        Placements on the tensor-parallel ranks, by the parameters' names in the layer; what stays
-        whole is left out.
+        Placements on the tensor-parallel ranks by the parameters' names in the layer, without
+        replicated parameters.
     """
     if style is Style.VOCAB:
         return {"weight": Shard(0)}
@@ -179,13 +177,13 @@ def cuts_of(layer: nn.Module, style: Style, num_stacked: int = 1) -> dict[str, P
 
 
 def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> None:
-    """Gives each rank some of a layer's output features.
+    """Makes each rank compute some of a layer's output features.
 
     Args:
-        layer: A projection, its parameters cut; changed.
-        name: Of the layer.
-        entry: Shared with the layers that read the same activation.
-        num_stacked: Matrices of one size that the weight holds on top of each other.
+        layer: A projection with sharded parameters; its forward is replaced.
+        name: Name of the layer.
+        entry: Entry shared by the layers that read the same activation.
+        num_stacked: Number of matrices of one size that the weight stacks.
     """
     mesh = entry.region.mesh
 
@@ -206,12 +204,12 @@ def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> 
 
 
 def colwise_gather(layer: nn.Linear, name: str, entry: Entry) -> None:
-    """Computes some output features on each rank, and joins them.
+    """Makes each rank compute some of a layer's output features, and gathers them.
 
     Args:
-        layer: A projection, its parameters cut; changed.
-        name: Of the layer.
-        entry: Shared with the layers that read the same activation.
+        layer: A projection with sharded parameters; its forward is replaced.
+        name: Name of the layer.
+        entry: Entry shared by the layers that read the same activation.
     """
     colwise(layer, name, entry)
     compute: Callable[[Tensor], Tensor] = layer.forward
@@ -225,13 +223,13 @@ def colwise_gather(layer: nn.Linear, name: str, entry: Entry) -> None:
 
 
 def colwise_apart(layer: nn.Linear, name: str, entry: Entry, is_asked: Callable[[], bool]) -> None:
-    """Computes some output features on each rank, for a loss that takes them so.
+    """Makes each rank compute some of a layer's output features, for a loss that takes shards.
 
     Args:
-        layer: A projection, its parameters cut; changed. Returns a ``DTensor``, if it is asked to.
-        name: Of the layer.
-        entry: Shared with the layers that read the same activation.
-        is_asked: Whether whoever calls it can do with parts; else they are joined.
+        layer: A projection with sharded parameters, whose new forward can return a ``DTensor``.
+        name: Name of the layer.
+        entry: Entry shared by the layers that read the same activation.
+        is_asked: Returns whether the caller takes sharded output; else the output is gathered.
     """
     colwise(layer, name, entry)
     compute: Callable[[Tensor], Tensor] = layer.forward
@@ -258,12 +256,12 @@ def _check_width(name: str, x: Tensor, width: int, takes: str) -> None:
 
 
 def rowwise(layer: nn.Linear, name: str, region: Region) -> None:
-    """Lets each rank sum up over its input features, and adds the sums.
+    """Makes each rank sum over its own input features, and all-reduces the sums.
 
     Args:
-        layer: A projection, its parameters cut; changed.
-        name: Of the layer.
-        region: What ends here.
+        layer: A projection with sharded parameters; its forward is replaced.
+        name: Name of the layer.
+        region: The region that ends at this layer.
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -279,11 +277,11 @@ def rowwise(layer: nn.Linear, name: str, region: Region) -> None:
 
 
 def vocab(layer: nn.Embedding, mesh: DeviceMesh) -> None:
-    """Gives each rank some of an embedding's rows.
+    """Makes each rank look up tokens in its own rows of an embedding, and all-reduces the results.
 
     Args:
-        layer: Its parameters are cut; changed.
-        mesh: The tensor-parallel ranks.
+        layer: An embedding with sharded parameters; its forward is replaced.
+        mesh: Mesh of the tensor-parallel ranks.
     """
     first = layer.num_embeddings // mesh.size() * mesh.get_local_rank()
 

@@ -1,8 +1,6 @@
-"""Layers that can be cut by rows or columns: ``nn.Linear``, and GPT-2's ``Conv1D``.
+"""Layers that can be sharded by rows or columns: ``nn.Linear``, GPT-2's ``Conv1D``, embeddings.
 
-The matrix of a ``Conv1D`` lies across: its rows are the input features.
-
-Look tokens up in a part of a table.
+The matrix of a ``Conv1D`` is transposed: its rows are the input features.
 """
 
 from __future__ import annotations
@@ -15,28 +13,28 @@ from torch import Tensor, nn
 
 
 def is_token_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Whether a module looks each token up by itself, so that its rows can be cut apart.
+    """Returns whether a module looks each token up by itself, so that its rows can be sharded.
 
     Args:
-        module: Any.
+        module: Any module.
     """
     if not isinstance(module, nn.Embedding) or "weight" not in module._parameters:
         return False
-    # Transformers has embeddings that scale what they find, and others that shift the positions
-    # that they are given.
+    # Transformers has embeddings that scale their output, and others that shift the positions
+    # in their input.
     is_plain = type(module).forward is nn.Embedding.forward or "Scaled" in type(module).__name__
     # These look at all tokens together, or write to the table.
     return is_plain and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
 
 
 def look_up(table: nn.Embedding, tokens: Tensor, rows: Tensor, first: int) -> Tensor:
-    """Looks tokens up as the table would.
+    """Looks tokens up in some rows, with the table's own forward.
 
     Args:
-        table: Says how.
-        tokens: From 0 to the number of rows.
-        rows: Some of the table's.
-        first: Which of them all the first one is.
+        table: The embedding.
+        tokens: Token indices from 0 to the number of rows.
+        rows: Some rows of the table.
+        first: Index in the table of the first of the rows.
     """
     stand_in: Any = copy(table)
     stand_in._parameters = {}
@@ -48,10 +46,10 @@ def look_up(table: nn.Embedding, tokens: Tensor, rows: Tensor, first: int) -> Te
 
 
 def is_projection(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module can be cut by rows or columns.
+    """Returns whether a module can be sharded by rows or columns.
 
     Args:
-        module: Any.
+        module: Any module.
     """
     if "weight" not in module._parameters:  # computed, by a parametrization
         return False
@@ -63,45 +61,45 @@ def is_projection(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether somebody has replaced the forward of a module alone, as adapters do.
+    """Returns whether a module has a forward of its own instance, as adapters set it.
 
     Args:
-        module: Any.
+        module: Any module.
     """
     return "forward" in vars(module)
 
 
 def output_dim(layer: nn.Module) -> int:
-    """Gives the dim of the weight that counts the output features."""
+    """Returns the weight's dim of the output features."""
     return 1 if _lies_across(layer) else 0
 
 
 def input_dim(layer: nn.Module) -> int:
-    """Gives the dim of the weight that counts the input features."""
+    """Returns the weight's dim of the input features."""
     return 1 - output_dim(layer)
 
 
 def output_size(layer: nn.Module) -> int:
-    """Counts the output features."""
+    """Returns the number of output features."""
     return _size(layer, output_dim(layer))
 
 
 def input_size(layer: nn.Module) -> int:
-    """Counts the input features."""
+    """Returns the number of input features."""
     return _size(layer, input_dim(layer))
 
 
 def project(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Does what the layer does with another weight.
+    """Returns the layer's output with another weight.
 
     Args:
-        layer: Says how the weight lies.
-        x: ``(..., in)``.
-        weight: As the layer's.
-        bias: ``(out,)`` or none.
+        layer: The projection, whose class decides whether the weight is transposed.
+        x: Input of shape ``(..., in)``.
+        weight: Weight in the layer's layout.
+        bias: Bias of shape ``(out,)``, or None.
 
     Returns:
-        ``(..., out)``.
+        Output of shape ``(..., out)``.
     """
     return F.linear(x, weight.T if _lies_across(layer) else weight, bias)
 

@@ -1,14 +1,15 @@
 """Random numbers that are the same on all ranks outside of a region, and differ inside.
 
-Dropout on an activation that all ranks hold must drop the same elements on all of them. Where each
-rank holds other features, or another part of the sequence, the same mask on each rank would make
-one mask of a few copies. A region's own numbers are seeded by one number that is drawn outside, the
-same on all ranks, and by the rank; behind the region the state is what it was after that draw. So
-they are drawn again, the same, when activation checkpointing computes a region a second time. A
-region that draws nothing leaves the state as it was, as on one device.
+Dropout on a replicated activation must drop the same elements on all ranks. If features or sequence
+are sharded, the same mask on each rank would repeat one mask for all shards. So a region's own
+numbers are seeded by the rank and by one number that is drawn outside, the same on all ranks. After
+the region the state is that after this draw. So the same numbers are drawn again when activation
+checkpointing recomputes a region. A region that draws nothing leaves the state as it was, as on one
+device.
 
-Such a second computation stops as soon as it has what the backward needs, which may be inside of
-the region, and puts back the generators' state. So where a rank is, is read from their seed.
+A recomputation stops as soon as it has the tensors that the backward needs, which may be inside of
+the region, and restores the generators' state. So the generators' seed decides whether a rank is
+inside.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class RegionRandomness:
 
     Args:
         index: This rank's place among the tensor-parallel ranks.
-        device: Whose generator is switched beside the CPU's.
+        device: The device whose generator is switched beside the CPU's.
     """
 
     def __init__(self, index: int, device: torch.device) -> None:
@@ -37,7 +38,7 @@ class RegionRandomness:
         self._seed = 0
 
     def enter(self) -> None:
-        """Goes on with numbers of this rank's own; does nothing inside of a region."""
+        """Switches to this rank's own numbers; does nothing inside of a region."""
         if self._is_inside():
             return
         generators = generators_of(self._device)
@@ -49,7 +50,7 @@ class RegionRandomness:
         self._inside = _states(generators)
 
     def leave(self) -> None:
-        """Goes on with the numbers that all ranks share; does nothing outside of a region."""
+        """Switches to the numbers that all ranks share; does nothing outside of a region."""
         is_inside, states, self._outside = self._is_inside(), self._outside, []
         if is_inside:
             generators = generators_of(self._device)

@@ -26,7 +26,7 @@ _ACTIVATION_KEYWORDS = ("hidden_states", "x", "input")
 
 
 def find_stacks(module: nn.Module) -> list[list[str]]:
-    """Finds the stacks of blocks that an activation goes through one after the other.
+    """Returns the stacks of blocks that an activation passes one after the other.
 
     Args:
         module: The model.
@@ -53,14 +53,14 @@ def cut_sequence(
     randomness: RegionRandomness,
     crossings: ShardedActivationCheck,
 ) -> None:
-    """Gives each rank a part of the sequence from one block's input to another one's output.
+    """Shards the sequence from one block's input to another block's output.
 
     Args:
-        first: Where the sequence is cut.
-        last: Where it is joined.
-        mesh: The tensor-parallel ranks.
-        randomness: Of this rank.
-        crossings: Takes note.
+        first: The block at whose input the sequence is split.
+        last: The block at whose output the sequence is gathered.
+        mesh: Mesh of the tensor-parallel ranks.
+        randomness: Random numbers of this rank.
+        crossings: The check that records the split and the gather.
     """
 
     def cut(x: Tensor) -> Tensor:
@@ -82,14 +82,14 @@ def cut_sequence(
 
 
 def check_length(length: int, tp_size: int) -> None:
-    """Checks that a sequence can be cut.
+    """Checks that the ranks divide the length of a sequence.
 
     Args:
-        length: Of the sequence.
-        tp_size: Tensor-parallel ranks.
+        length: Length of the sequence.
+        tp_size: Number of tensor-parallel ranks.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: The ranks do not divide the length.
     """
     if length % tp_size:
         raise ValueError(
@@ -103,8 +103,8 @@ def change_activation(module: nn.Module, change: Callable[[Tensor], Tensor]) -> 
     """Changes the activation that a module is called with.
 
     Args:
-        module: Takes it as its first argument, or by one of the usual keywords.
-        change: Given the activation.
+        module: A module that takes the activation first, or by one of the usual keywords.
+        change: Returns the new activation.
     """
 
     def changed(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,7 +127,7 @@ def change_activation(module: nn.Module, change: Callable[[Tensor], Tensor]) -> 
 
 def _check_others(module: nn.Module, activation: Tensor, arguments: Any) -> None:
     tensors, _ = flatten(arguments)
-    # Each rank would have a summand of its gradient.
+    # Its gradient would be partial on each rank.
     if any(tensor.requires_grad and tensor is not activation for tensor in tensors):
         raise ValueError(
             f"sequence_parallel=True cuts the sequence for a {type(module).__name__}, but it is"
@@ -137,15 +137,15 @@ def _check_others(module: nn.Module, activation: Tensor, arguments: Any) -> None
 
 
 def check_blocks(module: nn.Module, blocks: list[str], styles: Mapping[str, Style]) -> None:
-    """Checks that nothing in the blocks mixes a sequence of which each rank has a part.
+    """Checks that no layer in the blocks mixes the positions of a sharded sequence.
 
     Args:
         module: The model.
-        blocks: Names of its blocks.
-        styles: By module name. What is spread gets the whole sequence.
+        blocks: Names of the model's blocks.
+        styles: Styles by module name. Sharded layers get the whole sequence.
 
     Raises:
-        ValueError: A layer with a matrix is in no plan.
+        ValueError: A layer with a matrix is not in the plan.
     """
     for block in blocks:
         for inner, part in module.get_submodule(block).named_modules(prefix=block):

@@ -1,17 +1,14 @@
-"""Logits that each rank has a part of, under a step that does not know.
+"""Sharded logits, in a user's step that treats them as a plain tensor.
 
-The head leaves its output apart, as a ``DTensor`` over the vocabulary. torch's ``loss_parallel``
-makes ``F.cross_entropy`` compute the loss from the parts; the whole logits exist nowhere, forward
-or backward. On the way there the step may shape and scale them
-(:mod:`.layers.apart`). Whatever else it does with them, an accuracy say, or another
-loss, gets them joined. What writes into them joins them for good.
+The head returns sharded logits, a ``DTensor`` over the vocabulary. torch's ``loss_parallel`` makes
+``F.cross_entropy`` compute the loss from the shards; the whole logits never exist, in forward or
+backward. Before the loss, the step may reshape and scale sharded logits. Any other function, for an
+accuracy or another loss, gets gathered logits. After a write, the logits stay gathered.
 
-What of torch may see logits of which each rank has a part: a closed list.
-
-Everything else gets them joined, for a ``DTensor`` promises less than a tensor: ``.item()`` of its
-mean is one rank's own, and torch's ``loss_parallel`` differentiates each ``log_softmax`` as if it
-were a cross-entropy's. What is here treats each element by itself, or changes the shape, and leaves
-the vocabulary in one piece.
+A closed list has the torch functions that get sharded logits. Other functions get gathered logits,
+for a ``DTensor`` promises less than a tensor: ``.item()`` of its mean is one rank's own, and
+torch's ``loss_parallel`` differentiates each ``log_softmax`` as if it were a cross-entropy's. The
+listed functions treat each element by itself, or change the shape, and keep the vocabulary dim.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ _TURN = ("transpose", "permute", "movedim", "swapaxes")
 _TAKE = ("narrow", "select", "chunk", "split", "unbind")
 _TELL = ("size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "__len__")
 _PROPERTY = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf")
-# FSDP2 looks whether what its units return is a view, and hooks into it.
+# FSDP2 checks whether a unit's output is a view, and hooks into it.
 _WATCH = ("register_hook",)
 _WATCHED = ("_base",)
 # An attribute, for these tensors come and go within a step, and parameters are DTensors, too.
@@ -60,30 +57,30 @@ _PROPERTIES = frozenset(getattr(Tensor, name).__get__ for name in (*_PROPERTY, *
 
 
 def mark(logits: DTensor) -> DTensor:
-    """Notes that a tensor is logits that are apart.
+    """Marks a tensor as sharded logits.
 
     Args:
-        logits: They are.
+        logits: The sharded logits.
     """
     setattr(logits, _MARK, True)
     return logits
 
 
 def is_apart(tensor: Tensor) -> bool:
-    """Tells whether a tensor is logits that are apart.
+    """Returns whether a tensor is marked as sharded logits.
 
     Args:
-        tensor: Any.
+        tensor: Any tensor.
     """
     return hasattr(tensor, _MARK)
 
 
 def takes_parts(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether a function does with each rank's part what it does with the whole.
+    """Returns whether a function may be called with sharded logits.
 
     Args:
-        func: Of torch.
-        args: Its arguments; the first is apart, and so is each tensor in them.
+        func: A torch function.
+        args: The function's arguments; the first one, and each tensor, is sharded logits.
     """
     if func is Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -92,14 +89,14 @@ def takes_parts(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 def keep_sharded(before: Tensor, result: Any) -> bool:
-    """Marks what a function has made of logits, if the vocabulary is in one piece still.
+    """Marks a function's results as sharded logits, if they keep the vocabulary dim.
 
     Args:
         before: The logits.
-        result: Of the function.
+        result: Result of the function.
 
     Returns:
-        Whether it is; True, too, for what is no tensor.
+        Whether the results keep the vocabulary dim; True for a result without tensors.
     """
     found = tensors_in((result,))
     if any(_size_apart(tensor) != _size_apart(before) for tensor in found):
@@ -110,11 +107,11 @@ def keep_sharded(before: Tensor, result: Any) -> bool:
 
 
 def takes_parts_as_loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether torch computes a cross-entropy from parts.
+    """Returns whether torch can compute a cross-entropy from sharded logits.
 
     Args:
-        args: Of ``F.cross_entropy``.
-        kwargs: Of it, by name.
+        args: Positional arguments of ``F.cross_entropy``.
+        kwargs: Keyword arguments of ``F.cross_entropy``.
     """
     given = _CROSS_ENTROPY.bind(*args, **kwargs).arguments
     logits, targets = given["input"], given["target"]
@@ -129,11 +126,11 @@ def takes_parts_as_loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function writes into its first argument.
+    """Returns whether a function writes into its first argument.
 
     Args:
-        func: Of torch.
-        kwargs: Its arguments by name.
+        func: A torch function.
+        kwargs: The function's keyword arguments.
     """
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
@@ -144,14 +141,14 @@ def tensors_in(values: Sequence[Any]) -> list[Tensor]:
     """Lists the tensors in a function's arguments.
 
     Args:
-        values: The arguments; no deeper than lists, for this is asked at each operation of a step.
+        values: The arguments; only lists are opened, for this runs at each operation of a step.
     """
     parts = (value if isinstance(value, list | tuple) else (value,) for value in values)
     return [part for part in chain.from_iterable(parts) if isinstance(part, Tensor)]
 
 
 def _size_apart(tensor: Tensor) -> int | None:
-    """Gives the size of the dim along which a tensor is spread; None if it is not, or oddly."""
+    """Returns the size of a tensor's sharded dim; None without a plain shard."""
     placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
     return tensor.shape[placement.dim] if type(placement) is Shard else None
 
@@ -160,10 +157,10 @@ _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 class ShardedLogits(TorchFunctionMode):
-    """What a step runs in; looks at each of torch's functions that the step calls.
+    """The function mode for a step with sharded logits; it sees each torch function call.
 
     Attributes:
-        is_active: Whether a step runs in it. Heads leave logits apart only then.
+        is_active: Whether a step runs in the mode. Heads return sharded logits only then.
     """
 
     def __init__(self) -> None:
@@ -190,16 +187,16 @@ class ShardedLogits(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Calls a function with the logits apart or joined.
+        """Calls a function with sharded or gathered logits.
 
         Args:
-            func: Of torch.
-            types: Of its arguments.
-            args: Its arguments.
-            kwargs: Its arguments by name.
+            func: A torch function.
+            types: Types of the function's arguments.
+            args: The function's positional arguments.
+            kwargs: The function's keyword arguments.
 
         Raises:
-            ValueError: The logits have been written to, and this is another view of them.
+            ValueError: The logits have been written to, and an argument is another view of them.
         """
         named = kwargs or {}
         if func in _DIFFERENTIATE:
@@ -224,15 +221,15 @@ class ShardedLogits(TorchFunctionMode):
         return func(*args, **named)
 
     def _write(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Lets a function write into the joined logits, which take the place of those apart."""
+        """Calls a function that writes into gathered logits, which replace the sharded ones."""
         logits, *others = args
-        copy = whole(logits).clone()  # autograd lets nobody write into what was joined
+        copy = whole(logits).clone()  # autograd refuses a write into the gathered tensor
         self._written[id(logits)] = (logits, copy)
         others, named = map_tensors(_join, (others, named))
         return func(copy, *others, **named)
 
     def _newest(self, tensor: Tensor) -> Tensor:
-        """Gives what has been written to instead of what it was written for."""
+        """Returns the written, gathered logits in place of the sharded ones."""
         if not is_apart(tensor):
             return tensor
         if id(tensor) in self._written:
@@ -248,10 +245,10 @@ class ShardedLogits(TorchFunctionMode):
 
 
 def joined(tree: Any) -> Any:
-    """Joins what is apart in a tree; all ranks must call it.
+    """Gathers the sharded tensors of a tree. Collective: every rank must call it.
 
     Args:
-        tree: Any.
+        tree: Any tree.
     """
     return map_tensors(whole, tree)
 

@@ -1,4 +1,4 @@
-"""What can be done with a layer: the vocabulary of a tensor-parallel plan.
+"""The styles of layers in a tensor-parallel plan.
 
 ====================  ==================================================  =======================
 style                 weight                                              output
@@ -6,7 +6,7 @@ style                 weight                                              output
 ``colwise``           each rank has some output features; of a weight     the rank's own features
                       that stacks several matrices, such as a fused
                       query, key and value, some of each
-``colwise_gather``    each rank has some output features                  joined, on all ranks
+``colwise_gather``    each rank has some output features                  gathered, on all ranks
 ``rowwise``           each rank has some input features                   summed, on all ranks
 ``rowwise_scatter``   each rank has some input features                   summed, a part of the
                                                                           sequence on each rank
@@ -17,8 +17,8 @@ style                 weight                                              output
 ``replicate``         on all ranks                                        on all ranks
 ====================  ==================================================  =======================
 
-``local`` is for what stands between a ``colwise`` and a ``rowwise`` layer and has parameters, such
-as a norm of each head. Its gradients, and those of ``sequence``, are summed over the ranks.
+``local`` is for modules with parameters between a ``colwise`` and a ``rowwise`` layer, such as a
+norm of each head. Gradients of ``local`` and ``sequence`` modules are all-reduced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from enum import Enum
 
 
 class Style(Enum):
-    """A way to spread a layer; see the module's docstring."""
+    """A way to shard a layer; see the module's docstring."""
 
     COLWISE = "colwise"
     COLWISE_GATHER = "colwise_gather"
@@ -40,20 +40,20 @@ class Style(Enum):
 
     @property
     def takes_whole_input(self) -> bool:
-        """Whether it computes some output features of the whole input."""
+        """Whether the layer computes some output features of the whole input."""
         return self in (Style.COLWISE, Style.COLWISE_GATHER)
 
     @property
     def sums_up(self) -> bool:
-        """Whether it takes each rank's own features and sums up."""
+        """Whether the layer sums over the ranks' own features."""
         return self in (Style.ROWWISE, Style.ROWWISE_SCATTER)
 
     @property
     def cuts_a_matrix(self) -> bool:
-        """Whether its weight is cut by rows or columns."""
+        """Whether the layer's matrix is sharded by rows or columns."""
         return self.takes_whole_input or self.sums_up
 
     @property
     def needs_sequence_parallel(self) -> bool:
-        """Whether it only makes sense where each rank has a part of the sequence."""
+        """Whether the style requires a sharded sequence."""
         return self in (Style.SEQUENCE, Style.ROWWISE_SCATTER)

@@ -1,1 +1,1 @@
-"""Plans of tensor parallelism: found, given, and proven."""
+"""Plans of tensor parallelism: found automatically or given by the user, and verified."""

@@ -1,9 +1,9 @@
-"""Find the projections of an attention by the usual names, and see that its heads can be cut apart.
+"""Finds the projections of an attention by the usual names, and checks that heads can be sharded.
 
-Names and sizes say which projections there are, but not what happens between them. What would be
-silently wrong with some of the heads only is left alone: parameters and buffers that are none of
-the projections' (a bias for each head, a slope, a gate), a bias that is passed in from outside, and
-a number of heads that is not to be found in the module.
+Names and sizes show the projections, but not the computation between them. An attention is left
+whole if it could be silently wrong with some of the heads. That is so with parameters and buffers
+outside of the projections (a bias for each head, a slope, a gate), with a bias that is passed in
+from outside, and with a number of heads that no attribute has.
 """
 
 from __future__ import annotations
@@ -71,23 +71,23 @@ _ROTARY = ("freq", "cos", "sin")
 
 
 def is_attention_projection(own_name: str) -> bool:
-    """Whether a layer's own name is that of a query, key or value projection.
+    """Returns whether a layer's own name is that of a query, key or value projection.
 
     Args:
-        own_name: The last part of its name.
+        own_name: The last part of the layer's name.
     """
     return own_name in _FUSED or any(own_name in names for names in _SEPARATE)
 
 
 def find_attention(root: nn.Module, name: str) -> dict[str, Style]:
-    """Finds how an attention can be spread.
+    """Returns the styles with which an attention can be sharded.
 
     Args:
         root: The model.
-        name: Of one of its modules.
+        name: Name of a module in the model.
 
     Returns:
-        Style by module name; empty if the module is no attention, or not surely a usual one.
+        Styles by module name; empty if the module is no attention, or not surely a usual one.
     """
     inputs, output, flaw = _examine(root, name)
     if not inputs or output is None or flaw is not None:
@@ -99,14 +99,14 @@ def find_attention(root: nn.Module, name: str) -> dict[str, Style]:
 
 
 def refused_attention(root: nn.Module, name: str) -> dict[str, str]:
-    """Says why an attention is not spread.
+    """Returns the reason why an attention is not sharded.
 
     Args:
         root: The model.
-        name: Of one of its modules.
+        name: Name of a module in the model.
 
     Returns:
-        The reason by the name of each layer; empty if it is spread, or no attention.
+        The reason by layer name; empty if the module is sharded, or no attention.
     """
     inputs, output, flaw = _examine(root, name)
     if flaw is None:
@@ -142,15 +142,15 @@ def _examine(root: nn.Module, name: str) -> tuple[tuple[str, ...], str | None, s
 def flaw_of_heads(
     attention: nn.Module, features: int, spread_parts: Collection[nn.Module]
 ) -> str | None:
-    """Says why an attention may not do the same with some of its heads as with all of them.
+    """Returns the reason why an attention may compute something else with some of its heads.
 
     Args:
-        attention: Holds the projections.
-        features: Of all heads together.
-        spread_parts: The layers in it that can be spread.
+        attention: The module with the projections.
+        features: Width of all heads.
+        spread_parts: The layers in the attention that can be sharded.
 
     Returns:
-        None if it seems to.
+        The reason; None if there is none.
     """
     if count_heads(attention, features) is None:
         return uncounted(attention, features)
@@ -169,14 +169,14 @@ def flaw_of_heads(
 
 
 def head_norms(attention: nn.Module, features: int) -> dict[str, nn.Module]:
-    """Finds the norms of each head.
+    """Returns the norms of single heads.
 
     Args:
-        attention: Holds the projections.
-        features: Of all heads together.
+        attention: The module with the projections.
+        features: Width of all heads.
 
     Returns:
-        By name in the attention.
+        Norms by name in the attention.
     """
     heads = count_heads(attention, features)
     return {

@@ -1,11 +1,10 @@
-"""Find a tensor-parallel plan by looking at the model.
+"""Finds a tensor-parallel plan from the model.
 
-What the user's module says comes first, then what a Hugging Face model says, then names and sizes
-that are usual for transformers. What is not surely one of these, or does not compute in parts what
-it computes whole (:mod:`.plan.verify`), stays whole: that costs memory and time, but
-never changes a number. A module that cannot be run on its own is taken at its word there; what it
-does with its parameters and features is seen in the first step
-(:mod:`.layers.graph_check`).
+The plan of the user's module comes first, then that of a Hugging Face model, then the names and
+sizes that are usual for transformers. A layer stays whole if it is not surely one of these, or if
+its shards do not add up to the whole (:mod:`.plan.verify`). That costs memory and time, but never
+changes a number. A module that cannot be run on its own is not verified there; the first step
+checks its parameters and features (:mod:`.layers.graph_check`).
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from lightning_dist.engine.tensors.module_tree import original_class
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """How a model can be spread, and why not all of it.
+    """The plan of a model, and the reasons why some layers are left whole.
 
     Attributes:
-        styles: By module name, in the order of the model.
-        reasons: Why layers are left whole that could be spread by their names, by module name.
+        styles: Styles by module name, in the order of the model.
+        reasons: Reasons by module name, for layers that could be sharded by their names.
     """
 
     styles: Mapping[str, Style]
@@ -44,15 +43,15 @@ class FoundPlan:
 
 
 def find_plan(module: nn.Module, tp_size: int = 1) -> FoundPlan:
-    """Finds out how a model can be spread.
+    """Returns the plan of a model.
 
     Args:
-        module: The model; a method ``tensor_parallel_plan()`` of it says what it shall be.
-        tp_size: Ranks. Those which the vocabulary cannot be shared out over leave it whole; other
-            sizes are not looked at here.
+        module: The model; its method ``tensor_parallel_plan()``, if it has one, returns the plan.
+        tp_size: Number of ranks. If it does not divide the vocabulary, that stays whole; other
+            sizes are not checked here.
 
     Raises:
-        ValueError: Nothing was found, or the module's own plan is wrong.
+        ValueError: No layer was found, or the module's own plan is wrong.
     """
     own_plan = getattr(module, "tensor_parallel_plan", None)
     if callable(own_plan):
@@ -89,7 +88,7 @@ def _refused(module: nn.Module) -> dict[str, str]:
 def _without_flaws(
     module: nn.Module, pairs: dict[str, Style], tp_size: int
 ) -> tuple[dict[str, Style], dict[str, str]]:
-    """Leaves whole what cannot be cut, though it looks as if it could; the flaw by layer."""
+    """Returns the styles without layers that fail the verification, and the flaws by layer."""
     styles = {name: pairs[name] for name, _ in module.named_modules() if name in pairs}
     flaws = find_mismatches(module, styles, tp_size)
     all_holders = holders(module, styles)

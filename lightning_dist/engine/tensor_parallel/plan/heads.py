@@ -1,7 +1,8 @@
-"""How many attention heads a rank has.
+"""The number of attention heads of a rank.
 
-A projection to queries, keys or values is cut between heads. The module around it counts its heads,
-usually in an attribute, and reshapes by that count: on each rank it must be that of its own heads.
+A projection to queries, keys or values is sharded between heads. The module around it has the
+number of heads, usually in an attribute, and reshapes by this number. On each rank it must be the
+number of the rank's own heads.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _HEADS = (
     "heads",
 )
 _FEATURES = ("all_head_size", "split_size", "inner_dim")
-"""Sizes of all heads together."""
+"""Names of attributes with the width of all heads."""
 _FEATURES_OF_ONE = (
     "head_dim",
     "head_size",
@@ -44,7 +45,7 @@ _FEATURES_OF_ONE = (
     "d_k",
 )
 _WIDTH_WORDS = ("emb", "dim", "hidden", "width", "d_model", "d_out", "features", "channels")
-"""In names of sizes that may be those of all heads together."""
+"""Words in names of attributes that may be the width of all heads."""
 _LENGTH_WORDS = ("max", "len", "pos", "block", "seq", "vocab", "rotary", "head")
 _NORMS_BEFORE = ("norm", "pre_norm", "prenorm", "ln", "layer_norm", "layernorm", "input_layernorm")
 _UNRELATED = ("layer", "rotary", "num_key_value_groups", "n_rep", "sliding_window", "window_size")
@@ -54,12 +55,12 @@ def check_heads(name: str, attention: nn.Module, tp_size: int) -> None:
     """Checks that each rank gets whole heads.
 
     Args:
-        name: Of the module, for the error.
-        attention: Holds the projections.
-        tp_size: Tensor-parallel ranks.
+        name: Name of the module, for the error.
+        attention: The module with the projections.
+        tp_size: Number of tensor-parallel ranks.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The ranks do not divide the number of heads.
     """
     counts = _counts(attention, _HEADS) | _counts(getattr(attention, "config", None), _HEADS)
     for attribute, count in counts.items():
@@ -73,12 +74,12 @@ def check_heads(name: str, attention: nn.Module, tp_size: int) -> None:
 
 
 def keep_own_heads(attention: nn.Module, features: int, tp_size: int) -> None:
-    """Makes a module count this rank's heads only.
+    """Sets a module's numbers and widths of heads to those of this rank.
 
     Args:
-        attention: Changed; see :func:`check_heads`.
-        features: Of all heads together.
-        tp_size: Tensor-parallel ranks.
+        attention: The module, changed in place; see :func:`check_heads`.
+        features: Width of all heads.
+        tp_size: Number of tensor-parallel ranks.
     """
     if count_heads(attention, features) is not None:
         show_own_width(attention, features, tp_size)
@@ -88,11 +89,11 @@ def keep_own_heads(attention: nn.Module, features: int, tp_size: int) -> None:
 
 
 def needs_proof(attention: nn.Module, features: int) -> bool:
-    """Whether an attention is shown another width, or may need one, for it computes with it.
+    """Returns whether an attention computes with a width, so that it must be verified.
 
     Args:
-        attention: Holds the projections.
-        features: Of all heads together.
+        attention: The module with the projections.
+        features: Width of all heads.
     """
     if count_heads(attention, features) is None:
         return False
@@ -104,8 +105,8 @@ def norms_before(attention: nn.Module) -> list[nn.Module]:
     """Lists the norms that an attention seems to have before its projections, outside the region.
 
     Args:
-        attention: Holds the projections. One that has such a norm behind them cannot go on with
-            some heads only, which the proof sees.
+        attention: The module with the projections. If the norm runs after them, it fails with some
+            of the heads, which the verification detects.
     """
     children = attention.named_children()
     return [
@@ -116,12 +117,12 @@ def norms_before(attention: nn.Module) -> list[nn.Module]:
 
 
 def explain_shapes(name: str, attention: nn.Module, tp_size: int) -> None:
-    """Says what to do where a module shapes its own heads as if they were all.
+    """Makes a module explain the error that it raises if it reshapes its own heads as all heads.
 
     Args:
-        name: Of the module.
-        attention: Changed; see :func:`keep_own_heads`.
-        tp_size: Tensor-parallel ranks.
+        name: Name of the module.
+        attention: The module, changed in place; see :func:`keep_own_heads`.
+        tp_size: Number of tensor-parallel ranks.
     """
     compute = attention.forward
 
@@ -142,14 +143,14 @@ def explain_shapes(name: str, attention: nn.Module, tp_size: int) -> None:
 
 
 def count_heads(attention: nn.Module, features: int) -> int | None:
-    """Counts the heads, if the module says how many there are and would notice that some are gone.
+    """Returns the number of heads, if the module has it in an attribute that can be changed.
 
     Args:
-        attention: Holds the projections.
-        features: Of all heads together.
+        attention: The module with the projections.
+        features: Width of all heads.
 
     Returns:
-        None if it says nothing, or does not say it in an attribute that can be changed.
+        The number of heads; None if no attribute has it, or if it is also read elsewhere.
     """
     counts = _counts(attention, _HEADS)
     sizes = _counts(attention, _FEATURES_OF_ONE)
@@ -165,11 +166,11 @@ def count_heads(attention: nn.Module, features: int) -> int | None:
 
 
 def uncounted(attention: nn.Module, features: int) -> str:
-    """Says why :func:`count_heads` gives None.
+    """Returns the reason why :func:`count_heads` returns None.
 
     Args:
-        attention: Holds the projections.
-        features: Of all heads together.
+        attention: The module with the projections.
+        features: Width of all heads.
     """
     counts = _counts(attention, _HEADS)
     if not counts and not _counts(attention, _FEATURES_OF_ONE):
@@ -194,7 +195,7 @@ def _widths(attention: nn.Module, features: int) -> list[str]:
 
 
 def _counts_elsewhere(attention: nn.Module, counts: set[int]) -> bool:
-    """Whether there is a count of heads that would not be changed."""
+    """Returns whether the module has a number of heads that would not be changed."""
     forward = inspect.unwrap(type(attention).forward)
     names_read = set(getattr(getattr(forward, "__code__", None), "co_names", ()))
     reads_config = any(name in names_read and not hasattr(attention, name) for name in _HEADS)

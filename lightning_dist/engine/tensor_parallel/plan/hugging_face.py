@@ -1,11 +1,11 @@
-"""Translate the tensor-parallel plan that a Hugging Face model brings along.
+"""Translates the built-in tensor-parallel plan of a Hugging Face model.
 
-Its styles are DTensor layouts of transformers' own, and it is written for inference, too: where a
-module looks at all features of a projection, the plan joins them behind it and cuts them again in
-front of the next one. We have no such style, nor one for experts and for latent attention. Layers
-that work together are spread together or not at all.
+The plan's styles are DTensor layouts of transformers' own, and the plan is written for inference,
+too. If a module needs all features of a projection, the plan gathers them after it and shards them
+again before the next one. There is no such style here, nor one for experts or latent attention.
+Layers that belong to one region are sharded together or not at all.
 
-Transformers need not be installed: a model with such a plan is known by its attributes.
+Transformers need not be installed: a model with such a plan is recognised by its attributes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _JOINED = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwi
 
 
 def built_in_plans(module: nn.Module) -> dict[str, dict[str, str]]:
-    """Finds the models that bring a plan for their layers along, none inside another.
+    """Returns the models with a built-in plan for their layers, none inside another.
 
     Args:
-        module: The user's.
+        module: The user's module.
 
     Returns:
-        The style of transformers by pattern, by the name of the model.
+        The plan of each model by the model's name: transformers' styles by pattern.
     """
     found: dict[str, dict[str, str]] = {}
     for name, part in module.named_modules():
@@ -55,15 +55,15 @@ def built_in_plans(module: nn.Module) -> dict[str, dict[str, str]]:
 
 
 def translate(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
-    """Gives the styles that a built-in plan comes to.
+    """Returns the styles of a built-in plan.
 
     Args:
         model: A Hugging Face model.
-        plan: Its plan.
+        plan: The model's plan.
 
     Returns:
-        Style by name in the model, of all layers between token embedding and head that can be
-        spread.
+        Styles by name in the model, of all layers between token embedding and head that can be
+        sharded.
     """
     found: dict[str, Style] = {}
     modules = dict(model.named_modules())
@@ -91,7 +91,7 @@ def _plan_of(part: nn.Module) -> dict[str, str]:
 
 
 def _by_parent(model: nn.Module, plan: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    # Some styles are of bare parameters, those of experts for instance.
+    # Some patterns name bare parameters, those of experts for instance.
     names = [name for name, _ in model.named_modules() if name]
     names += [name for name, _ in model.named_parameters()]
     groups: dict[str, dict[str, str]] = {}
@@ -125,7 +125,7 @@ def _translate_group(
 
 
 def _is_cut_alike(name: str, style: str, features: int, taken: int) -> bool:
-    """Whether we cut the layer where transformers does."""
+    """Returns whether this package shards the layer as transformers does."""
     if style == "packed_colwise":
         return features == 2 * taken
     return features <= taken or name.endswith("query_key_value")

@@ -1,8 +1,8 @@
-"""Find the two projections of an MLP by their usual names, or by their order in an nn.Sequential.
+"""Finds the two projections of an MLP by their usual names, or by their order in an nn.Sequential.
 
-Whatever stands between them must treat each feature by itself. In an ``nn.Sequential`` that can be
-seen. Elsewhere no other parameter may be as wide as the hidden features, or be a single number, as
-that of a learned activation: its gradient would be a summand on each rank.
+The modules between them must treat each feature by itself. An ``nn.Sequential`` shows these
+modules. Elsewhere no other parameter may be as wide as the hidden features, or be a single number,
+as that of a learned activation: its gradient would be partial on each rank.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ _FEATUREWISE = (
 
 
 def is_mlp_projection(own_name: str) -> bool:
-    """Whether a layer's own name is that of the first projection of an MLP.
+    """Returns whether a layer's own name is that of the first projection of an MLP.
 
     Args:
-        own_name: The last part of its name.
+        own_name: The last part of the layer's name.
     """
     return any(own_name in ups for ups, _ in _PAIRS)
 
 
 def find_mlp(root: nn.Module, name: str) -> dict[str, Style]:
-    """Finds how an MLP can be spread.
+    """Returns the styles with which an MLP can be sharded.
 
     Args:
         root: The model.
-        name: Of one of its modules, which holds the projections.
+        name: Name of the module with the projections.
 
     Returns:
-        Style by module name; empty if the module holds no MLP, or not surely a usual one.
+        Styles by module name; empty if the module holds no MLP, or not surely a usual one.
     """
     ups, down, flaw = _examine(root.get_submodule(name))
     if not ups or flaw is not None:
@@ -84,14 +84,14 @@ def find_mlp(root: nn.Module, name: str) -> dict[str, Style]:
 
 
 def refused_mlp(root: nn.Module, name: str) -> dict[str, str]:
-    """Says why an MLP is not spread.
+    """Returns the reason why an MLP is not sharded.
 
     Args:
         root: The model.
-        name: Of one of its modules.
+        name: Name of a module in the model.
 
     Returns:
-        The reason by the name of each layer; empty if it is spread, or no MLP.
+        The reason by layer name; empty if the module is sharded, or no MLP.
     """
     ups, down, flaw = _examine(root.get_submodule(name))
     prefix = f"{name}." if name else ""
@@ -118,12 +118,12 @@ def _examine(mlp: nn.Module) -> tuple[tuple[str, ...], str, str | None]:
 
 
 def is_featurewise(mlp: nn.Module, ups: tuple[str, ...], down: str) -> bool:
-    """Whether nothing else in a module seems to work on the hidden features.
+    """Returns whether no other parameter in a module seems to belong to the hidden features.
 
     Args:
-        mlp: Holds the projections.
-        ups: Names in it of those that give hidden features.
-        down: Of the one that takes them.
+        mlp: The module with the projections.
+        ups: Names of the projections that compute hidden features.
+        down: Name of the projection that takes hidden features.
     """
     parts = dict(mlp.named_modules())
     hidden, width = input_size(parts[down]), output_size(parts[down])

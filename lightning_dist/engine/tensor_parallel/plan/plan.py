@@ -1,4 +1,4 @@
-"""A tensor-parallel plan: which layers are spread in which way.
+"""A tensor-parallel plan: styles by patterns of layer names.
 
 A plan is written with plain strings, so that it can stand in YAML: patterns of module names (see
 :mod:`.common.name_pattern`) and the styles of :mod:`.layers.styles`.
@@ -20,17 +20,17 @@ from lightning_dist.engine.tensor_parallel.layers.styles import Style
 
 
 def resolve_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
-    """Finds the modules that a plan is about.
+    """Returns the modules that a plan names, with their styles.
 
     Args:
         module: The model.
-        plan: Style by pattern; where several fit a module the last one counts.
+        plan: Styles by pattern; if several patterns match a module, the last one counts.
 
     Returns:
-        Style by module name, in the order of the model.
+        Styles by module name, in the order of the model.
 
     Raises:
-        ValueError: A style is unknown, a pattern fits nothing, or a module cannot be spread so.
+        ValueError: A style is unknown or does not fit, or a pattern matches no module.
     """
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, Style] = {}
@@ -51,11 +51,11 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]
 
 
 def parse_style(name: str, pattern: str) -> Style:
-    """Reads a style.
+    """Returns the style of a name in a plan.
 
     Args:
-        name: As in a plan.
-        pattern: Which it stands beside, for the error.
+        name: Name of the style.
+        pattern: The pattern of the style in the plan, for the error.
 
     Raises:
         ValueError: There is no such style.
@@ -90,7 +90,7 @@ def _check_kind(name: str, layer: nn.Module, style: Style) -> None:
 
 
 def _instead(name: str, layer: nn.Module) -> str:
-    """Says what to write in a plan, for a layer that another style would do for."""
+    """Returns the advice for a layer that its style in a plan does not fit."""
     if is_token_table(layer):
         return f"Use 'vocab' for {name!r} in plan=, or leave it out"
     if is_projection(layer):

@@ -1,4 +1,4 @@
-"""Which layers of a plan belong together: those that open a region, and the one that ends it."""
+"""Finds the layers of a plan that form a region: those that open it, and the one that ends it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _INTERLEAVED = ("query_key_value",)
 
 
 def partner_of(styles: Styles, name: str) -> str | None:
-    """Finds the layer that sums up what another one has given each rank.
+    """Returns the layer that sums over the sharded features of another layer.
 
-    The nearest by name, for a module may list its layers in any order; of those the next one.
+    It is the nearest by name, for a module may list its layers in any order. Of equally near layers
+    it is the next one.
 
     Args:
-        styles: By module name, in the order of the model.
-        name: Of a layer.
+        styles: Styles by module name, in the order of the model.
+        name: Name of the layer with sharded features.
     """
     places = {other: place for place, other in enumerate(styles)}
     parts = name.split(".")
@@ -38,17 +39,17 @@ def partner_of(styles: Styles, name: str) -> str | None:
 
 
 def stacked_in(module: nn.Module, styles: Styles, name: str) -> int:
-    """Counts the matrices that a layer's weight stacks.
+    """Returns the number of matrices that a layer's weight stacks.
 
-    Each of them has as many output features as the layer that sums up takes.
+    Each matrix has as many output features as the layer that sums up has input features.
 
     Args:
         module: The model.
-        styles: By module name.
-        name: Of the layer.
+        styles: Styles by module name.
+        name: Name of the layer.
 
     Raises:
-        ValueError: They are not of one size, so that no cut is between heads.
+        ValueError: The matrices are not of one size, so that heads cannot be sharded.
     """
     path, _, own = name.rpartition(".")
     if styles[name] is not Style.COLWISE or own in _INTERLEAVED:
@@ -68,27 +69,27 @@ def stacked_in(module: nn.Module, styles: Styles, name: str) -> int:
 
 
 def attentions(styles: Styles) -> list[str]:
-    """Finds the modules with projections to heads: those that are not surely of an MLP.
+    """Lists the modules with projections to heads: those that are not surely of an MLP.
 
-    A block can hold the layers of its MLP beside a number of heads that are not cut.
+    A block can hold the layers of its MLP beside heads that are not sharded.
 
     Args:
-        styles: By module name.
+        styles: Styles by module name.
     """
     cut = [name.rpartition(".") for name, style in styles.items() if style is Style.COLWISE]
     return list(dict.fromkeys(parent for parent, _, own in cut if not is_mlp_projection(own)))
 
 
 def head_features(module: nn.Module, styles: Styles, attention: str) -> int:
-    """Returns the width of all heads of an attention together.
+    """Returns the width of all heads of an attention.
 
     Args:
         module: The model.
-        styles: By module name.
-        attention: From :func:`attentions`.
+        styles: Styles by module name.
+        attention: A name from :func:`attentions`.
 
     Returns:
-        0 if no layer sums up over them.
+        The width; 0 if no layer sums over the heads.
     """
     first = next(
         name
@@ -100,14 +101,14 @@ def head_features(module: nn.Module, styles: Styles, attention: str) -> int:
 
 
 def holders(module: nn.Module, styles: Styles) -> dict[str, list[str]]:
-    """Finds the smallest modules that run whole regions.
+    """Returns the smallest modules that run whole regions.
 
     Args:
         module: The model.
-        styles: By module name, in the order of the model.
+        styles: Styles by module name, in the order of the model.
 
     Returns:
-        By name the layers that open and end its regions.
+        The layers that open and end a module's regions, by the module's name.
     """
     found: dict[str, list[str]] = {}
     for name, style in styles.items():
@@ -123,10 +124,10 @@ def holders(module: nn.Module, styles: Styles) -> dict[str, list[str]]:
 
 
 def opens_early(root: nn.Module, parent: str, blocks: Sequence[str]) -> bool:
-    """Whether the module around some layers is given the whole sequence, and not each layer.
+    """Returns whether the module around some layers gets the whole sequence, and not each layer.
 
-    It may look at the length of what it is given. A block has norms to compute before, and what
-    only holds its layers is never called.
+    Such a module may read the length of its input. A block has norms to compute before, and a mere
+    container is never called.
 
     Args:
         root: The model, or a block.

@@ -1,12 +1,10 @@
-"""What a module may be called with, when it is run on its own.
+"""Runs a copy of a module on its own, without side effects, with guessed arguments.
 
-An activation, mostly, and for a cross-attention a second one. Attentions also want to know how to
-rotate queries and keys, as a complex number, as cosine and sine, in one argument or in two. What it
-is can be guessed from the argument's name, and the guess that the module can compute with is right:
-wrong sizes are an error. Masks are left out. What nobody can guess is nothing,
-a number, or an activation.
-
-Run a copy of a module on its own, to see what it computes, so that nobody notices.
+The arguments are mostly an activation, and for a cross-attention a second one. Attentions also take
+rotations of queries and keys, as complex numbers or as cosine and sine, in one argument or in two.
+The kind of rotation is guessed from the argument's name. If the module can compute with a guess,
+the guess is right, for wrong sizes raise an error. Masks are left out. For any other argument None,
+a number and an activation are tried.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ _PLACES = ("layer", "idx", "index", "depth", "number")  # where a block is, not 
 
 
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
-    """Names what several modules have in common that compute the same with other weights.
+    """Returns a key that is equal for modules with the same computation and other weights.
 
     Args:
-        module: Any, of a model with more of its kind, as blocks are.
+        module: Any module of a model with several of its kind, such as a block.
     """
     parts = list(module.modules())
     functions = (value for part in parts for value in vars(part).values() if callable(value))
@@ -52,10 +50,10 @@ def kind_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def random_copy(module: nn.Module) -> nn.Module:
-    """Copies a module with other values on the CPU, for evaluation.
+    """Returns a copy of a module with random values on the CPU, in evaluation mode.
 
     Args:
-        module: Whole; on any device, the meta device too.
+        module: The whole module, on any device, the meta device too.
     """
     known: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -65,20 +63,20 @@ def random_copy(module: nn.Module) -> nn.Module:
         known[id(parameter)] = nn.Parameter(value, requires_grad=False)
     for buffer in module.buffers():
         kind = torch.float32 if buffer.is_floating_point() else buffer.dtype
-        value = torch.ones(buffer.shape, dtype=kind)  # what it is on the meta device nobody knows
+        value = torch.ones(buffer.shape, dtype=kind)  # the values on the meta device are unknown
         known[id(buffer)] = value if buffer.is_meta else value.copy_(buffer)
     copy = deepcopy(module, known).eval()
-    for part in copy.modules():  # nobody who watches the module is told of what its copy does
+    for part in copy.modules():  # hooks of the module must not see the copy's calls
         for hooks in hooks_of(part):
             hooks.clear()
     return copy
 
 
 def shared_copy(module: nn.Module) -> nn.Module:
-    """Copies a module, but for its parameters and buffers.
+    """Returns a copy of a module that shares its parameters and buffers.
 
     Args:
-        module: From :func:`random_copy`.
+        module: Result of :func:`random_copy`.
     """
     known: dict[int, Any] = {id(t): t for t in [*module.parameters(), *module.buffers()]}
     return deepcopy(module, known)
@@ -86,7 +84,7 @@ def shared_copy(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def on_the_side() -> Iterator[None]:
-    """Leaves all random numbers as they are, and draws the same on all ranks.
+    """Returns a context manager with equal random numbers on all ranks, which keeps outer states.
 
     Yields:
         Nothing.
@@ -97,11 +95,11 @@ def on_the_side() -> Iterator[None]:
 
 
 def train_if_possible(copy: nn.Module, run: Callable[[], Tensor]) -> None:
-    """Makes a module train, if it draws no numbers then: code may do something else in training.
+    """Sets a module to training mode, if it draws no random numbers then.
 
     Args:
-        copy: From :func:`random_copy`; its dropout drops nothing from then on.
-        run: Runs it.
+        copy: Result of :func:`random_copy`; its dropout drops nothing from then on.
+        run: Runs the copy.
     """
     for part in copy.train().modules():
         if isinstance(part, nn.Dropout):
@@ -111,11 +109,11 @@ def train_if_possible(copy: nn.Module, run: Callable[[], Tensor]) -> None:
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
-    """Tells whether two results are not one and the same, but for the order of sums.
+    """Returns whether two results differ by more than the order of sums explains.
 
     Args:
-        one: Of float32.
-        other: Of float32.
+        one: A float32 tensor.
+        other: A float32 tensor.
     """
     if one.shape != other.shape:
         return True
@@ -131,9 +129,9 @@ class TrialCall:
     """A way to call a module.
 
     Attributes:
-        activations: Names of the arguments that get the activation, but for the first.
-        others: Arguments by name.
-        is_guess: Whether the module may want something else.
+        activations: Names of the arguments after the first that get the activation, too.
+        others: Other arguments by name.
+        is_guess: Whether the module may need other arguments.
     """
 
     activations: tuple[str, ...] = ()
@@ -144,7 +142,7 @@ class TrialCall:
         """Calls a module's forward, without the hooks around it.
 
         Args:
-            module: Any.
+            module: Any module.
             x: The activation.
 
         Returns:
@@ -157,15 +155,15 @@ class TrialCall:
 
 
 def trial_calls(module: nn.Module, styles: Styles, length: int) -> Iterator[TrialCall]:
-    """Gives ways to call a module, the likeliest first.
+    """Lists ways to call a module, the likeliest first.
 
     Args:
-        module: Any, whole.
-        styles: Of the layers in it.
-        length: Of the sequence.
+        module: Any whole module.
+        styles: Styles of the layers in the module.
+        length: Length of the sequence.
 
     Yields:
-        Calls, some of which it may refuse.
+        Calls, some of which may fail.
     """
     _, *parameters = inspect.signature(module.forward).parameters.values()
     wanted = [p for p in parameters if p.default is p.empty and _has_name(p)]
@@ -203,7 +201,7 @@ def _has_name(parameter: inspect.Parameter) -> bool:
 
 
 def _rotations(length: int, head_size: int) -> Iterator[Any]:
-    """Gives what makes a rotation for the argument of a name; some models rotate a part only."""
+    """Lists functions from an argument's name to a rotation; some models rotate a part only."""
     for size in (head_size, head_size // 2, head_size // 4):
         half = torch.randn(length, size // 2)
         angles = torch.cat((half, half), -1)

@@ -91,7 +91,7 @@ def _find_flaw(block: nn.Module, styles: Styles, tp_size: int) -> str | None:
 def _run_whole(
     copy: nn.Module, styles: Styles, call: TrialCall, x: Tensor
 ) -> tuple[dict[str, list[Tensor]], Tensor]:
-    """Gives what each layer that gets the whole sequence was given, and what the block returned."""
+    """Returns the inputs of each layer that gets the whole sequence, and the block's output."""
     train_if_possible(copy, partial(call.run, copy, x))
     met: dict[str, list[Tensor]] = {name: [] for name in _gathering(copy, styles)}
     whole = _with_changes(copy, {name: _note(given) for name, given in met.items()})
@@ -159,7 +159,7 @@ def _give(met: Sequence[Tensor], tp_size: int, rank: int) -> _Change:
 
 
 def _scatter(block: nn.Module, styles: Styles, tp_size: int, rank: int) -> None:
-    """Makes layers that sum up return a rank's part of the sequence."""
+    """Makes layers that sum up return a rank's shard of the sequence."""
 
     def cut(_: nn.Module, __: object, whole: Tensor) -> Tensor:
         return whole.chunk(tp_size, SEQUENCE_DIM)[rank]

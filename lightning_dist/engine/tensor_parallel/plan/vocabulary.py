@@ -1,4 +1,4 @@
-"""Find the two layers that are as large as the vocabulary: token embedding and head."""
+"""Finds the two layers that are as large as the vocabulary: token embedding and head."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _OTHER_TABLES = ("pos", "wpe", "type", "segment", "bias")
 
 
 def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> dict[str, Style]:
-    """Finds how token embedding and head can be spread.
+    """Returns the styles with which token embedding and head can be sharded.
 
-    The head is the last projection with an output for each row of the embedding. A model without
-    one may still compute logits, with the embedding's weight: nothing is spread then, unless it is
-    a Hugging Face model, which would have a layer for that.
+    The head is the last projection with an output for each row of the embedding. A model without a
+    head may still compute logits, with the embedding's weight. Then no layer is sharded, unless the
+    model is from Hugging Face, which would have a layer for that.
 
     Args:
         module: The model.
-        taken: Layers that are something else.
-        tp_size: Ranks which the rows must be shared out over.
+        taken: Names of layers that have another style.
+        tp_size: Number of ranks, which must divide the rows.
 
     Returns:
-        Style by module name; empty if there is none, or of another size.
+        Styles by module name; empty if there is no embedding, or its size is not divisible.
     """
     tables = _token_tables(module)
     heads = {name: _find_head(module, part, taken) for name, part in tables.items()}
@@ -55,12 +55,12 @@ def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> 
 def refused_vocabulary(
     module: nn.Module, styles: Mapping[str, Style], tp_size: int
 ) -> dict[str, str]:
-    """Says why token embedding and head are not spread.
+    """Returns the reasons why token embedding and head are not sharded.
 
     Args:
         module: The model.
-        styles: By module name, as found.
-        tp_size: Tensor-parallel ranks.
+        styles: Styles by module name, as found.
+        tp_size: Number of tensor-parallel ranks.
 
     Returns:
         The reason by the name of each layer that is left whole.
@@ -80,15 +80,15 @@ def refused_vocabulary(
 
 
 def check_head(module: nn.Module, styles: Mapping[str, Style], tp_size: int) -> None:
-    """Checks that there are logits to leave apart.
+    """Checks that the plan shards a head, for sharded logits.
 
     Args:
         module: The model.
-        styles: By module name.
-        tp_size: Tensor-parallel ranks.
+        styles: Styles by module name.
+        tp_size: Number of tensor-parallel ranks.
 
     Raises:
-        ValueError: No head is spread.
+        ValueError: No head is sharded.
     """
     if Style.COLWISE_GATHER in styles.values():
         return
