@@ -324,7 +324,7 @@ def _note_sizes(layer: nn.Module, sizes: list[int]) -> RemovableHandle:
 
 
 def _part(name: str, copy: nn.Module, cuts: _Cuts, tp_size: int, rank: int) -> nn.Module:
-    """Makes what one rank has of a module; values are shared with it."""
+    """Creates one rank's part of a module, which shares its values."""
     part = shared_copy(copy)
     styles = _styles(cuts)
     features = {parent: head_features(part, styles, parent) for parent in attentions(styles)}
