@@ -8,8 +8,8 @@ There is no communication, and all ranks find the same.
 
 Activations outside of regions are whole here, too: the layer that sums up returns the output of the
 whole run. A module whose arguments cannot be guessed (:mod:`.plan.trial_run`) cannot be run so, and
-is not verified; nor is a large whole model. Only an attention that computes with the width of all
-heads is then left whole.
+is not verified; nor is a large whole model. If an attention that computes with the width of all
+heads cannot be verified, that is a flaw, too.
 """
 
 from __future__ import annotations
