@@ -67,7 +67,9 @@ class UsedParts:
             self._unused.keep_gradients()
 
     def step(self, *, training: bool) -> AbstractContextManager[None]:
-        """Returns the context manager for a step's forward. Collective: every rank must enter it.
+        """Returns the context manager for a step's forward.
+
+        Collective: every rank that takes part in the forward must enter it.
 
         Args:
             training: Whether the step's result will be differentiated.

@@ -78,7 +78,9 @@ class UnitAgreement:
 
     @contextmanager
     def step(self, *, training: bool) -> Iterator[None]:
-        """Returns the context manager for a step's forward. Collective: every rank must enter it.
+        """Returns the context manager for a step's forward.
+
+        Collective: every rank that takes part in the forward must enter it.
 
         Args:
             training: Whether the step's result will be differentiated.

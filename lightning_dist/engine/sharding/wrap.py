@@ -116,7 +116,7 @@ class ByName(WrapPolicy):
         _check_list("patterns", self.patterns)
 
     def choose(self, module: nn.Module) -> list[Unit]:
-        """Finds the modules."""
+        """Returns the matching modules as units."""
         first_names = {part: name for name, part in shardable_modules(module).items()}
         everywhere = {
             name: first_names[part]
@@ -152,7 +152,7 @@ class BySize(WrapPolicy):
         check_count("min_parameters", self.min_parameters)
 
     def choose(self, module: nn.Module) -> list[Unit]:
-        """Finds the modules."""
+        """Returns the matching modules as units."""
         taken: set[nn.Parameter] = set()
         found = []
         sizes: Counter[str] = Counter()

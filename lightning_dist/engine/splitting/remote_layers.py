@@ -35,7 +35,7 @@ _RETURN_IT = (
 
 
 class RemoteLayersView:
-    """Gives the layers of other ranks their descriptions.
+    """Sets the descriptions of other ranks' layers.
 
     Args:
         layers: Layers of the cut pipelined module.

@@ -88,7 +88,7 @@ class Tape:
         self._looked_at = {}
 
     def materialize(self, tensor: Tensor) -> Tensor:
-        """Makes the values of a tensor.
+        """Returns a tensor with its values.
 
         As long as the caller holds the result, other views of the same storage are returned as
         views of the same memory, so tied tensors stay tied. Drop the result before the next call,

@@ -115,7 +115,7 @@ def refused_attention(root: nn.Module, name: str) -> dict[str, str]:
 
 
 def _examine(root: nn.Module, name: str) -> tuple[tuple[str, ...], str | None, str | None]:
-    """Finds the projections to heads, by name in the attention, that behind them, and a flaw."""
+    """Returns the names of the projections to heads and of the output projection, and a flaw."""
     attention = root.get_submodule(name)
     inputs = _inputs(attention)
     if not inputs:

@@ -99,7 +99,7 @@ def refused_mlp(root: nn.Module, name: str) -> dict[str, str]:
 
 
 def _examine(mlp: nn.Module) -> tuple[tuple[str, ...], str, str | None]:
-    """Finds the layers of an MLP, and a flaw."""
+    """Returns the names of an MLP's layers, and a flaw."""
     if isinstance(mlp, nn.Sequential):
         ups, down = _in_sequence(mlp)
     else:

@@ -1,7 +1,7 @@
 """A tensor-parallel plan: styles by patterns of layer names.
 
 A plan is written with plain strings, so that it can stand in YAML: patterns of module names (see
-:mod:`.common.name_pattern`) and the styles of :mod:`.layers.styles`.
+:mod:`.common.names`) and the styles of :mod:`.layers.styles`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""See that parts add up to the whole, before anything is cut.
+"""Verifies that shards add up to the whole, before a layer is sharded.
 
-Names and sizes say which layers look as if they could be cut; whether they can be is up to the code
-between them, which may lay out its heads in another way, or look at all features at once. So it is
-run: a copy of the module around the layers, with random weights, once whole, and once for each rank
-with that rank's part of them. Whatever the ranks' parts give to a layer that sums up must add up to
-what the whole gives to it. Nothing is sent, and all ranks find the same.
+Names and sizes show the layers that may be sharded. Whether they can be depends on the code between
+them, which may lay out its heads in another way, or use all features at once. So a copy of the
+module around the layers is run with random weights: once whole, and once for each rank with that
+rank's shards. At a layer that sums up, the ranks' partial outputs must add up to the whole output.
+There is no communication, and all ranks find the same.
 
-What outside of regions is whole on each rank is whole here, too: the layer that sums up returns
-what the whole one has returned. A module that wants more than an activation, and more than can be
-guessed (:mod:`.plan.trial_call`), cannot be run so, and is taken at its word, but
-for an attention that computes with the width of all heads. So is a whole model that is large.
+Activations outside of regions are whole here, too: the layer that sums up returns the output of the
+whole run. A module whose arguments cannot be guessed (:mod:`.plan.trial_run`) cannot be run so, and
+is not verified; nor is a large whole model. If an attention that computes with the width of all
+heads cannot be verified, that is a flaw, too.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ from lightning_dist.engine.tensor_parallel.plan.trial_run import (
 from lightning_dist.engine.tensors.module_tree import original_class
 
 _Cuts = Mapping[str, tuple[Style, int]]
-"""Style, and how many matrices are stacked, of the layers of a module by their names in it."""
+"""Style and number of stacked matrices of a module's layers, by their names in the module."""
 
 _BATCH, _LENGTH = 2, 4
 _LARGEST_MODEL = 2**25
-"""Parameters of a whole model that is still copied; parts of a model are, whatever their size."""
+"""The largest number of parameters of a whole model to copy; parts of a model are always copied."""
 
 
 def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str]:
-    """Finds the modules that do not compute what they should if their layers are cut.
+    """Returns the modules that compute another result if their layers are sharded.
 
     Args:
-        module: The model, whole; left as it is. May be on the meta device.
-        styles: By module name, in the order of the model.
-        tp_size: Tensor-parallel ranks.
+        module: The whole model, which is not changed; may be on the meta device.
+        styles: Styles by module name, in the order of the model.
+        tp_size: Number of tensor-parallel ranks.
 
     Returns:
-        What is wrong with a module, by its name.
+        The flaw of each module by its name.
     """
     known: dict[Any, str | None] = {}
     found: dict[str, str] = {}
@@ -92,7 +92,7 @@ def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str
         inner |= {_inside(name, n): (s, 1) for n, s in alone.items() if _is_in(n, name)}
         holder = module.get_submodule(name)
         kind = (*kind_of(holder), *inner)
-        if not name and _is_large(holder):  # more than a copy should be made of
+        if not name and _is_large(holder):  # too large to copy
             known[kind] = _unproven(name, holder, _styles(inner), tp_size)
         elif kind not in known:
             with on_the_side():
@@ -104,15 +104,15 @@ def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str
 
 
 def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
-    """Checks that what is cut computes what it would whole, as far as that can be seen.
+    """Checks that sharded layers compute the whole result, as far as a copy can be run.
 
     Args:
         module: The model.
-        styles: By module name.
-        tp_size: Tensor-parallel ranks.
+        styles: Styles by module name.
+        tp_size: Number of tensor-parallel ranks.
 
     Raises:
-        ValueError: It does not.
+        ValueError: Sharded layers compute another result.
     """
     _check_ends(styles)
     _check_local(module, styles)
@@ -133,11 +133,11 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
 
 
 def local_in(holder: str, styles: Styles, all_holders: Collection[str]) -> list[str]:
-    """Lists the local layers in a module that are in no smaller one of its kind.
+    """Lists the local layers whose smallest holder is a module.
 
     Args:
-        holder: Its name.
-        styles: By module name.
+        holder: Name of the module.
+        styles: Styles by module name.
         all_holders: Names of all modules that run whole regions.
     """
     local = (name for name, style in styles.items() if style is Style.LOCAL)
@@ -233,7 +233,7 @@ def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str |
 
 
 def _unproven(name: str, holder: nn.Module, styles: Styles, tp_size: int) -> str | None:
-    """Says what cannot be taken at its word."""
+    """Returns the flaw of a module that could not be run; None if there is none."""
     for parent in attentions(styles):
         attention = holder.get_submodule(parent)
         if needs_proof(attention, head_features(holder, styles, parent)):
@@ -272,16 +272,16 @@ class _Run:
     """One call of a module.
 
     Args:
-        module: Its layers that sum up are changed.
-        cuts: Of its layers.
-        call: How it is called.
-        x: With which activation.
-        inner: Gets the names of modules inside while they run: the last is that which fails. Both
-            the whole and the parts have hooks for that, for torch runs other code without any.
-        whole: What those layers return, call by call; None where they compute it.
+        module: The module; its layers that sum up are changed.
+        cuts: Styles of the module's layers.
+        call: The way to call the module.
+        x: The activation.
+        inner: Collects the names of running modules inside, the failing one last. The whole module
+            and the parts both have hooks for that, for torch runs other code without hooks.
+        whole: Outputs of the layers that sum up, call by call; None to compute them.
 
     Attributes:
-        sums: What they have computed, without their biases.
+        sums: Computed outputs of the layers that sum up, without their biases.
         met: The elements that each local layer was called with, call by call.
         returned: The first tensor that the module has returned.
     """
@@ -324,7 +324,7 @@ def _note_sizes(layer: nn.Module, sizes: list[int]) -> RemovableHandle:
 
 
 def _part(name: str, copy: nn.Module, cuts: _Cuts, tp_size: int, rank: int) -> nn.Module:
-    """Creates one rank's part of a module, which shares its values."""
+    """Returns one rank's part of a module, which shares the module's values."""
     part = shared_copy(copy)
     styles = _styles(cuts)
     features = {parent: head_features(part, styles, parent) for parent in attentions(styles)}

@@ -1,9 +1,9 @@
-"""See that a block treats each position by itself, but for the layers that get the whole sequence.
+"""Verifies that a block treats each position by itself, but for layers with the whole sequence.
 
-The same as :mod:`.plan.verify`, for sequence parallelism: a copy of each kind of
-block is run on a whole sequence, and on each rank's part of one. Layers that get the whole sequence
-get the one that they have had in the first run. What the parts return must be the parts of what the
-whole has returned. A shift, a norm over the batch, a table of positions do not pass.
+The same as :mod:`.plan.verify`, for sequence parallelism: a copy of each kind of block is run on a
+whole sequence, and on each rank's shard of it. Layers that get the whole sequence get their input
+of the whole run. The outputs for shards must be the shards of the whole output. A shift, a norm
+over the batch, or a table of positions does not pass.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _Change = Callable[[Tensor], Tensor]
 
 
 def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp_size: int) -> None:
-    """Checks that nothing but spread layers looks at more than one position.
+    """Checks that only sharded layers use more than one position.
 
     Args:
-        module: The model, whole; left as it is. May be on the meta device.
-        blocks: Names of its blocks.
-        styles: By module name, in the order of the model.
-        tp_size: Tensor-parallel ranks.
+        module: The whole model, which is not changed; may be on the meta device.
+        blocks: Names of the model's blocks.
+        styles: Styles by module name, in the order of the model.
+        tp_size: Number of tensor-parallel ranks.
 
     Raises:
-        ValueError: Something does, as far as that can be seen.
+        ValueError: Another layer does, as far as a copy can be run.
     """
     known: dict[Any, str | None] = {}
     for name in blocks:
