@@ -196,7 +196,7 @@ def test_help_reads_well(workers: WorkerPool) -> None:
     (text,) = workers.run(1, run_in_pool, ["fit", *strategy])
     for dial in ("num_stages", "schedule", "num_microbatches", "partition", "timeout_s"):
         assert f"--trainer.strategy.{dial}" in text
-    assert "the backward of a batch" in " ".join(text.split())
+    assert "takes those of the batch's forward" in " ".join(text.split())
 
 
 def test_the_study_of_stale_weights_goes_on_where_it_was(
