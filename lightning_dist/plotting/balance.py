@@ -78,8 +78,8 @@ def _draw_layers(axes: Axes, balance: Balance) -> None:
     axes.set_xlabel("layer" if pattern == "*" else f"layer, * of {pattern}")
     axes.set_ylabel("ms per micro-batch")
     axes.set_ylim(0, max(map(sum, zip(forward, backward, strict=True))) * 1.08)
-    axes.set_title(_title(balance), loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
+    axes.set_title(_title(balance), loc="left", fontsize=11, pad=24)  # above the legend
+    axes.legend(frameon=False, fontsize=9, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     clear_frame(axes, "top", "right")
 
 
@@ -130,5 +130,5 @@ def _draw_stages(axes: Axes, balance: Balance) -> None:
     axes.set_yticks(places, [f"stage {place}" for place in places])
     axes.invert_yaxis()
     axes.set_xlabel("ms per micro-batch")
-    axes.legend(frameon=False, fontsize=9, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     clear_frame(axes, "top", "right")
