@@ -1,11 +1,7 @@
-"""Pictures and tables for loggers, as far as each can show them.
+"""Output of callbacks: tables on the console, files, and pictures and tables in loggers.
 
 Metrics go to every logger through ``self.log``. Weights & Biases shows pictures, tables and pages,
 TensorBoard pictures and text. Others, such as a CSV file, have the metrics only.
-
-Print tables: with rich if it is installed, else as text.
-
-Publish a profile on rank 0: tables on the console, files, and pictures in loggers.
 """
 
 from __future__ import annotations

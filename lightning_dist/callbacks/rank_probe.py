@@ -1,7 +1,4 @@
-"""The facts about a rank that a profiler needs, under any strategy.
-
-The stages that a strategy runs, under any strategy.
-"""
+"""The facts about a rank that a profiler needs, its stages among them, under any strategy."""
 
 from __future__ import annotations
 

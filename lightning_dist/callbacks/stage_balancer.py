@@ -6,10 +6,9 @@ then, and all ranks exchange the times. The gain of a better cut is simulated, f
 micro-batches filling and draining hide much of a stage's idleness. All ranks have the same numbers,
 so they decide alike. If rebalancing is asked for, they move the layers at once.
 
-Print, log and draw a balance on rank 0.
-
-Tables cost nothing and come with each report. A picture takes rank 0 some tenths of a second, in
-which the others wait, so there is only one, when training is over.
+Rank 0 prints, logs and draws the balance. Tables cost nothing and come with each report. A picture
+takes rank 0 some tenths of a second, in which the others wait, so there is only one, when training
+is over.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_dist.engine.common.names import check_count, check_positive
+from lightning_dist.engine.data_parallel.checks import some_names
 from lightning_dist.engine.data_parallel.compression import Compression
 from lightning_dist.engine.tensors.dtensor import is_spread
 
@@ -74,7 +75,7 @@ def check_compressible(module: nn.Module, compression: str) -> None:
     without = [n for n, p in module.named_parameters() if p.ndim == 0 or p.numel() == 0]
     if compression == "powersgd" and without:
         raise ValueError(
-            f"compression='powersgd' cannot make matrices of {without}, which have no"
+            f"compression='powersgd' cannot make matrices of {some_names(without)}, which have no"
             " dimension or no elements. Give them one: `torch.zeros(1)` in place of"
             " `torch.tensor(0.0)`; or use another compression."
         )

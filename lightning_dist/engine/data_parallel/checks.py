@@ -18,7 +18,7 @@ def check_gradients(without: Sequence[str]) -> None:
     """
     if without:
         raise ValueError(
-            f"The loss does not depend on {_some(without)}. Freeze what is not trained with"
+            f"The loss does not depend on {some_names(without)}. Freeze what is not trained with"
             " `requires_grad_(False)`, or, if other steps use it, pass"
             " find_unused_parameters=True (to a MeshStrategy in shard=ShardConfig(...), which with"
             " tp=... is what TensorParallelStrategy is)."
@@ -45,11 +45,16 @@ def check_toggled(toggled: Sequence[str]) -> None:
     """
     if toggled:
         raise ValueError(
-            f"The step has frozen {_some(toggled)}, as `toggle_optimizer` does, and called"
+            f"The step has frozen {some_names(toggled)}, as `toggle_optimizer` does, and called"
             " backward: the gradients of the others would wait for theirs. Pass"
             " find_unused_parameters=True."
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def some_names(names: Sequence[str]) -> str:
+    """Lists the first eight names, for an error.
+
+    Args:
+        names: Names of parameters.
+    """
     return f"{list(names[:8])}{' and more' if len(names) > 8 else ''}"

@@ -1,4 +1,4 @@
-"""torchmetrics objects on the module: computed on the last stage, known on all stages.
+"""The module's torchmetrics objects, reduced over the ranks whose values count.
 
 Only the last stage updates a metric, while Lightning, and the user's own hooks, read its value on
 each rank. So while the pipeline is set up, ``compute`` of each metric of the module is a collective
@@ -6,10 +6,8 @@ of the pipeline. The last stage computes (over its data replicas, by torchmetric
 ``process_group``) and the other stages receive the result. Inside a step, which only the last stage
 runs to its end, ``compute`` is unchanged.
 
-torchmetrics objects on the module: reduced over the ranks that read different data.
-
 By itself a metric is reduced over all ranks. Tensor-parallel ranks have all seen the same samples,
-which would count several times.
+which would count several times. So a metric is reduced over the ranks that read different data.
 """
 
 from __future__ import annotations

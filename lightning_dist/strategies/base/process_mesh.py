@@ -3,8 +3,6 @@
 It has the launcher, the process group, and the ranks that share an axis or read the same data.
 Reductions are over the data axes alone: a value that is the same on other axes must not count
 several times. A subclass chooses the sizes of its mesh (:meth:`ProcessMesh.mesh_shape`).
-
-Reduce one tensor over a gloo group, as Lightning names the ways to do so.
 """
 
 from __future__ import annotations

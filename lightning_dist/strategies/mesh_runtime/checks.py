@@ -1,8 +1,6 @@
-"""Refuse modules that cannot be sharded, on all ranks alike, before any rank waits for another.
+"""Refuse modules, arguments and precisions that do not go with a mesh.
 
-Refuse arguments that cannot be combined on one mesh, on all ranks alike, with the reason.
-
-Refuse precisions that tensor parallelism cannot train in, on all ranks alike.
+All ranks refuse alike, with the reason, before any rank waits for another.
 """
 
 from __future__ import annotations

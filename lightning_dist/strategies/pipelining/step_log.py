@@ -12,13 +12,12 @@ maximum or a minimum, the micro-batches are reduced by it too. Counts are often 
 Lightning warns of integers. So a value that is summed over batches counts, if its first values are
 whole.
 
-The last stage's outcome of a batch, on all stages at the same batch.
-
-Under an asynchronous schedule a stage gets a batch's gradients some batches after its forward, the
-first stage the longest after. If each stage logged at once, ranks would log different batches
-at the same step. So each stage holds outcomes back until the first stage must have them too:
-``num_stages - 1`` batches after their own. If an epoch or the run ends, outcomes are exchanged at
-once, which costs one wait and changes no weights.
+:class:`Outcomes` shows the last stage's outcome of a batch on all stages at the same batch. Under
+an asynchronous schedule a stage gets a batch's gradients some batches after its forward, the first
+stage the longest after. If each stage logged at once, ranks would log different batches at the same
+step. So each stage holds outcomes back until the first stage must have them too: ``num_stages - 1``
+batches after their own. If an epoch or the run ends, outcomes are exchanged at once, which costs
+one wait and changes no weights.
 """
 
 from __future__ import annotations

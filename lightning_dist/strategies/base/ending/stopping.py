@@ -1,22 +1,20 @@
-"""Training ends on all ranks at the same batch, whichever rank asks for it.
+"""Training and evaluation end on all ranks at the same batch, whichever rank asks for it.
 
-A rank may set ``trainer.should_stop``, or return -1 from its module's ``on_train_batch_start`` to
-skip the rest of an epoch. Lightning obeys on that rank alone, and the others wait for its gradients
-until the process group's timeout. Here the ranks decide together. If all ranks ask, the stop comes
-at the same place as on a single device. If only some ask, it comes some batches later: one, or as
-many as a rank can be ahead of another. A validation that is due by the clock is decided likewise.
+In training a rank may set ``trainer.should_stop``, or return -1 from its module's
+``on_train_batch_start`` to skip the rest of an epoch. Lightning obeys on that rank alone, and the
+others wait for its gradients until the process group's timeout. Here the ranks decide together. If
+all ranks ask, the stop comes at the same place as on a single device. If only some ask, it comes
+some batches later: one, or as many as a rank can be ahead of another. A validation that is due by
+the clock is decided likewise.
 
 A rank's request to stop waits until ``min_epochs`` and ``min_steps`` are met, as Lightning's does.
-
-Drain before each validation, if the weights in use are not yet those to validate.
-
-An asynchronous pipeline has batches in flight then, local SGD has replicas that differ.
-
-All ranks of an evaluation stop at the same batch when any of them is asked to.
 
 In training each step synchronises the ranks, and the guard's agreement goes with it. Evaluating
 replicas share nothing until their metrics are combined, and may have different numbers of batches.
 They agree before each batch that all of them have; the remaining few batches run to their end.
+
+A validation between batches also needs the weights to be final: an asynchronous pipeline has
+batches in flight, and the replicas of local SGD differ. So the strategy drains before it.
 """
 
 from __future__ import annotations

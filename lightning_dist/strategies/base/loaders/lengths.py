@@ -1,20 +1,18 @@
-"""Ranks that compute each forward together have as many batches to evaluate.
+"""Checks that the loaders of ranks that work together have equally many batches.
 
-A rank with more would wait in its next forward for others that are past their last batch. Replicas
-that only train together may differ: evaluation ties them by their metrics alone.
+An evaluating rank with more batches would wait in its next forward for others that are past their
+last batch. Replicas that only train together may differ: evaluation ties them by their metrics
+alone.
 
-Find a loader that ends before its ``__len__``, while other ranks' loaders go on.
+Lengths of training loaders are compared when training starts and not again: Lightning reads no
+batch ahead of a loader whose length it knows. :class:`EarlyEnds` finds a loader that ends before
+its ``__len__`` while other ranks' loaders go on. The rank goes on behind the epoch, and the others
+wait for its gradients. If all loaders end alike, that is no mistake; on a single device it would be
+none. So a rank that ends early leaves a note, and checks whether all others have left one.
 
-Lengths are compared when training starts and not again: Lightning reads no batch ahead of a loader
-whose length it knows. If a loader's length is wrong, its epoch ends unexpectedly. The rank goes on
-behind the epoch, and the others wait for its gradients. If all loaders end alike, that is no
-mistake; on a single device it would be none. So a rank that ends early leaves a note, and checks
-whether all others have left one.
-
-Find loaders of unknown length that end at different batches, before a rank waits for ever.
-
-Known lengths are compared when training starts. If a length is unknown, Lightning reads one batch
-ahead. So a rank knows in time that a batch is its last; the ranks exchange that during the batch.
+:class:`EpochEnds` finds loaders of unknown length that end at different batches. Lightning reads
+one batch ahead of those. So a rank knows in time that a batch is its last; the ranks exchange that
+during the batch.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ same optimizer state, step count, schedulers, validations and checkpoints. So th
 needs no correction. torch's ``Join`` shadows the collectives from outside of the loop instead, and
 leaves the optimizer of a rank that has ended behind.
 
-A loader as long as the longest of all ranks.
-
-Lightning ends an epoch, validates, steps the schedulers and saves by the number of batches. If
-every rank counts as many, none of this needs to know that some ranks have run out of data.
+A :class:`ProlongedLoader` is as long as the longest of all ranks. Lightning ends an epoch,
+validates, steps the schedulers and saves by the number of batches. If every rank counts as many,
+none of this needs to know that some ranks have run out of data.
 """
 
 from __future__ import annotations
