@@ -37,13 +37,13 @@ from lightning_dist.engine.data_parallel.wrapped_replica import WrappedReplica
 from lightning_dist.engine.pipeline.measurements import MeasuredTimelines
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.timeline import Timeline
-from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.loaders.uneven import UnevenInputs
 from lightning_dist.strategies.base.process_mesh import StartMethod
-from lightning_dist.strategies.communication_log import CommunicationLog
-from lightning_dist.strategies.data_parallel import DataParallelStrategy
+from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
+from lightning_dist.strategies.mesh_runtime.communication_log import CommunicationLog
+from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_replicas
 
 

@@ -29,7 +29,7 @@ from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.base.process_mesh import StartMethod
 from lightning_dist.strategies.mesh_runtime import checks as checks
-from lightning_dist.strategies.sharded import ShardedStrategy
+from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
 
 
 class FSDPStrategy(ShardedStrategy):

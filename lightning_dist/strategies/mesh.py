@@ -35,7 +35,7 @@ from lightning_dist.strategies.mesh_runtime.checks import (
     check_sizes,
 )
 from lightning_dist.strategies.mesh_runtime.dry_run import DryRun
-from lightning_dist.strategies.sharded import ShardedStrategy
+from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
 
 
 class MeshStrategy(MeasuredStages, ShardedStrategy):

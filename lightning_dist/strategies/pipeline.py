@@ -70,7 +70,7 @@ from lightning_dist.strategies.base.ending.stopping import (
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.process_mesh import StartMethod
-from lightning_dist.strategies.data_parallel_checks import check_whole
+from lightning_dist.strategies.mesh_runtime.data_parallel_checks import check_whole
 from lightning_dist.strategies.mesh_runtime.first_call import FirstCall
 from lightning_dist.strategies.pipelining import checks
 from lightning_dist.strategies.pipelining.movable_layers import MovableLayers

@@ -1,1 +1,1 @@
-"""A composed module at work under Lightning."""
+"""What data-parallel and sharded strategies share, and their composed module under Lightning."""

@@ -23,7 +23,6 @@ from typing_extensions import override
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.splitting.batch_statistics import find_batch_statistics
 from lightning_dist.engine.tensors.rng import RandomStream, seed_all
-from lightning_dist.strategies import data_parallel_checks as checks
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import order_callbacks
 from lightning_dist.strategies.base.checkpointing import LayoutFreeCheckpoints
@@ -34,8 +33,9 @@ from lightning_dist.strategies.base.ending.stopping import (
 )
 from lightning_dist.strategies.base.loaders.lengths import EarlyEnds, EpochEnds
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
+from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.layout_line import explain_own_statistics
-from lightning_dist.strategies.synced_batch_norm import SyncedBatchNorm
+from lightning_dist.strategies.mesh_runtime.synced_batch_norm import SyncedBatchNorm
 
 _HOOKS, _ITERATORS, _ORDER = range(3)  # uses of the random numbers that all ranks share
 

@@ -43,7 +43,6 @@ from lightning_dist.engine.tensor_parallel.summary import TensorSummary
 from lightning_dist.engine.tensors.dtensor import is_spread
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import first_ranks_numbers
-from lightning_dist.strategies import data_parallel_checks
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.clipping import clip_whole_gradient
 from lightning_dist.strategies.base.loaders.lengths import check_evaluation_lengths
@@ -56,9 +55,10 @@ from lightning_dist.strategies.base.model_checks import (
     check_sharded_optimizers,
 )
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
-from lightning_dist.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.mesh_runtime import checks as checks
+from lightning_dist.strategies.mesh_runtime import data_parallel_checks
 from lightning_dist.strategies.mesh_runtime.checks import check_precision
+from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.mesh_runtime.kept_sharding import (
     KeptSharding,
     Layout,
