@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, TensorParallelStrategy
-from lightning_dist.strategies import data_parallel, ddp, sharded
+from lightning_dist.strategies import ddp
 from lightning_dist.strategies.base.process_mesh import ProcessMesh
+from lightning_dist.strategies.mesh_runtime import data_parallel, sharded
 from tests.helpers.networks.models import make_optimizer, make_trainer
 from tests.helpers.processes.workers import WorkerPool
 
