@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebooks test lint unit integration all-pairs all-modules bench bench-memory bench-profiler bench-network fuzz clean
+.PHONY: help install demo notebooks docs test lint unit integration all-pairs all-modules bench bench-memory bench-profiler bench-network fuzz clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,9 +30,17 @@ demo: install  ## Train a byte-level GPT on two pipeline stages with stashed wei
 notebooks: install  ## Run the lessons and store their outputs
 	$(BIN)/python -m tests.helpers.notebooks
 
-test: install  ## Run the whole test suite
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
+test: install $(DOCS_STAMP)  ## Run the whole test suite
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit docs
 	$(MAKE) --no-print-directory integration
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP_INSTALL) furo myst-nb sphinx
+	touch $@
+
+docs: $(DOCS_STAMP)  ## Build the site, docs/_build/html/index.html, with warnings as errors
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs \
+	  --doctree-dir docs/_build/doctrees . docs/_build/html
 
 lint: install
 	$(BIN)/ruff check .
@@ -68,5 +77,5 @@ bench-profiler: install  ## Print what StepProfiler costs a batch
 bench-network: install  ## The same model on two network namespaces with a limited link (root, iproute2)
 	$(BIN)/python -m tests.benchmarks.network
 
-clean:  ## Remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean:  ## Remove .venv, the site and caches
+	rm -rf $(VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
