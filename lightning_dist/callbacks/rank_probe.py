@@ -27,7 +27,6 @@ from lightning_dist.engine.profiling.meters.memory import (
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.profiling.record import RankPlace, StepCount
 from lightning_dist.engine.schedules.registry import find_schedules
-from lightning_dist.engine.schedules.schedule import UpdateRule
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
 from lightning_dist.strategies.base.process_mesh import ProcessMesh
 from lightning_dist.strategies.ddp import DDPStrategy
@@ -195,9 +194,9 @@ class RankProbe:
     def _predicted_stage(self, pipeline: Pipeline, part: TrainedPart) -> RankMemory:
         shape, stages = pipeline.shape, pipeline.stages
         schedules = find_schedules(shape.schedule)
-        overlap = schedules.update_rule is not UpdateRule.FLUSHED
-        num_batches = 2 * shape.num_stages if overlap else 1
-        schedule = schedules.build(shape.rank_of_stage, shape.num_microbatches, num_batches)
+        count = shape.num_microbatches
+        num_batches = schedules.update_rule.steady_batches(shape.num_stages, count)
+        schedule = schedules.build(shape.rank_of_stage, count, num_batches)
         in_flight = schedule.in_flight(shape.rank)
         copies = max(stages.num_copies[stage] for stage in stages)  # none where there are several
         return pipelined(part, in_flight, 1 + copies, stages.version_bytes)

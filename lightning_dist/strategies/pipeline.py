@@ -42,7 +42,7 @@ from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.parallelize.grad_norm import AsyncGradNorm
 from lightning_dist.engine.pipeline.measurements import MeasuredStages, gather_measurements
 from lightning_dist.engine.precision.overflow import AsyncOverflow, Overflow, PerStageOverflow
-from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.splitting.batch_statistics import (
     find_batch_statistics,
     with_whole_batches,
@@ -57,7 +57,6 @@ from lightning_dist.engine.splitting.find_layers import LayersNotFoundError
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from lightning_dist.engine.splitting.tracing.example import CallExample
 from lightning_dist.engine.splitting.tracing.split import UncutError, find_traced_split, is_traced
-from lightning_dist.engine.stashing.policy import WeightVersions
 from lightning_dist.strategies.base import lightning_internals, model_checks
 from lightning_dist.strategies.base.callback_order import add_first_callback, order_callbacks
 from lightning_dist.strategies.base.clipping import clip_whole_gradient
@@ -222,7 +221,9 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     @property
     @override
     def stop_lag(self) -> int:
-        return self.mesh.pp if self.asynchronous else 1
+        num_stages = self.mesh.pp
+        count = self._config.training_microbatches(num_stages)
+        return 1 + self._config.schedules.update_rule.lag(num_stages, count)
 
     # --- setup and teardown ------------------------------------------------------------------
 
@@ -302,10 +303,10 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     @override
     def overflow(self) -> Overflow:
         rule = self._config.schedules.update_rule
-        if rule is UpdateRule.FLUSHED:
+        if not rule.is_asynchronous:
             return super().overflow()
         group = self.group(*self.mesh.sizes, purpose="overflow")
-        if rule is UpdateRule.EACH:
+        if not rule.is_joint:
             return PerStageOverflow(group, lambda: self.session.pipeline)
         self._ahead = AsyncOverflow(group, lambda: self.session.pipeline.due_update)
         return self._ahead
@@ -334,7 +335,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             stop = stop_training_together(trainer, everyone, self.stop_lag, self.guard.post_vote)
             self._undo += (stop,)
         gradients = self._stage_gradients(trainer)
-        if self._config.schedules.update_rule is not UpdateRule.EACH:
+        if self._config.schedules.update_rule.is_joint:
             find_norm = gradients.find_norm(self.group("pp"))
             self._undo += (clip_whole_gradient(self.precision_plugin, find_norm),)
         return open_session(
@@ -348,8 +349,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         )
 
     def _stage_gradients(self, trainer: pl.Trainer) -> StageGradients:
-        is_late = self._config.schedules.update_rule is UpdateRule.LATE
-        finds_ahead = is_late and checks.clips_by_norm(trainer, self.module)
+        is_early = self._config.schedules.update_rule.completes_early
+        finds_ahead = is_early and checks.clips_by_norm(trainer, self.module)
         return StageGradients(
             lambda: self.session,
             self.data_group if self.mesh.data_size > 1 else None,

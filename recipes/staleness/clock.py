@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_dist.engine.schedules.registry import build_schedule, find_schedules
-from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.registry import find_schedules
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from recipes.staleness.trial import METHODS, Method
 
@@ -56,24 +55,15 @@ def update_times(clocked: Clocked, num_ranks: int, num_updates: int) -> list[flo
     """
     family = find_schedules(clocked.schedule)
     count = family.default_microbatches(num_ranks)
-    num_stages = len(family.rank_of_stage(num_ranks, None))
-    rule = family.update_rule
-    costs = _costs(clocked.method, num_stages, 1 if rule is UpdateRule.EACH else count)
-    if rule is UpdateRule.FLUSHED:
-        schedule = build_schedule(clocked.schedule, num_stages=num_stages, num_microbatches=count)
-        each = simulate(schedule, costs).makespan_seconds
+    homes = family.rank_of_stage(num_ranks)
+    costs = _costs(clocked.method, len(homes), count)
+    if not family.update_rule.is_asynchronous:
+        each = simulate(family.build(homes, count), costs).makespan_seconds
         return [each * (update + 1) for update in range(num_updates)]
-    schedule = build_schedule(
-        clocked.schedule,
-        num_stages=num_stages,
-        num_microbatches=num_updates if rule is UpdateRule.EACH else count,
-        num_batches=1 if rule is UpdateRule.EACH else num_updates,
-    )
-    size = 1 if rule is UpdateRule.EACH else count
     ends: dict[int, float] = {}
-    for span in simulate(schedule, costs).spans:
+    for span in simulate(family.build(homes, count, num_updates), costs).spans:
         if span.action.kind.is_compute:
-            update = span.action.microbatch_index // size
+            update = span.action.microbatch_index // count
             ends[update] = max(ends.get(update, 0.0), span.end_seconds)
     return [ends[update] for update in range(num_updates)]
 

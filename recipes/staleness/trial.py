@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.splitting.config import PipelineConfig, StalenessCorrection
-from lightning_dist.engine.stashing.policy import WeightVersions
 
 
 @dataclass(frozen=True, slots=True)

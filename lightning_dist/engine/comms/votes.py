@@ -10,7 +10,7 @@ On busy cores a small all-reduce costs by the threads that it wakes. So one all-
 flags of a boundary and the votes at the end of the batch before (:class:`JointDecision`).
 
 ``lag`` must be at least the number of batches by which the first rank can be ahead of the last: 1
-where each step ties the ranks together, ``num_stages`` for an asynchronous pipeline.
+where each step ties the ranks together, one more than :meth:`.UpdateRule.lag` for a pipeline.
 
 :class:`JointDecision` lets all ranks act at the same boundary when some want to, mostly without a
 wait.

@@ -31,7 +31,7 @@ class PendingUpdate:
         stages: The rank's stages.
         recorder: Records the spans.
         loss_weights: Weights to divide the gradients by.
-        comes_late: Whether gradients are complete long before their update, so that
+        completes_early: Whether gradients are final before their update is due, so that
             :meth:`complete_early` finishes the gradients.
         shared: Names of the parameters that other ranks have too, whose hooks run elsewhere.
     """
@@ -42,14 +42,14 @@ class PendingUpdate:
         recorder: Recorder,
         loss_weights: LossWeights,
         *,
-        comes_late: bool,
+        completes_early: bool,
         shared: Collection[str] = (),
     ) -> None:
         self._stages = stages
         self._shared = shared
         self._recorder = recorder
         self._loss_weights = loss_weights
-        self._comes_late = comes_late
+        self._completes_early = completes_early
         self._loss_scales: dict[int, float] = {}
         self._action: Action | None = None
         self._start: Any = None
@@ -113,12 +113,12 @@ class PendingUpdate:
         shared = self._find_shared()
         for stage in self._stages.values():
             taken = stage.gradients.take(update)
-            if not self._comes_late:
+            if not self._completes_early:
                 self._unscale(update, taken.values())
             for name, parameter in stage.named_parameters().items():
                 if (gradient := taken.get(name)) is None:
                     continue
-                runs_hooks = not (stage.gradients.runs_hooks or self._comes_late)
+                runs_hooks = not (stage.gradients.runs_hooks or self._completes_early)
                 if runs_hooks and has_gradient_hooks(parameter) and parameter not in shared:
                     # Stages of one rank may share the parameter.
                     found = hooked.get(parameter)
@@ -130,7 +130,7 @@ class PendingUpdate:
         for parameter, gradient in hooked.items():
             add_with_hooks(parameter, gradient)
         self._loss_weights.collect(update)
-        if is_complete and not self._comes_late:
+        if is_complete and not self._completes_early:
             # A dict, for stages of one rank may share a parameter.
             own = {id(p): p.grad for s in self._stages.values() for p in s.layers.parameters()}
             self._loss_weights.divide(grad for grad in own.values() if grad is not None)

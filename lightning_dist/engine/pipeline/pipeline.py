@@ -44,11 +44,11 @@ from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.rounds import Round, Rounds
-from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.update_rule import UpdateRule, WeightVersions
 from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.stashing.half_versions import HalfWeights
-from lightning_dist.engine.stashing.policy import Predict, WeightVersions
+from lightning_dist.engine.stashing.policy import Predict
 from lightning_dist.engine.tensors.rng import python_state_kept
 
 OnComplete = Callable[[int, Mapping[str, Tensor]], None]
@@ -136,9 +136,12 @@ class Pipeline:
         self._rounds = Rounds(shape)
         self._on_complete = on_complete
         loss_weights = LossWeights(average_weight)
-        comes_late = self.update_rule is UpdateRule.LATE
         self._held = PendingUpdate(
-            self.stages, self.recorder, loss_weights, comes_late=comes_late, shared=shared
+            self.stages,
+            self.recorder,
+            loss_weights,
+            completes_early=self.update_rule.completes_early,
+            shared=shared,
         )
         self._runtime = Runtime(
             self.stages,
@@ -176,7 +179,7 @@ class Pipeline:
 
     @property
     def update_rule(self) -> UpdateRule:
-        """When gradients are applied."""
+        """The meaning of the schedule's update."""
         return self._rounds.update_rule
 
     @property

@@ -23,12 +23,13 @@ from lightning_dist.engine.pipeline.step_hook import ForwardInterceptor
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
 from lightning_dist.engine.schedules.stash_depth import num_copies
+from lightning_dist.engine.schedules.update_rule import StageWeights, WeightVersions
 from lightning_dist.engine.splitting.cut import layers_of, stage_of_layers
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 from lightning_dist.engine.splitting.whole_step import StepInterceptor, WholeStep
 from lightning_dist.engine.stashing.half_versions import HalfWeights
-from lightning_dist.engine.stashing.policy import Predict, WeightVersions, choose_policy
+from lightning_dist.engine.stashing.policy import Predict, choose_policy
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
 
 
@@ -85,9 +86,7 @@ class StageMaker:
         gradients = self.gradients(number)
         policy = choose_policy(
             own,
-            number,
-            find_schedules(shape.schedule).update_rule,
-            self.weight_versions,
+            self._weights(shape),
             self.predict,
             self.measure_discrepancy,
             self.half,
@@ -107,6 +106,11 @@ class StageMaker:
             device=self.device,
             root=self.found.users_module,
         )
+
+    def _weights(self, shape: PipelineShape) -> StageWeights:
+        rule = find_schedules(shape.schedule).update_rule
+        sizes = (shape.num_ranks, shape.num_microbatches)
+        return rule.weights(self.weight_versions, shape.rank, *sizes)
 
 
 class OwnStages(Mapping[int, Stage]):

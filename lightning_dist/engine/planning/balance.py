@@ -20,7 +20,7 @@ from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
 from lightning_dist.engine.planning.partition import MemoryLimit
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
-from lightning_dist.engine.schedules.schedule import Schedule, UpdateRule
+from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.simulator import simulate
 
 
@@ -158,7 +158,7 @@ def step_seconds(costs: StepCosts, shape: PipelineShape, cut: tuple[int, ...]) -
     """
     schedules, homes = find_schedules(shape.schedule), shape.rank_of_stage
     of_stages = costs.of_stages(cut)
-    if schedules.update_rule is UpdateRule.FLUSHED:
+    if not schedules.update_rule.is_asynchronous:
         timeline = simulate(schedules.build(homes, shape.num_microbatches), of_stages)
         return timeline.makespan_seconds + costs.update_seconds
     # Ranks wait only for the slowest rank, which never waits.
@@ -202,8 +202,7 @@ def memory_limit(
 
 def _in_flight(shape: PipelineShape) -> list[int]:
     schedules, count = find_schedules(shape.schedule), shape.num_microbatches
-    overlap = schedules.update_rule is not UpdateRule.FLUSHED
-    num_batches = 1 + 2 * shape.num_stages // count if overlap else 1
+    num_batches = schedules.update_rule.steady_batches(shape.num_stages, count)
     schedule: Schedule = schedules.build(shape.rank_of_stage, count, num_batches)
     peaks = [0] * shape.num_stages
     for actions in schedule.ranks:

@@ -14,7 +14,6 @@ from lightning_dist.engine.profiling.record import RankRecord
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.lowering import lower
 from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
-from lightning_dist.engine.schedules.schedule import UpdateRule
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
 
@@ -31,7 +30,7 @@ def measured_bubble(records: Sequence[RankRecord], shape: PipelineShape) -> floa
         shape: Shape of the pipeline.
     """
     spans = [span for record in records for span in record.spans]
-    if find_schedules(shape.schedule).update_rule is not UpdateRule.FLUSHED:
+    if find_schedules(shape.schedule).update_rule.is_asynchronous:
         return steady(Timeline(len(records), tuple(spans))).bubble_fraction
     rounds = [step_timeline(records, step) for step in range(len(records[0].steps))]
     total = sum(r.num_ranks * r.makespan_seconds for r in rounds)
@@ -115,7 +114,7 @@ def predicted_timeline(shape: PipelineShape, costs: StageCosts) -> Timeline:
         drain.
     """
     schedules, homes = find_schedules(shape.schedule), shape.rank_of_stage
-    if schedules.update_rule is UpdateRule.FLUSHED:
+    if not schedules.update_rule.is_asynchronous:
         return simulate(lower(schedules.build(homes, shape.num_microbatches)), costs)
     num_batches = (_FILLS + 2) * shape.num_stages
     schedule = lower(schedules.build(homes, shape.num_microbatches, num_batches))

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
-from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError, UpdateRule
+from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError
+from lightning_dist.engine.schedules.update_rule import FLUSHED, UpdateRule
 
 # Further actions of torch's lowered schedules, for communication and for sharded parameters.
 _DERIVED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
@@ -28,12 +29,12 @@ class ScheduleFile:
     Attributes:
         name: Name as the user has written it, with ``file:``.
         schedule: The schedule in the file.
-        update_rule: When gradients are applied.
+        update_rule: The meaning of an update.
     """
 
     name: str
     schedule: Schedule
-    update_rule: UpdateRule = UpdateRule.FLUSHED
+    update_rule: UpdateRule = FLUSHED
 
     @property
     def splits_backward(self) -> bool:

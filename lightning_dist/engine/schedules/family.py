@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from lightning_dist.engine.schedules.orders import Order
 from lightning_dist.engine.schedules.placement import Placement, looped, seats
-from lightning_dist.engine.schedules.schedule import Schedule, UpdateRule
-
-_PER_RANK = 4
+from lightning_dist.engine.schedules.schedule import Schedule
+from lightning_dist.engine.schedules.update_rule import FLUSHED, UpdateRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class ScheduleFamily:
         place: Returns the rank of each stage.
         fewest_stages: Smallest number of stages per rank.
         most_stages: Largest number of stages per rank; None for any number.
-        update_rule: When gradients are applied.
+        update_rule: The meaning of an update.
         microbatch_rule: The numbers of micro-batches that fit.
         splits_backward: Whether backwards are split in two.
     """
@@ -59,7 +58,7 @@ class ScheduleFamily:
     place: Placement = looped
     fewest_stages: int = 1
     most_stages: int | None = 1
-    update_rule: UpdateRule = UpdateRule.FLUSHED
+    update_rule: UpdateRule = FLUSHED
     microbatch_rule: MicrobatchRule = ANY_NUMBER
     splits_backward: bool = False
 
@@ -106,12 +105,7 @@ class ScheduleFamily:
         Args:
             num_ranks: Number of ranks of the pipeline.
         """
-        return {
-            # A bubble of a fifth under 1F1B; a single rank waits for no other.
-            UpdateRule.FLUSHED: _PER_RANK * num_ranks if num_ranks > 1 else 1,
-            UpdateRule.EACH: 1,
-            UpdateRule.LATE: num_ranks,
-        }[self.update_rule]
+        return self.update_rule.default_microbatches(num_ranks)
 
     def check_microbatches(self, num_ranks: int, count: int) -> None:
         """Checks the number of micro-batches of a batch.

@@ -6,11 +6,11 @@ the compute actions and are added here, once for all schedules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
-from lightning_dist.engine.schedules.schedule import Schedule, UpdateRule
+from lightning_dist.engine.schedules.schedule import Schedule
 
 F = ActionKind.FORWARD
 _FULL_OR_INPUT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
@@ -65,52 +65,12 @@ def add_updates(schedule: Schedule) -> Schedule:
     """
     if not any(a.kind in _FULL_OR_WEIGHT for actions in schedule.ranks for a in actions):
         return schedule
-    add = {
-        UpdateRule.FLUSHED: _at_the_end,
-        UpdateRule.EACH: _after_each_backward,
-        UpdateRule.LATE: _after_the_next_batch,
-    }[schedule.update_rule]
-    return replace(schedule, ranks=tuple(tuple(add(schedule, a)) for a in schedule.ranks))
-
-
-def _at_the_end(schedule: Schedule, actions: Sequence[Action]) -> Iterator[Action]:
-    yield from actions
-    stages = sorted({action.stage_index for action in actions})
-    yield from (Action(stage, ActionKind.REDUCE_GRAD, 0) for stage in stages)
-    yield from (Action(stage, ActionKind.STEP, 0) for stage in stages)
-
-
-def _after_each_backward(schedule: Schedule, actions: Sequence[Action]) -> Iterator[Action]:
-    for action in actions:
-        yield action
-        if action.kind is ActionKind.BACKWARD:
-            yield replace(action, kind=ActionKind.REDUCE_GRAD)
-            yield replace(action, kind=ActionKind.STEP)
-
-
-def _after_the_next_batch(schedule: Schedule, actions: Sequence[Action]) -> Iterator[Action]:
-    """Adds an update after the next batch's last forward and the backward paired with it.
-
-    The gradients of the update's batch may be complete long before. But on each stage the whole
-    next batch has to see the weights without the update. Meanwhile the stages have time to agree
-    about all gradients of the update (their norm, say) while they work on.
-    """
-    size = schedule.microbatches_per_update
-    forward = -1
-    for action in actions:
-        yield action
-        if action.kind is F:
-            forward = action.microbatch_index
-            continue
-        update, place = divmod(action.microbatch_index, size)
-        if place == size - 1:
-            yield Action(action.stage_index, ActionKind.REDUCE_GRAD, update)
-        batch, place = divmod(forward, size)
-        if place == size - 1 and batch > 0:
-            yield Action(action.stage_index, ActionKind.STEP, batch - 1)
-            forward = -1  # the backwards of a drain follow no forward
-        if action.microbatch_index == schedule.num_microbatches - 1:
-            yield Action(action.stage_index, ActionKind.STEP, update)
+    rule, sizes = schedule.update_rule, (len(schedule.ranks), schedule.microbatches_per_update)
+    ranks = (
+        tuple(rule.add_updates(actions, rank, *sizes))
+        for rank, actions in enumerate(schedule.ranks)
+    )
+    return replace(schedule, ranks=tuple(ranks))
 
 
 def _expand(schedule: Schedule, expand: Callable[[Action], Iterator[Action]]) -> Schedule:

@@ -29,7 +29,8 @@ from lightning_dist.engine.schedules import orders
 from lightning_dist.engine.schedules.csv_file import ScheduleFile, read_schedule
 from lightning_dist.engine.schedules.family import MicrobatchRule, ScheduleFamily
 from lightning_dist.engine.schedules.placement import seats, v_placement
-from lightning_dist.engine.schedules.schedule import Schedule, UpdateRule
+from lightning_dist.engine.schedules.schedule import Schedule
+from lightning_dist.engine.schedules.update_rule import DoubleBufferedUpdate, PerBackwardUpdate
 
 _FILE = "file:"
 
@@ -69,12 +70,12 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 splits_backward=True,
             ),
             ScheduleFamily(
-                "pipedream", orders.one_forward_one_backward, update_rule=UpdateRule.EACH
+                "pipedream", orders.one_forward_one_backward, update_rule=PerBackwardUpdate()
             ),
             ScheduleFamily(
                 "pipedream_2bw",
                 orders.one_forward_one_backward,
-                update_rule=UpdateRule.LATE,
+                update_rule=DoubleBufferedUpdate(),
                 microbatch_rule=_AHEAD,
             ),
         )

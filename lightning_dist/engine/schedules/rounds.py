@@ -28,7 +28,8 @@ from lightning_dist.engine.schedules.registry import (
     build_forward_schedule,
     find_schedules,
 )
-from lightning_dist.engine.schedules.schedule import Schedule, UpdateRule
+from lightning_dist.engine.schedules.schedule import Schedule
+from lightning_dist.engine.schedules.update_rule import UpdateRule
 
 Round = tuple[Action, ...]
 _OF_UPDATES = (ActionKind.REDUCE_GRAD, ActionKind.STEP)
@@ -57,13 +58,10 @@ class Stream:
     ) -> None:
         num_ranks = 1 + max(rank_of_stage)
         schedules.check_microbatches(num_ranks, num_microbatches)
-        self.asynchronous = schedules.update_rule is not UpdateRule.FLUSHED
-        self.delay = {
-            UpdateRule.FLUSHED: 0,
-            UpdateRule.EACH: num_ranks - 1 - rank,
-            UpdateRule.LATE: 1,
-        }[schedules.update_rule]
-        if schedules.update_rule is UpdateRule.EACH and num_microbatches != 1:
+        rule = schedules.update_rule
+        self.asynchronous = rule.is_asynchronous
+        self.delay = rule.delay(rank, num_ranks, num_microbatches)
+        if not rule.splits_batches and num_microbatches != 1:
             raise ValueError(
                 f"num_microbatches={num_microbatches}: {schedules.name!r} takes each batch as one"
                 " micro-batch."
@@ -166,7 +164,7 @@ class Rounds:
 
     @property
     def update_rule(self) -> UpdateRule:
-        """When gradients are applied."""
+        """The meaning of the schedule's update."""
         return self._schedules.update_rule
 
     @property
@@ -182,11 +180,7 @@ class Rounds:
     @property
     def lag(self) -> int:
         """Number of batches by which the first rank may be ahead of the last rank's results."""
-        return {
-            UpdateRule.FLUSHED: 0,
-            UpdateRule.EACH: self._shape.num_ranks - 1,
-            UpdateRule.LATE: 1,
-        }[self.update_rule]
+        return self.update_rule.lag(self._shape.num_ranks, self._shape.num_microbatches)
 
     def num_pieces(self, batch_size: int) -> int:
         """Returns the number of micro-batches into which a training batch is cut.
@@ -239,9 +233,8 @@ class Rounds:
         Args:
             actions: The round.
         """
-        # The gradients of a late update are complete long before the update is due.
-        late = self.update_rule is UpdateRule.LATE
-        kinds = {ActionKind.STEP} if late else {ActionKind.REDUCE_GRAD, ActionKind.STEP}
+        early = self.update_rule.completes_early
+        kinds = {ActionKind.STEP} if early else {ActionKind.REDUCE_GRAD, ActionKind.STEP}
         end = len(actions) - _num_at_the_end(actions, lambda action: action.kind in kinds)
         rest = _num_at_the_end(actions[:end], lambda action: not _is_awaited(action))
         return PartedRound(actions[: end - rest], actions[end - rest : end], actions[end:])
@@ -249,7 +242,7 @@ class Rounds:
     def drawn(self) -> Schedule:
         """Returns the schedule that errors draw; if batches overlap, one of several batches."""
         homes, count = self._shape.rank_of_stage, self._shape.num_microbatches
-        num_batches = 1 + 2 * self._shape.num_stages // count if self.asynchronous else 1
+        num_batches = self.update_rule.steady_batches(self._shape.num_stages, count)
         return self._schedules.build(homes, count, num_batches)
 
     def _stream_of(self, num_microbatches: int) -> Stream:

@@ -10,25 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import islice
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.update_rule import FLUSHED, UpdateRule
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
 _MOST_NAMED = 8  # one number too large in a file would make millions of others missing
-
-
-class UpdateRule(StrEnum):
-    """When gradients are applied."""
-
-    FLUSHED = "flushed"
-    """After each batch, when the pipeline is empty."""
-    EACH = "each"
-    """After each backward; the pipeline is never flushed (PipeDream)."""
-    LATE = "late"
-    """After the next batch's forwards; the pipeline is never flushed (PipeDream-2BW)."""
 
 
 class ScheduleError(ValueError):
@@ -44,7 +33,7 @@ class Schedule:
         num_stages: Number of stages of the pipeline.
         num_microbatches: Number of micro-batches of all batches.
         ranks: The actions of each rank in order.
-        update_rule: When gradients are applied.
+        update_rule: The meaning of an update.
         num_batches: Number of batches between two drains, if each has several micro-batches.
     """
 
@@ -52,14 +41,13 @@ class Schedule:
     num_stages: int
     num_microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
-    update_rule: UpdateRule = UpdateRule.FLUSHED
+    update_rule: UpdateRule = FLUSHED
     num_batches: int = 1
 
     @property
     def microbatches_per_update(self) -> int:
         """Number of micro-batches whose gradients are applied together."""
-        each = self.update_rule is UpdateRule.EACH
-        return 1 if each else self.num_microbatches // self.num_batches
+        return self.num_microbatches // self.num_batches if self.update_rule.splits_batches else 1
 
     @property
     def stages_per_rank(self) -> int:

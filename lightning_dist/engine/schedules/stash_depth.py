@@ -27,13 +27,13 @@ from functools import partial
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.lowering import add_updates
 from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
-from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.update_rule import BackwardWeights, WeightVersions
 
 _Count = Callable[[Sequence[Action]], int]
 
 
 def num_copies(
-    shape: PipelineShape, weight_versions: str, *, predicts: bool = False
+    shape: PipelineShape, weight_versions: WeightVersions, *, predicts: bool = False
 ) -> tuple[int, ...]:
     """Counts the most copies of its weights that each stage holds at a time.
 
@@ -45,21 +45,20 @@ def num_copies(
         weight_versions: The setting of :class:`~lightning_dist.PipelineStrategy` of that name.
         predicts: Whether forwards run on predicted weights.
     """
-    schedules, size = find_schedules(shape.schedule), shape.num_microbatches
-    rule = schedules.update_rule
-    if rule is UpdateRule.FLUSHED or weight_versions == "none":
-        return (0,) * shape.num_stages
-    num_batches = 2 + 2 * shape.num_stages // size  # until each stage is in its steady state
-    schedule = add_updates(schedules.build(shape.rank_of_stage, size, num_batches))
-    is_synced = weight_versions == "vertical_sync" and rule is UpdateRule.EACH
+    schedules, homes = find_schedules(shape.schedule), shape.rank_of_stage
+    rule, num_ranks, size = schedules.update_rule, shape.num_ranks, shape.num_microbatches
+    num_batches = rule.lag(num_ranks, size) + rule.steady_batches(shape.num_stages, size)
+    schedule = add_updates(schedules.build(homes, size, num_batches))
 
     def of_stage(stage: int) -> int:
-        age = stage if is_synced else 0
-        count: _Count = partial(_most_stashed, age=age)
+        rank = homes[stage]
+        weights = rule.weights(weight_versions, rank, num_ranks, size)
+        if weights.of_backward is not BackwardWeights.STASHED:
+            return 0
+        count: _Count = partial(_most_stashed, age=weights.age)
         if predicts:
             count = partial(_most_predicted, size=schedule.microbatches_per_update)
-        actions = schedule.ranks[shape.rank_of_stage[stage]]
-        return count([action for action in actions if action.stage_index == stage])
+        return count([a for a in schedule.ranks[rank] if a.stage_index == stage])
 
     return tuple(map(of_stage, range(shape.num_stages)))
 

@@ -15,9 +15,9 @@ from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.schedules.csv_file import ScheduleFile
 from lightning_dist.engine.schedules.family import ScheduleFamily
 from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
-from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.update_rule import UpdateRule, WeightVersions
 from lightning_dist.engine.stashing.learning_rates import RateCorrection
-from lightning_dist.engine.stashing.policy import Predict, WeightVersions
+from lightning_dist.engine.stashing.policy import Predict
 from lightning_dist.engine.stashing.prediction import check_extrapolation, extrapolated
 
 StalenessCorrection = Literal["none", "lr", "predict"]
@@ -79,7 +79,7 @@ class PipelineConfig:
                 f"weight_versions={self.weight_versions!r} is unknown; use 'stash',"
                 " 'vertical_sync' or 'none'."
             )
-        if self.weight_versions != "stash" and rule is UpdateRule.LATE:
+        if self.weight_versions != "stash" and rule.is_asynchronous and rule.is_joint:
             raise ValueError(
                 f"weight_versions={self.weight_versions!r} does not go with schedule="
                 f"{self.schedule!r}, which gives each batch the same version on all stages anyway."
@@ -89,11 +89,11 @@ class PipelineConfig:
             check_count("num_microbatches", self.num_microbatches, instead="'auto'")
         if self.stages_per_rank != "auto":
             check_count("stages_per_rank", self.stages_per_rank, instead="'auto'")
-        if rule is UpdateRule.EACH and self.num_microbatches not in ("auto", 1):
+        if not rule.splits_batches and self.num_microbatches not in ("auto", 1):
             raise ValueError(
-                f"num_microbatches={self.num_microbatches} does not go with schedule='pipedream',"
-                " which takes each Lightning batch as one micro-batch. Leave it at 'auto' and use"
-                " smaller batches, or use schedule='1f1b'."
+                f"num_microbatches={self.num_microbatches} does not go with schedule="
+                f"{self.schedule!r}, which takes each Lightning batch as one micro-batch. Leave it"
+                " at 'auto' and use smaller batches, or use schedule='1f1b'."
             )
         self._check_correction(rule)
         if isinstance(self.partition, str) and self.partition not in (
@@ -118,16 +118,16 @@ class PipelineConfig:
                 f"staleness_correction={self.staleness_correction!r} is unknown; use 'none', 'lr'"
                 " or 'predict'."
             )
-        if self.staleness_correction != "none" and rule is UpdateRule.FLUSHED:
+        if self.staleness_correction != "none" and not rule.is_asynchronous:
             raise ValueError(
                 f"staleness_correction={self.staleness_correction!r} does not go with schedule="
                 f"{self.schedule!r}, under which no weights are stale. Leave it at 'none'."
             )
-        if self.staleness_correction == "lr" and rule is UpdateRule.LATE:
+        if self.staleness_correction == "lr" and rule.is_joint:
             raise ValueError(
                 "staleness_correction='lr' does not go with schedule="
                 f"{self.schedule!r}: it makes up for a staleness that differs from stage to stage,"
-                " and here it is one update on each. Use 'predict', or leave it at 'none'."
+                " and here it is the same on each. Use 'predict', or leave it at 'none'."
             )
         if self.staleness_correction == "predict" and self.weight_versions != "stash":
             raise ValueError(
@@ -143,8 +143,9 @@ class PipelineConfig:
         """
         if self.staleness_correction != "lr":
             return None
-        age = shape.rank if self.weight_versions == "vertical_sync" else 0
-        return RateCorrection(shape.num_ranks - 1 - shape.rank + age, self.correction_steps)
+        rule, sizes = self.schedules.update_rule, (shape.num_ranks, shape.num_microbatches)
+        age = rule.weights(self.weight_versions, shape.rank, *sizes).age
+        return RateCorrection(rule.delay(shape.rank, *sizes) + age, self.correction_steps)
 
     def prediction(self, optimizer: Optimizer | None) -> Predict | None:
         """Returns the function that extrapolates weights for forwards; None without one.
@@ -173,7 +174,7 @@ class PipelineConfig:
     @property
     def asynchronous(self) -> bool:
         """Whether batches overlap, so that weights are stale."""
-        return self.schedules.update_rule is not UpdateRule.FLUSHED
+        return self.schedules.update_rule.is_asynchronous
 
     def rank_of_stage(self, num_ranks: int) -> tuple[int, ...]:
         """Returns the rank of each stage.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.schedules.schedule import UpdateRule
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import cut, foreign_state_names, stage_of_layers, whole
 from lightning_dist.engine.splitting.find_layers import (
@@ -22,7 +21,7 @@ from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.ties import Tie, find_ties
 
 _NO_SUM_IN_TIME = (
-    "Under schedule='pipedream' the later stage applies a batch's gradients before the earlier one"
+    "Under schedule={!r} the later stage applies a batch's gradients before the earlier one"
     " has found its own, so no rank could apply their sum without a bubble. Use"
     " schedule='pipedream_2bw', which has the time, or a synchronous one."
 )
@@ -164,7 +163,7 @@ def find_split(
     if len(layers_per_stage) > 1:
         refuse_places_outside(module, path, layers.module)
     ties = find_ties(layers, layers_per_stage)
-    if config.schedules.update_rule is UpdateRule.EACH:
-        refuse_ties(ties, _NO_SUM_IN_TIME)
+    if not config.schedules.update_rule.is_joint:
+        refuse_ties(ties, _NO_SUM_IN_TIME.format(config.schedule))
     own = tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
     return PipelineSplit(path, layers, layers_per_stage, own, rank_of_stage, ties)

@@ -21,18 +21,17 @@ A stage asks its policy; the schedule decides which policy is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.update_rule import BackwardWeights, StageWeights
 from lightning_dist.engine.stashing.half_versions import HalfWeights, HalfWeightStore
 from lightning_dist.engine.stashing.prediction import Predicted
 from lightning_dist.engine.stashing.versions import WeightStore, WeightVersion
 from lightning_dist.engine.tensors.patch import has_gradient_hooks
 
-WeightVersions = Literal["stash", "vertical_sync", "none"]
 Predict = Callable[[Mapping[str, nn.Parameter], int], Mapping[str, Tensor]]
 """Takes parameters by name and a number of updates; returns copies as of so many updates later."""
 Parameters = Callable[[], Mapping[str, nn.Parameter]]
@@ -219,9 +218,7 @@ class UnstashedHalf(Stashed):
 
 def choose_policy(
     layers: nn.Module,
-    stage: int,
-    update_rule: UpdateRule,
-    versions: WeightVersions,
+    weights: StageWeights,
     predict: Predict | None,
     remembers: bool,
     half: HalfWeights | None = None,
@@ -229,23 +226,17 @@ def choose_policy(
     *,
     hides_hooks: bool = False,
 ) -> WeightPolicy:
-    """Creates the policy that a schedule and the user's settings require.
+    """Creates the policy by which a stage's micro-batches get their weights.
 
     Args:
         layers: Layers of the stage.
-        stage: Index of the stage.
-        update_rule: The schedule's update rule.
-        versions: Weights that an asynchronous backward sees.
+        weights: The weights that the update rule and the user's settings ask for.
         predict: Returns copies of the trainable parameters as they will be some updates later.
         remembers: Whether the weights of forwards are kept for comparisons.
         half: How layers compute in half precision; None if they do not.
         microbatches_per_update: Number of micro-batches that see the same predicted weights.
         hides_hooks: Whether autograd must not run hooks of parameters.
     """
-    # For the same minibatch stage s has weights that are s updates newer than the first stage's,
-    # unless updates come in the same round on all stages.
-    is_apart = update_rule is UpdateRule.EACH
-    age = stage if is_apart and versions == "vertical_sync" else 0
     if half is not None and not half.casts(layers):
         half = None
 
@@ -266,10 +257,11 @@ def choose_policy(
             half,
         )
     if half is not None:
-        store = HalfWeightStore(layers.named_parameters(), half, age)
-        return UnstashedHalf(store, remembers=remembers) if versions == "none" else Stashed(store)
-    if update_rule is UpdateRule.FLUSHED:
+        store = HalfWeightStore(layers.named_parameters(), half, weights.age)
+        is_newest = weights.of_backward is BackwardWeights.NEWEST
+        return UnstashedHalf(store, remembers=remembers) if is_newest else Stashed(store)
+    if weights.of_backward is BackwardWeights.UNCHANGED:
         return Current(hidden)
-    if versions == "none":
+    if weights.of_backward is BackwardWeights.NEWEST:
         return Unstashed(trainable if remembers else dict, hidden)
-    return Stashed(WeightStore(layers.named_parameters(), age))
+    return Stashed(WeightStore(layers.named_parameters(), weights.age))

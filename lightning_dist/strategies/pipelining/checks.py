@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_dist.engine.schedules.schedule import UpdateRule
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 from lightning_dist.strategies.base.model_checks import check_callbacks, check_finetuning
@@ -60,8 +59,7 @@ def check_trainer(
             f" schedule={config.schedule!r}, which updates the weights after each batch. Use larger"
             " batches, or schedule='1f1b'."
         )
-    is_apart = config.schedules.update_rule is UpdateRule.EACH
-    if is_apart and clips_by_norm(trainer, module):
+    if not config.schedules.update_rule.is_joint and clips_by_norm(trainer, module):
         asked = f"gradient_clip_val={trainer.gradient_clip_val}"
         if is_overridden("configure_gradient_clipping", module):
             asked = "A `clip_gradients` in `configure_gradient_clipping`"

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
-from lightning_dist.engine.schedules.schedule import UpdateRule
 from lightning_dist.engine.stashing.learning_rates import HyperparameterHistory, RateCorrection
 from lightning_dist.engine.tensors.dtensor import local_part
 
@@ -81,7 +80,7 @@ class Updates:
         if not self._pipeline.has_gradients:
             return loss
         self._precision_plugin.pre_backward(loss, self._module)
-        is_reduced = accumulating or self._pipeline.update_rule is UpdateRule.LATE
+        is_reduced = accumulating or self._pipeline.update_rule.completes_early
         self._pipeline.install_gradients(
             None if is_reduced else self._complete, is_complete=not accumulating
         )

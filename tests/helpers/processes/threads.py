@@ -21,7 +21,6 @@ from lightning_dist.engine.pipeline.connect import connect_in_memory
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.schedules.registry import PipelineShape
-from lightning_dist.engine.schedules.schedule import UpdateRule
 
 Train = Callable[[nn.Sequential, Pipeline], Any]
 """Trains a rank's stages; gets the model as it was, without the layers of other ranks."""
@@ -115,8 +114,8 @@ def train_with(
         optimizer = make_optimizer(parameters or [nn.Parameter(torch.zeros(()))])
 
         def update() -> None:
-            late = pipeline.update_rule is UpdateRule.LATE
-            pipeline.install_gradients(None if late else lambda: reduce(model))
+            early = pipeline.update_rule.completes_early
+            pipeline.install_gradients(None if early else lambda: reduce(model))
             with pipeline.updating():
                 optimizer.step()
             optimizer.zero_grad()

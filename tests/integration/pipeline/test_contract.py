@@ -21,7 +21,6 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_dist import PipelineStrategy
 from lightning_dist.engine.pipeline.stage import Stage
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, find_schedules
-from lightning_dist.engine.schedules.schedule import UpdateRule
 from tests.helpers.networks.models import (
     Classifier,
     make_loader,
@@ -179,7 +178,7 @@ def test_bf16_mixed_equals_a_single_device(workers: WorkerPool) -> None:
 
 def loader_for(schedule: str) -> Any:
     """Gives batches enough for what a schedule does to repeat itself, and an uneven one."""
-    return make_loader(22 if find_schedules(schedule).update_rule is UpdateRule.FLUSHED else 38)
+    return make_loader(38 if find_schedules(schedule).update_rule.is_asynchronous else 22)
 
 
 class Sleepy(nn.Module):
@@ -244,7 +243,7 @@ class Census(L.Callback):
 def count_alive(devices: int, schedule: str) -> Any:
     census = Census()
     census.watch()
-    is_flushed = find_schedules(schedule).update_rule is UpdateRule.FLUSHED
+    is_flushed = not find_schedules(schedule).update_rule.is_asynchronous
     count = 8 if is_flushed else "auto"
     strategy = PipelineStrategy(schedule=schedule, num_microbatches=count)
     trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
@@ -279,11 +278,11 @@ def test_vertical_sync_holds_a_version_per_stage_on_each(workers: WorkerPool) ->
 def test_no_more_activations_than_the_schedule_says(workers: WorkerPool, schedule: str) -> None:
     family = find_schedules(schedule)
     homes = family.rank_of_stage(4)
-    late = family.update_rule == "late"
-    built = family.build(homes, 4, 3) if late else family.build(homes, 8)
+    overlaps = family.update_rule.is_asynchronous
+    built = family.build(homes, 4, 3) if overlaps else family.build(homes, 8)
     ranks = workers.run(4, count_alive, 4, schedule)
     assert [flights for _, flights, _ in ranks] == [built.in_flight(rank) for rank in range(4)]
-    assert [versions for versions, *_ in ranks] == ([2, 2, 2, 1] if late else [0] * 4)
+    assert [versions for versions, *_ in ranks] == ([2, 2, 2, 1] if overlaps else [0] * 4)
 
 
 # --- summary and hooks ---------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from lightning_dist.engine.pipeline.connect import connect
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.schedules.registry import PipelineShape
-from lightning_dist.engine.stashing.policy import WeightVersions
+from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.tensors.tree import flatten
 from tests.helpers.networks.models import make_data, make_layers, make_optimizer
 from tests.helpers.processes.threads import connect_turns

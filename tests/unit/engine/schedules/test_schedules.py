@@ -18,7 +18,7 @@ from lightning_dist.engine.schedules.registry import (
     find_schedules,
 )
 from lightning_dist.engine.schedules.rounds import Stream
-from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError, UpdateRule
+from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 
 stages = st.integers(1, 8)
@@ -40,7 +40,7 @@ def schedules(draw: st.DrawFn, *names: str) -> Schedule:
         num_stages=num_ranks * per_rank,
         num_microbatches=draw(st.sampled_from(fitting)),
         stages_per_rank=per_rank,
-        num_batches=draw(st.integers(1, 3)) if family.update_rule is UpdateRule.LATE else 1,
+        num_batches=draw(st.integers(1, 3)) if family.update_rule.completes_early else 1,
     )
 
 

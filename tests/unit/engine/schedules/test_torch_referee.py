@@ -16,7 +16,7 @@ from lightning_dist.engine.schedules.csv_file import read_schedule, write_schedu
 from lightning_dist.engine.schedules.registry import FAMILIES, build_schedule
 from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError
 
-SYNCHRONOUS = [n for n, f in FAMILIES.items() if f.update_rule == "flushed"]
+SYNCHRONOUS = [n for n, f in FAMILIES.items() if not f.update_rule.is_asynchronous]
 SIZES = [(2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (8, 16)]
 
 Orders = dict[int, list[torch_schedules._Action]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.schedules.schedule import UpdateRule
+from lightning_dist.engine.schedules.update_rule import StageWeights
 from lightning_dist.engine.stashing.policy import choose_policy
 from lightning_dist.engine.stashing.prediction import check_extrapolation, extrapolated
 
@@ -77,7 +77,7 @@ def test_a_thawed_parameter_is_foreseen_and_copied() -> None:
     layer.bias.requires_grad_(False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     predict = partial(extrapolated, optimizer)
-    policy = choose_policy(layer, 0, UpdateRule.EACH, "stash", predict, remembers=False)
+    policy = choose_policy(layer, StageWeights(), predict, remembers=False)
     policy.acquire()
     frozen = policy.acquire().aliases["bias"]
     assert frozen.data_ptr() == layer.bias.data_ptr(), "nobody writes to it"
