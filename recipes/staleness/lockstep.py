@@ -20,6 +20,7 @@ from lightning_dist.engine.pipeline.connect import connect_in_memory
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links
+from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig
 
@@ -114,8 +115,7 @@ class _Rank:
             model,
             shape,
             links,
-            weight_versions=config.weight_versions,
-            predict=predict,
+            StageOptions(weight_versions=config.weight_versions, predict=predict),
         )
 
     def train_batch(self, batch: Any) -> None:

@@ -97,13 +97,13 @@ class LayerProfiler:
                 beside = copied = version_bytes(part.module.parameters(), self._half.dtype_of)
             costs = LayerCosts(
                 part.name,
-                _median(forwards[index]),
-                _median(backwards[index]),
-                self._sent.get(index, 0),
-                own,
-                self._kept.get(index, 0),
-                _resident_bytes(part.module, states) + beside,
-                copied,
+                forward_seconds=_median(forwards[index]),
+                backward_seconds=_median(backwards[index]),
+                boundary_bytes=self._sent.get(index, 0),
+                parameter_bytes=own,
+                activation_bytes=self._kept.get(index, 0),
+                resident_bytes=_resident_bytes(part.module, states) + beside,
+                version_bytes=copied,
             )
             of_layers[part.layer_index].append(costs)
         return RankProfile(

@@ -33,22 +33,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.gradients import Gradients, HeldGradients
 from lightning_dist.engine.pipeline.loss import AverageWeight, LossWeights
 from lightning_dist.engine.pipeline.microbatch import Microbatch, batch_size_of, split
 from lightning_dist.engine.pipeline.pending_update import PendingUpdate
 from lightning_dist.engine.pipeline.runtime import Links, Runtime, Work, explain_with
 from lightning_dist.engine.pipeline.stage import Step
-from lightning_dist.engine.pipeline.stages import OwnStages, StageMaker
+from lightning_dist.engine.pipeline.stages import OwnStages, StageMaker, StageOptions
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.rounds import Round, Rounds
-from lightning_dist.engine.schedules.update_rule import UpdateRule, WeightVersions
+from lightning_dist.engine.schedules.update_rule import UpdateRule
 from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
-from lightning_dist.engine.stashing.half_versions import HalfWeights
-from lightning_dist.engine.stashing.policy import Predict
 from lightning_dist.engine.tensors.rng import python_state_kept
 
 OnComplete = Callable[[int, Mapping[str, Tensor]], None]
@@ -63,8 +60,7 @@ def _same(weight: float | None) -> float | None:
     return weight
 
 
-def _lent(_: int) -> Gradients:
-    return HeldGradients()
+_OPTIONS = StageOptions()
 
 
 class Pipeline:
@@ -74,24 +70,12 @@ class Pipeline:
         sequence: The pipelined module, or its layers; other stages' layers are removed from it.
         shape: This rank's part of the pipeline.
         links: Channels to the neighbours.
-        weight_versions: ``"stash"``, ``"vertical_sync"`` or ``"none"``; matters for asynchronous
-            schedules only.
-        seed: Base of the random numbers; the same on all ranks.
-        device: Device on which the stages compute.
+        options: How the stages compute.
         rank: Name of this rank in the timeline.
-        layers: Returns the module that runs a stage's layers, for example a sharded one; None runs
-            the layers in order.
-        gradients: Creates the holder of a stage's gradients until :meth:`install_gradients`; by
-            default :class:`.HeldGradients`.
         on_complete: Called when gradients are complete before their update is due, under
             ``"pipedream_2bw"``.
         average_weight: Averages the losses' weights over the data replicas, as ``on_complete`` and
             :meth:`install_gradients`'s ``reduce`` average gradients; called before these.
-        predict: Returns copies of parameters as they will be some updates later, for forwards to
-            run on under ``"pipedream"``.
-        measure_discrepancy: Whether :attr:`OwnStages.reports` say how far weights have moved from a
-            batch's forward to its update.
-        half: How layers compute in half precision; None keeps the parameters' dtype.
         shared: Names of the parameters that other ranks of the pipeline have too; their hooks run
             on the rank that sums their gradients.
     """
@@ -101,38 +85,17 @@ class Pipeline:
         sequence: nn.Sequential | Layers,
         shape: PipelineShape,
         links: Links,
+        options: StageOptions = _OPTIONS,
         *,
-        weight_versions: WeightVersions = "stash",
-        seed: int = 0,
-        device: torch.device | None = None,
         rank: int | None = None,
-        layers: Callable[[int], nn.Module] | None = None,
-        gradients: Callable[[int], Gradients] = _lent,
         on_complete: OnComplete = _ignore,
         average_weight: AverageWeight = _same,
-        predict: Predict | None = None,
-        measure_discrepancy: bool = False,
-        half: HalfWeights | None = None,
         shared: Collection[str] = (),
     ) -> None:
         cut(sequence, shape.layers_per_stage, shape.stages)
-        device = device or torch.device("cpu")
         self.links = links
-        self.recorder = Recorder(shape.rank if rank is None else rank, device)
-        self.stages = OwnStages(
-            StageMaker(
-                layers_in(sequence),
-                weight_versions,
-                seed,
-                device,
-                layers,
-                gradients,
-                predict,
-                measure_discrepancy,
-                half,
-            ),
-            shape,
-        )
+        self.recorder = Recorder(shape.rank if rank is None else rank, options.device)
+        self.stages = OwnStages(StageMaker(layers_in(sequence), options), shape)
         self._rounds = Rounds(shape)
         self._on_complete = on_complete
         loss_weights = LossWeights(average_weight)
@@ -148,9 +111,9 @@ class Pipeline:
             links,
             self.recorder,
             loss_weights,
-            shape.num_microbatches if self._rounds.asynchronous else None,
-            self._complete_early,
-            explain_with(self._rounds.drawn()),
+            microbatches_per_update=shape.num_microbatches if self.asynchronous else None,
+            on_complete=self._complete_early,
+            explain=explain_with(self._rounds.drawn()),
         )
         self._batches_since_drain = 0
         self._num_batches = 0

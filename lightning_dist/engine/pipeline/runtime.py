@@ -110,6 +110,7 @@ class Runtime:
         links: Links,
         recorder: Recorder,
         loss_weights: LossWeights,
+        *,
         microbatches_per_update: int | None,
         on_complete: Callable[[int], None],
         explain: Callable[[Action], str],

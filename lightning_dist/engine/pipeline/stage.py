@@ -61,51 +61,72 @@ class InFlight:
     seed: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """The place of a stage in its pipeline.
+
+    Attributes:
+        stage_index: Index of the stage.
+        num_stages: Number of stages of the pipeline.
+        seed: Base of all random numbers; data replicas differ in the second integer only.
+        device: Device on which the stage computes.
+    """
+
+    stage_index: int
+    num_stages: int
+    seed: tuple[int, int]
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """The layers of a stage, and how the user's step reaches them.
+
+    Attributes:
+        module: The module that runs the layers.
+        interceptor: Runs the layers in the user's step.
+        layer_input: Returns what the layers run on; see :meth:`.Layers.layer_input`.
+        root: The pipelined module, through which the user's step reaches parameters.
+    """
+
+    module: nn.Module
+    interceptor: ForwardInterceptor | StepInterceptor
+    layer_input: LayerInput
+    root: nn.Module | None = None
+
+
 class Stage:
     """The layers of one stage, and the micro-batches in flight on it.
 
     Args:
-        interceptor: Runs the layers in the user's step.
-        stage_index: Index of this stage.
-        num_stages: Number of stages of the pipeline.
-        layers: Layers of this stage; see :func:`.layers_of`.
+        place: The stage's place in its pipeline.
+        layers: The stage's layers.
         policy: Decides which weights a micro-batch sees.
         gradients: Runs the backwards and holds their gradients.
         meter: Releases the weights, and measures their staleness.
-        layer_input: Returns what the layers run on; see :meth:`.Layers.layer_input`.
-        seed: Base of all random numbers; data replicas differ in the second integer only.
-        device: Device on which the stage computes.
-        root: The pipelined module, through which the user's step reaches parameters.
     """
 
     def __init__(
         self,
-        interceptor: ForwardInterceptor | StepInterceptor,
-        stage_index: int,
-        num_stages: int,
-        layers: nn.Module,
+        place: StagePlace,
+        layers: StageLayers,
         policy: WeightPolicy,
         gradients: Gradients,
         meter: StalenessMeter,
-        *,
-        layer_input: LayerInput,
-        seed: tuple[int, int],
-        device: torch.device,
-        root: nn.Module | None = None,
     ) -> None:
-        self.layers = layers
-        self._reweighted = SwappedWeights(layers, root)
-        self.is_first = stage_index == 0
-        self.is_last = stage_index == num_stages - 1
+        self.layers = layers.module
+        self._reweighted = SwappedWeights(layers.module, layers.root)
+        self.is_first = place.stage_index == 0
+        self.is_last = place.stage_index == place.num_stages - 1
         self.policy = policy
         self.gradients = gradients
         self.meter = meter
         self.report: UpdateReport | None = None
-        self._stage_index = stage_index
-        self._interceptor = interceptor
-        self._layer_input = layer_input
-        self._seed = seed
-        self._device = device
+        self._stage_index = place.stage_index
+        self._interceptor = layers.interceptor
+        self._layer_input = layers.layer_input
+        self._seed = place.seed
+        self._device = place.device
         self._in_flight: dict[int, InFlight] = {}
         self._parted: dict[int, SplitBackward] = {}
         self._has_looked = False

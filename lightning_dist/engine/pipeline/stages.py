@@ -3,7 +3,8 @@
 When layers move, the stages are created anew. :class:`OwnStages` keeps the history of the earlier
 stages. Other code holds the mapping, never its values.
 
-:class:`StageMaker` creates a rank's stages, in the same way again when the rank gets other layers.
+:class:`StageMaker` creates a rank's stages, with the same :class:`StageOptions` again when the rank
+gets other layers.
 """
 
 from __future__ import annotations
@@ -16,48 +17,57 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_dist.engine.pipeline.gradients import Gradients
+from lightning_dist.engine.pipeline.gradients import Gradients, HeldGradients
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
-from lightning_dist.engine.pipeline.stage import Stage
+from lightning_dist.engine.pipeline.stage import Stage, StageLayers, StagePlace
 from lightning_dist.engine.pipeline.step_hook import ForwardInterceptor
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
 from lightning_dist.engine.schedules.stash_depth import num_copies
-from lightning_dist.engine.schedules.update_rule import StageWeights, WeightVersions
+from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.splitting.cut import layers_of, stage_of_layers
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 from lightning_dist.engine.splitting.whole_step import StepInterceptor, WholeStep
 from lightning_dist.engine.stashing.half_versions import HalfWeights
-from lightning_dist.engine.stashing.policy import Predict, choose_policy
+from lightning_dist.engine.stashing.policy import Predict, WeightPolicy, choose_policy
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
+
+_CPU = torch.device("cpu")
+
+
+def _hold(_: int) -> Gradients:
+    return HeldGradients()
 
 
 @dataclass(frozen=True, slots=True)
-class StageMaker:
-    """Creates stages; all but the first attribute are as for ``Pipeline``.
+class StageOptions:
+    """How a rank's stages compute.
 
     Attributes:
-        found: The layers of the pipelined module.
-        weight_versions: Weights that a backward sees.
-        seed: Base of the random numbers.
-        device: Device on which the stage computes.
-        layers: Returns the module that runs a stage's layers; None runs them in order.
-        gradients: Creates the holder of a stage's gradients.
-        predict: Returns copies of parameters as they will be.
-        measure_discrepancy: Whether to measure how far weights have moved.
-        half: How layers compute in half precision.
+        weight_versions: ``"stash"``, ``"vertical_sync"`` or ``"none"``; matters for asynchronous
+            schedules only.
+        seed: Base of the random numbers; the same on all ranks.
+        device: Device on which the stages compute.
+        layers: Returns the module that runs a stage's layers, for example a sharded one; None runs
+            the layers in order.
+        gradients: Creates the holder of a stage's gradients until
+            :meth:`.Pipeline.install_gradients`; by default :class:`.HeldGradients`.
+        predict: Returns copies of parameters as they will be some updates later, for forwards to
+            run on under an asynchronous schedule.
+        measure_discrepancy: Whether :attr:`OwnStages.reports` say how far weights have moved from a
+            batch's forward to its update.
+        half: How layers compute in half precision; None keeps the parameters' dtype.
     """
 
-    found: Layers
-    weight_versions: WeightVersions
-    seed: int
-    device: torch.device
-    layers: Callable[[int], nn.Module] | None
-    gradients: Callable[[int], Gradients]
-    predict: Predict | None
-    measure_discrepancy: bool
-    half: HalfWeights | None
+    weight_versions: WeightVersions = "stash"
+    seed: int = 0
+    device: torch.device = _CPU
+    layers: Callable[[int], nn.Module] | None = None
+    gradients: Callable[[int], Gradients] = _hold
+    predict: Predict | None = None
+    measure_discrepancy: bool = False
+    half: HalfWeights | None = None
 
     def num_copies(self, shape: PipelineShape) -> tuple[int, ...]:
         """Counts the most copies of its weights that each stage of a pipeline holds.
@@ -66,6 +76,39 @@ class StageMaker:
             shape: Shape of the pipeline.
         """
         return num_copies(shape, self.weight_versions, predicts=self.predict is not None)
+
+    def policy(self, shape: PipelineShape, layers: nn.Module, *, hides_hooks: bool) -> WeightPolicy:
+        """Creates the policy that chooses the weights of a stage's micro-batches.
+
+        Args:
+            shape: This rank's part of the pipeline.
+            layers: Layers of the stage.
+            hides_hooks: Whether autograd must not run hooks of parameters.
+        """
+        rule = find_schedules(shape.schedule).update_rule
+        sizes = (shape.num_ranks, shape.num_microbatches)
+        return choose_policy(
+            layers,
+            rule.weights(self.weight_versions, shape.rank, *sizes),
+            self.predict,
+            self.measure_discrepancy,
+            self.half,
+            shape.num_microbatches,
+            hides_hooks=hides_hooks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StageMaker:
+    """Creates stages.
+
+    Attributes:
+        found: The layers of the pipelined module.
+        options: How the stages compute.
+    """
+
+    found: Layers
+    options: StageOptions
 
     def make(
         self,
@@ -82,35 +125,21 @@ class StageMaker:
             interceptor: Through which the user's step calls the stage.
             history: Staleness of the updates that the stage has made so far.
         """
+        options = self.options
         own = layers_of(self.found, shape.layers_per_stage, number)
-        gradients = self.gradients(number)
-        policy = choose_policy(
-            own,
-            self._weights(shape),
-            self.predict,
-            self.measure_discrepancy,
-            self.half,
-            shape.num_microbatches,
-            hides_hooks=not gradients.runs_hooks,
-        )
+        gradients = options.gradients(number)
+        policy = options.policy(shape, own, hides_hooks=not gradients.runs_hooks)
+        seed = (options.seed, shape.replica_index)
+        module = own if options.layers is None else options.layers(number)
+        users = self.found.users_module
+        measures = options.measure_discrepancy
         return Stage(
-            interceptor,
-            number,
-            shape.num_stages,
-            own if self.layers is None else self.layers(number),
+            StagePlace(number, shape.num_stages, seed, options.device),
+            StageLayers(module, interceptor, self.found.layer_input, root=users),
             policy,
             gradients,
-            StalenessMeter(policy.release, history, measures_discrepancy=self.measure_discrepancy),
-            layer_input=self.found.layer_input,
-            seed=(self.seed, shape.replica_index),
-            device=self.device,
-            root=self.found.users_module,
+            StalenessMeter(policy.release, history, measures_discrepancy=measures),
         )
-
-    def _weights(self, shape: PipelineShape) -> StageWeights:
-        rule = find_schedules(shape.schedule).update_rule
-        sizes = (shape.num_ranks, shape.num_microbatches)
-        return rule.weights(self.weight_versions, shape.rank, *sizes)
 
 
 class OwnStages(Mapping[int, Stage]):
@@ -157,7 +186,7 @@ class OwnStages(Mapping[int, Stage]):
     @property
     def num_copies(self) -> tuple[int, ...]:
         """The most copies of its weights that each stage of the pipeline holds at a time."""
-        return self.maker.num_copies(self.shape)
+        return self.maker.options.num_copies(self.shape)
 
     @property
     def version_bytes(self) -> int:
@@ -187,7 +216,7 @@ class OwnStages(Mapping[int, Stage]):
         stages = stage_of_layers(self.shape.layers_per_stage)
         parts = self.maker.found.parts()
         own = [part for part in parts if stages[part.layer_index] in self]
-        return LayerProfiler(own, recorder, self.maker.half)
+        return LayerProfiler(own, recorder, self.maker.options.half)
 
     @contextmanager
     def detached(self) -> Iterator[None]:
@@ -233,5 +262,5 @@ class OwnStages(Mapping[int, Stage]):
     def _make_seam(self, found: Layers) -> ForwardInterceptor | StepInterceptor:
         if isinstance(found, WholeStep):
             return StepInterceptor()
-        sight = RemoteLayersView(found, self.maker.device)
+        sight = RemoteLayersView(found, self.maker.options.device)
         return ForwardInterceptor(found.module, sight, is_whole=self.shape.num_stages == 1)

@@ -17,6 +17,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums, TieLinks
 from lightning_dist.engine.planning.traffic import MessageKind, TrafficLedger
 from lightning_dist.engine.tensors.dtensor import local_part
@@ -94,8 +95,7 @@ class DryStep:
             split.layers,
             shape,
             channels.links,
-            layers=staged.root,
-            gradients=staged.gradients,
+            StageOptions(layers=staged.root, gradients=staged.gradients),
         )
         step = staged.wrap_step(self._training_step)
 

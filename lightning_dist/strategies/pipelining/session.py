@@ -20,6 +20,7 @@ from lightning_dist.engine.pipeline.connect import Channels, connect
 from lightning_dist.engine.pipeline.gradients import Gradients, HeldGradients
 from lightning_dist.engine.pipeline.loss import ReplicaWeights
 from lightning_dist.engine.pipeline.pipeline import OnComplete, Pipeline
+from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums, keep
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig
@@ -187,21 +188,24 @@ def open_session(
         if half is not None:
             weights = half.leave_to_stages(found, is_in_graph=gradients is not None)
         masters_dtype = None if weights is None else torch.float32
+        options = StageOptions(
+            weight_versions=config.weight_versions,
+            seed=run.seed,
+            device=run.device,
+            layers=layers,
+            gradients=gradients or (lambda _: HeldGradients(masters_dtype)),
+            predict=predict,
+            measure_discrepancy=logged is not None and logged.discrepancy,
+            half=weights,
+        )
         pipeline = Pipeline(
             found,
             shape,
             channels.links,
-            weight_versions=config.weight_versions,
-            seed=run.seed,
-            device=run.device,
+            options,
             rank=run.rank,
-            layers=layers,
-            gradients=gradients or (lambda _: HeldGradients(masters_dtype)),
             on_complete=run.complete_early,
             average_weight=ReplicaWeights(run.replicas).average,
-            predict=predict,
-            measure_discrepancy=logged is not None and logged.discrepancy,
-            half=weights,
             shared=tied.names,
         )
         if_it_fails.callback(pipeline.detach)

@@ -73,11 +73,14 @@ class WarmupProfile:
             maker.found,
             replace(trains.shape, schedule=schedule),
             trains.links,
-            seed=maker.seed,
-            device=maker.device,
+            replace(
+                maker.options,
+                weight_versions="stash",
+                layers=None,
+                predict=None,
+                measure_discrepancy=False,
+            ),
             rank=self._run.rank,
-            gradients=maker.gradients,
-            half=maker.half,
         )
 
     def _rehearse(

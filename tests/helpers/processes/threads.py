@@ -20,6 +20,7 @@ from lightning_dist.engine.comms.channel import MemoryChannel
 from lightning_dist.engine.pipeline.connect import connect_in_memory
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links
+from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.schedules.registry import PipelineShape
 
 Train = Callable[[nn.Sequential, Pipeline], Any]
@@ -72,7 +73,9 @@ def run_ranks(
         torch.set_num_threads(1)  # of this thread; more of them than cores wait for each other
         try:
             with turn:
-                pipeline = Pipeline(models[rank], shapes[rank], links[rank], **options)
+                pipeline = Pipeline(
+                    models[rank], shapes[rank], links[rank], StageOptions(**options)
+                )
                 results[rank] = train(models[rank], pipeline)
         except BaseException as error:
             failures.append(error)

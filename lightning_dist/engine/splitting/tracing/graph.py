@@ -137,14 +137,15 @@ def graph_of(program: ExportedProgram, canonical: Mapping[str, str]) -> TraceGra
     parameters = {canonical[str(s.target)] for _, s in held if s.kind.name == "PARAMETER"}
     others = {"USER_INPUT", "PARAMETER", "BUFFER"}
     body = [n for n in program.graph.nodes if n.op in ("call_function", "output")]
+    constants = {n: program.constants[str(s.target)] for n, s in pairs if s.kind.name not in others}
     return TraceGraph(
-        program.graph_module,
-        tuple(n for n, spec in pairs if spec.kind.name == "USER_INPUT"),
-        {n: canonical[str(spec.target)] for n, spec in held},
-        {n: program.constants[str(s.target)] for n, s in pairs if s.kind.name not in others},
-        frozenset(parameters),
-        tuple(n for n in body if n.target not in _DROPPED),
-        program.call_spec.out_spec,
+        root=program.graph_module,
+        inputs=tuple(n for n, spec in pairs if spec.kind.name == "USER_INPUT"),
+        names={n: canonical[str(spec.target)] for n, spec in held},
+        constants=constants,
+        parameters=frozenset(parameters),
+        body=tuple(n for n in body if n.target not in _DROPPED),
+        out_spec=program.call_spec.out_spec,
     )
 
 

@@ -68,16 +68,13 @@ def cut_graph(graph: TraceGraph, starts: Sequence[int], device: torch.device) ->
         returned = graph.body[-1].args[0] if is_last else tuple(alive[index + 1])
         used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
         held = [n for n in used if n in graph.names]
-        constants = [n for n in used if n in graph.constants]
-        code = _compile(
-            graph,
-            [n for n in nodes if n.op != "output"],
-            alive[index],
-            held,
-            constants,
-            returned,
-            device,
+        part = _Part(
+            nodes=[n for n in nodes if n.op != "output"],
+            given=[*alive[index], *held],
+            constants=[n for n in used if n in graph.constants],
+            returned=returned,
         )
+        code = _compile(graph, part, device)
         takes = tuple(graph.inputs.index(n) for n in alive[0]) if index == 0 else None
         names = tuple(graph.names[n] for n in held)
         segments.append(Segment(code, names, takes, graph.out_spec if is_last else None))
@@ -96,21 +93,30 @@ def _alive_before(graph: TraceGraph, parts: Sequence[Sequence[fx.Node]]) -> list
     return alive[::-1]
 
 
-def _compile(
-    graph: TraceGraph,
-    nodes: Sequence[fx.Node],
-    values: Sequence[fx.Node],
-    held: Sequence[fx.Node],
-    constants: Sequence[fx.Node],
-    returned: Any,
-    device: torch.device,
-) -> fx.GraphModule:
-    """Creates a module of some operations."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The operations of a layer.
+
+    Attributes:
+        nodes: The operations in order.
+        given: The values that the layer takes, parameters and buffers last.
+        constants: The constants that the operations use.
+        returned: A tree of the values that the layer returns.
+    """
+
+    nodes: Sequence[fx.Node]
+    given: Sequence[fx.Node]
+    constants: Sequence[fx.Node]
+    returned: Any
+
+
+def _compile(graph: TraceGraph, part: _Part, device: torch.device) -> fx.GraphModule:
+    """Creates a module of a layer's operations."""
     code = fx.Graph()
-    copies = {node: code.placeholder(node.name) for node in (*values, *held)}
+    copies = {node: code.placeholder(node.name) for node in part.given}
     here = code.placeholder("device")
     root: dict[str, Any] = {}
-    for node in constants:
+    for node in part.constants:
         root[node.name] = graph.constants[node]
         copies[node] = code.get_attr(node.name)
 
@@ -123,12 +129,12 @@ def _compile(
     def moved(leaf: Any) -> Any:
         return here if leaf == device and isinstance(leaf, torch.device) else leaf
 
-    for node in nodes:
+    for node in part.nodes:
         copy = code.node_copy(node, copy_of)
         copy.args, copy.kwargs = pytree.tree_map(moved, (copy.args, copy.kwargs))
         copy.meta = {}  # values of the example, and what it takes to make them
         copies[node] = copy
-    code.output(fx.node.map_arg(returned, copy_of))
+    code.output(fx.node.map_arg(part.returned, copy_of))
     return fx.GraphModule(root, code)
 
 

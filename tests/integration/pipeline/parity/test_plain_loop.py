@@ -17,6 +17,7 @@ from lightning_dist.engine.comms.sender import DistributedSender
 from lightning_dist.engine.pipeline.connect import connect
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links
+from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.tensors.tree import flatten
@@ -34,7 +35,7 @@ def train(
     net: Any, rank: int, links: Links, schedule: str, num_microbatches: int, **options: Any
 ) -> dict[str, Any]:
     shape = PipelineShape(schedule, num_microbatches, (4, 4), rank)
-    pipeline = Pipeline(net, shape, links, **options)
+    pipeline = Pipeline(net, shape, links, StageOptions(**options))
     optimizer = make_optimizer("sgd", net.parameters())
 
     def step(microbatch: Any) -> torch.Tensor:

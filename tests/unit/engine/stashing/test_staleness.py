@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links
+from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.stashing.prediction import extrapolated
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
@@ -50,7 +51,7 @@ def train(
     shape = PipelineShape(schedule, count, (1,) * NUM_STAGES, stage)
     optimizer = torch.optim.SGD(net[stage].parameters(), lr=0.2, momentum=0.9)
     predict = partial(extrapolated, optimizer) if predicts else None
-    pipeline = Pipeline(net, shape, links, predict=predict, **options)
+    pipeline = Pipeline(net, shape, links, StageOptions(predict=predict, **options))
     parameters = list(net.parameters())
     seen = Seen(stage_bytes=sum(p.nbytes for p in parameters))
 
