@@ -17,37 +17,100 @@
 # %% [markdown]
 # # Mixed precision
 #
+# Here is your LightningModule. To compute in 16 bits and lose nothing by it, add this to its
+# Trainer:
+#
+# ```python
+# callbacks=[MixedPrecision("bf16")]
+# ```
+#
 # Numbers in 16 bits take half the memory of those in 32, travel twice as fast, and modern devices
 # compute with them several times as fast. But they are coarse. This lesson shows what goes wrong
 # and the three remedies that together are called *mixed precision*. You will
 #
-# 1. see what 16 bits can hold, and what they lose;
-# 2. lose small updates, and save them with *master weights*;
-# 3. lose small gradients, and save them with *loss scaling*;
-# 4. write the whole scheme as a loop, and get the same weights from one callback;
-# 5. see that a pipeline's stash becomes half as large.
+# 1. train with the callback and without;
+# 2. see what 16 bits can hold, and what they lose;
+# 3. lose small updates, and save them with *master weights*;
+# 4. lose small gradients, and save them with *loss scaling*;
+# 5. write the whole scheme as a loop, and get the same weights from the callback;
+# 6. see that what a pipeline keeps of old weights becomes half as large.
 #
 # Two CPU cores are enough, and nothing needs the network. All numbers below are printed by code.
 # (A CPU is no faster with 16 bits. What is learned is the same as on a GPU, and that is our topic.)
 
 # %%
+# %%writefile train_in_16_bits.py
+import lightning as L
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dist import PipelineStrategy
+from lightning_dist.callbacks import MixedPrecision
+
+
+class Digits(L.LightningModule):
+    """Reads scanned digits; the loss is multiplied by a share, the learning rate divided by it."""
+
+    def __init__(self, rate=0.05, share=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        hidden = [nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()]
+        self.network = nn.Sequential(*hidden, nn.Linear(64, 10))
+        self.rate, self.share = rate, share
+
+    def training_step(self, batch, batch_idx):
+        """Computes the loss of a batch."""
+        images, labels = batch
+        return self.share * F.cross_entropy(self.network(images), labels)
+
+    def configure_optimizers(self):
+        """Makes the optimizer."""
+        return torch.optim.SGD(self.parameters(), lr=self.rate / self.share)
+
+
+def loader():
+    """Gives the same batches each time."""
+    digits = load_digits()
+    images = torch.tensor(digits.data / 16.0 - 0.3, dtype=torch.float32)
+    labels = torch.tensor(digits.target)
+    draws = torch.Generator().manual_seed(0)
+    picks = torch.cat([torch.randperm(len(images), generator=draws) for _ in range(4)])
+    return DataLoader(TensorDataset(images[picks], labels[picks]), 32)
+
+
+if __name__ == "__main__":  # the last part of the lesson
+    torch.set_num_threads(1)
+    for name, callbacks in {"fp32": [], "bf16": [MixedPrecision("bf16")]}.items():
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=PipelineStrategy(schedule="pipedream", log_staleness=True),
+            callbacks=callbacks,
+            max_steps=20,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Digits(), loader())
+        if trainer.is_global_zero:
+            stash = trainer.callback_metrics["stash_bytes/stage_0"]
+            print(f"{name}: {stash / 2**10:.1f} KiB")
+
+# %%
 import copy
-import csv
 import logging
-import subprocess
-import sys
-import tempfile
 import warnings
-from importlib.resources import files
-from pathlib import Path
 
 import lightning as L
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from train_in_16_bits import Digits, loader
 
 from lightning_dist.callbacks import MixedPrecision
 
@@ -57,7 +120,46 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 for message in (".*does not have many workers", ".*LeafSpec"):  # Lightning's, of no matter here
     warnings.filterwarnings("ignore", message=message)
 
+
+class Notes(L.Callback):
+    """Notes the loss of each batch, and the number by which it was multiplied."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.scales: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Digits, outputs: dict[str, Tensor], *_: object
+    ) -> None:
+        """Reads what is known behind the batch."""
+        self.losses.append(float(outputs["loss"]) / pl_module.share)
+        scale = trainer.callback_metrics.get("mixed_precision/loss_scale", torch.tensor(1.0))
+        self.scales.append(float(scale))
+
+
+def train(module: Digits, *callbacks: L.Callback, epochs: int = 1) -> Notes:
+    """Trains on one device."""
+    notes = Notes()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        callbacks=[*callbacks, notes],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader())
+    return notes
+
+
+for name, callbacks in {"fp32": [], "bf16": [MixedPrecision("bf16")]}.items():
+    print(f"{name}: loss of the last batch {train(Digits(), *callbacks).losses[-1]:.4f}")
+
 # %% [markdown]
+# Nearly the same loss, with half of the bits. That is not a matter of course.
+#
 # ## What do 16 bits hold?
 #
 # A floating-point number has an exponent, which sets the range, and a fraction, which sets how fine
@@ -106,53 +208,15 @@ print(f"in bf16, with a master copy: {float(half_copy):.4f}")
 #
 # ## Small gradients
 #
-# How small are gradients? We train a network on scanned digits for a while in `fp32` and look.
-# To make it hard, the loss is divided by 262,144 and the learning rate multiplied by it. That
-# is what happens if a loss is a mean over the pixels of an image of 512 x 512. In `fp32` it changes
-# nothing.
+# How small are gradients? We train for a while in `fp32` and look. To make it hard, the loss is
+# divided by 262,144 and the learning rate multiplied by it. That is what happens if a loss is a
+# mean over the pixels of an image of 512 x 512. In `fp32` it changes nothing.
 
 # %%
-digits = load_digits()
-images = torch.tensor(digits.data / 16.0 - 0.3, dtype=torch.float32)
-labels = torch.tensor(digits.target)
-draws = torch.Generator().manual_seed(0)
-picks = torch.cat([torch.randperm(len(images), generator=draws) for _ in range(4)])
-data = TensorDataset(images[picks], labels[picks])
-BATCH_SIZE, SHARE = 32, 2.0**-18
-RATE = 0.05 / SHARE
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Gives a loss as small as a mean over pixels."""
-    return SHARE * F.cross_entropy(logits, targets)
-
-
-def build() -> nn.Sequential:
-    """Builds the same network each time."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(64, 64),
-        nn.LayerNorm(64),
-        nn.Tanh(),
-        nn.Linear(64, 64),
-        nn.Tanh(),
-        nn.Linear(64, 10),
-    )
-
-
-def batches() -> DataLoader[tuple[Tensor, Tensor]]:
-    """Gives the same batches each time."""
-    return DataLoader(data, BATCH_SIZE)
-
-
-network = build()
-optimizer = torch.optim.SGD(network.parameters(), lr=RATE)
-for inputs, targets in batches():
-    optimizer.zero_grad()
-    loss_of(network(inputs), targets).backward()
-    optimizer.step()
-
-gradient = torch.cat([p.grad.flatten() for p in network.parameters()]).abs()
+SHARE = 2.0**-18
+module = Digits(share=SHARE)
+train(module)
+gradient = torch.cat([p.grad.flatten() for p in module.parameters()]).abs()
 gradient = gradient[gradient > 0]
 scale = 2.0**18
 
@@ -195,83 +259,32 @@ print(f"become zero in fp16: {lost:.2%}; with the loss scaled: {still_lost:.2%}"
 
 
 # %%
-def train_in_a_loop(dtype: torch.dtype) -> nn.Sequential:
+def train_in_a_loop(module: Digits, dtype: torch.dtype) -> None:
     """Trains with half-precision copies of fp32 masters; without a loss scale."""
-    masters = build()
-    optimizer = torch.optim.SGD(masters.parameters(), lr=RATE)
-    for inputs, targets in batches():
+    masters = module.network
+    optimizer = module.configure_optimizers()
+    for inputs, targets in loader():
         half = copy.deepcopy(masters).to(dtype)
         half[1] = copy.deepcopy(masters[1])  # the norm
         h = inputs.to(dtype)
         for layer in half:
             h = layer(h.float()).to(dtype) if isinstance(layer, nn.LayerNorm) else layer(h)
-        loss_of(h.float(), targets).backward()
+        (module.share * F.cross_entropy(h.float(), targets)).backward()
         for master, copied in zip(masters.parameters(), half.parameters(), strict=True):
             master.grad = copied.grad.float()
         optimizer.step()
-    return masters
 
 
-# %% [markdown]
-# The callback does the same under any strategy, to a module that knows nothing of it.
-
-
-# %%
-class Digits(L.LightningModule):
-    """Reads digits."""
-
-    def __init__(self, rate: float = RATE) -> None:
-        super().__init__()
-        self.network = build()
-        self.rate = rate
-        self.losses: list[float] = []
-        self.scales: list[float] = []
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Gives the loss of a batch, and notes it."""
-        inputs, targets = batch
-        loss = loss_of(self.network(inputs), targets)
-        self.losses.append(float(loss.detach()) / SHARE)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Makes the optimizer."""
-        return torch.optim.SGD(self.network.parameters(), lr=self.rate)
-
-
-class NoteScale(L.Callback):
-    """Notes the loss scale behind each batch."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Digits, *_: object) -> None:
-        """Reads what has been logged."""
-        scale = trainer.callback_metrics.get("mixed_precision/loss_scale")
-        pl_module.scales.append(float("nan") if scale is None else float(scale))
-
-
-def train(*callbacks: L.Callback, rate: float = RATE, epochs: int = 1) -> Digits:
-    """Trains with a Trainer."""
-    module = Digits(rate)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        callbacks=[*callbacks, NoteScale()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, batches())
-    return module
-
-
-by_hand = train_in_a_loop(torch.bfloat16)
-by_callback = train(MixedPrecision("bf16")).network
+by_hand, by_callback = Digits(), Digits()
+train_in_a_loop(by_hand, torch.bfloat16)
+train(by_callback, MixedPrecision("bf16"))
 pairs = zip(by_hand.parameters(), by_callback.parameters(), strict=True)
 print("the same weights, bit for bit:", all(torch.equal(a, b) for a, b in pairs))
 print("the module's parameters are the masters:", next(by_callback.parameters()).dtype)
 
 # %% [markdown]
+# The callback does the same under any strategy, to a module that knows nothing of it.
+#
 # ## What do the remedies buy?
 #
 # We train five times: in `fp32`; in `bf16` with and without masters; in `fp16` with a dynamic scale
@@ -279,21 +292,19 @@ print("the module's parameters are the masters:", next(by_callback.parameters())
 # beside the weights.
 
 # %%
-SMALL_RATE, EPOCHS = 0.01 / SHARE, 2
+SMALL_RATE, EPOCHS = 0.01, 2
+remedies = {
+    "fp32": [],
+    "bf16, masters": [MixedPrecision("bf16")],
+    "bf16, no masters": [MixedPrecision("bf16", master_weights=False)],
+    "fp16, masters, dynamic scale": [
+        MixedPrecision("fp16", initial_scale=2.0**40, growth_interval=100)
+    ],
+    "fp16, masters, no scale": [MixedPrecision("fp16", loss_scale=None)],
+}
 runs = {
-    "fp32": train(rate=SMALL_RATE, epochs=EPOCHS),
-    "bf16, masters": train(MixedPrecision("bf16"), rate=SMALL_RATE, epochs=EPOCHS),
-    "bf16, no masters": train(
-        MixedPrecision("bf16", master_weights=False), rate=SMALL_RATE, epochs=EPOCHS
-    ),
-    "fp16, masters, dynamic scale": train(
-        MixedPrecision("fp16", initial_scale=2.0**40, growth_interval=100),
-        rate=SMALL_RATE,
-        epochs=EPOCHS,
-    ),
-    "fp16, masters, no scale": train(
-        MixedPrecision("fp16", loss_scale=None), rate=SMALL_RATE, epochs=EPOCHS
-    ),
+    name: train(Digits(SMALL_RATE, SHARE), *callbacks, epochs=EPOCHS)
+    for name, callbacks in remedies.items()
 }
 looks = {
     "fp32": ("#000000", "-"),
@@ -305,7 +316,7 @@ looks = {
 
 
 def smooth(values: list[float], width: int = 20) -> Tensor:
-    """Takes running means."""
+    """Computes running means."""
     return torch.tensor(values).unfold(0, width, 1).mean(1)
 
 
@@ -339,55 +350,21 @@ plt.show()
 #
 # ## What it saves in a pipeline
 #
-# Under `schedule="pipedream"` a stage keeps old versions of its weights, see the lesson on
-# stashing. With `MixedPrecision` these versions *are* the half-precision copies, and no master is
-# ever copied. We train the GPT of the recipes on two processes, in `fp32` and in `bf16`, and read
-# what the stash takes on the first stage.
-
+# A *pipeline* has a part of the layers on each process, a *stage*. Under `schedule="pipedream"` a
+# stage keeps older versions of its weights, the *stash*; see the lesson on that. With
+# `MixedPrecision` these versions *are* the half-precision copies, and no master is ever copied. The
+# script from the beginning trains on two processes, with the callback and without, and prints what
+# the stash takes on the first stage.
 
 # %%
-def start(config: str, directory: str) -> subprocess.Popen[str]:
-    """Starts a training of a few batches."""
-    command = [
-        *(sys.executable, "-m", "recipes.train", "fit"),
-        f"--config={files('recipes') / 'configs' / config}.yaml",
-        "--trainer.strategy.init_args.log_staleness=true",
-        "--trainer.max_epochs=1",
-        "--trainer.limit_train_batches=8",
-        "--trainer.limit_val_batches=1",
-        "--trainer.log_every_n_steps=1",
-        "--trainer.enable_progress_bar=false",
-    ]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=directory, stdout=pipe, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def stash_in(metrics: Path) -> float:
-    """Gives the bytes of the first stage's stash."""
-    with metrics.open() as table:
-        column = [row["stash_bytes/stage_0"] for row in csv.DictReader(table)]
-    return max(float(value) for value in column if value)
-
-
-configs = {"fp32": "gpt_pipedream", "bf16": "gpt_pipedream_bf16"}
-with tempfile.TemporaryDirectory() as directory:
-    # Both at once, for nothing is timed here.
-    trainings = [start(config, directory) for config in configs.values()]
-    for (name, config), training in zip(configs.items(), trainings, strict=True):
-        printed, _ = training.communicate()
-        if training.returncode != 0:
-            raise RuntimeError(printed)
-        stash = stash_in(Path(directory, f"runs/{config}/version_0/metrics.csv"))
-        print(f"{name}: {stash / 2**20:.2f} MiB")
+# !python train_in_16_bits.py 2> messages.txt
 
 # %% [markdown]
-# Half of it. With more stages there are more versions: stage 0 of eight keeps seven old ones, at
-# two bytes per parameter instead of four.
+# About half of it: a norm stays in `fp32`. With more stages there are more versions: stage 0 of
+# eight keeps seven old ones, at two bytes per parameter instead of four.
 #
 # ## Try it
 #
 # - Set `keep_fp32=["loss"]` in `MixedPrecision`. Does the norm need `fp32` here?
-# - Set `SMALL_RATE` to `0.1 / SHARE`. Do the masters still matter?
+# - Set `SMALL_RATE` to 0.1. Do the masters still matter?
 # - Set `SHARE` to 1. Does `fp16` still need a scale here?

@@ -1,9 +1,10 @@
-"""Run the lessons; ``python -m tests.helpers.notebooks`` writes them anew with their outputs."""
+"""Run the lessons; ``python -m tests.helpers.notebooks [NAME ...]`` stores their outputs."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +23,7 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 STEP_BACK = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
 CELL_SECONDS = 120
 FOLDER = Path("notebooks")
-SOURCES = sorted(FOLDER.glob("*.py"))
+SOURCES = sorted(FOLDER.glob("[0-9]*.py"))  # others are scripts that a lesson has written
 
 
 def read_source(source: Path) -> NotebookNode:
@@ -34,8 +35,12 @@ def read_source(source: Path) -> NotebookNode:
 
 
 def own_environment() -> dict[str, str]:
-    """Gives this process's variables, without those of a launcher."""
-    return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    """Returns this process's variables without those of a launcher; its `python` is found first."""
+    found = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    return {
+        **found,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
 
 
 def execute(
@@ -74,9 +79,10 @@ def execute(
 
 
 def main() -> None:
-    for source in SOURCES:
+    for source in [source for source in SOURCES if not sys.argv[1:] or source.stem in sys.argv[1:]]:
         notebook = read_source(source)
-        execute(notebook, FOLDER, own_environment())
+        with TemporaryDirectory() as folder:
+            execute(notebook, Path(folder), own_environment())
         nbformat.write(notebook, source.with_suffix(".ipynb"))
 
 
