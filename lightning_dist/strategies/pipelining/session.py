@@ -84,16 +84,16 @@ def run_context(
             the update is due (2BW).
     """
     return RunContext(
-        strategy.mesh,
-        strategy.global_rank,
-        strategy.root_device,
-        strategy.seed,
-        strategy.timeout_seconds,
-        strategy.group("pp"),
-        strategy.data_group,
-        strategy.precision_plugin,
-        complete_gradients,
-        complete_early,
+        mesh=strategy.mesh,
+        rank=strategy.global_rank,
+        device=strategy.root_device,
+        seed=strategy.seed,
+        timeout_seconds=strategy.timeout_seconds,
+        stages=strategy.group("pp"),
+        replicas=strategy.data_group,
+        precision_plugin=strategy.precision_plugin,
+        complete_gradients=complete_gradients,
+        complete_early=complete_early,
     )
 
 
@@ -213,32 +213,34 @@ def open_session(
         last_rank = dist.get_process_group_ranks(run.stages)[shape.rank_of_stage[-1]]
         has_last = pipeline.stages.has_last
         metrics = StageMetrics(module, run.stages, run.replicas, last_rank, has_last)
-        session = Session(
-            run.mesh,
+        runner = StepRunner(
+            module,
             pipeline,
             channels,
             metrics,
-            StepRunner(
-                module,
-                pipeline,
-                channels,
-                metrics,
-                config.evaluation_microbatches(run.mesh.pp),
-                change_step,
-                _one if half is None else half.scale_of_next_batch,
-            ),
-            Updates(
-                module,
-                pipeline,
-                run.precision_plugin,
-                run.complete_gradients,
-                tied,
-                _ignore if log is None else log.post,
-                config.rate_correction(shape),
-            ),
+            evaluation_microbatches=config.evaluation_microbatches(run.mesh.pp),
+            change_step=change_step,
+            loss_scale=_one if half is None else half.scale_of_next_batch,
+        )
+        updates = Updates(
+            module,
+            pipeline,
+            run.precision_plugin,
             tied,
-            HookLog(module, run.stages, asynchronous=pipeline.asynchronous),
-            log,
+            complete_gradients=run.complete_gradients,
+            on_update=_ignore if log is None else log.post,
+            rate_correction=config.rate_correction(shape),
+        )
+        session = Session(
+            mesh=run.mesh,
+            pipeline=pipeline,
+            channels=channels,
+            metrics=metrics,
+            runner=runner,
+            updates=updates,
+            tied=tied,
+            hook_log=HookLog(module, run.stages, asynchronous=pipeline.asynchronous),
+            staleness_log=log,
         )
         if_it_fails.pop_all()
         return session

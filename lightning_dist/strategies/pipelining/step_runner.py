@@ -57,6 +57,7 @@ class StepRunner:
         pipeline: Pipeline,
         channels: Channels,
         metrics: StageMetrics,
+        *,
         evaluation_microbatches: int,
         change_step: Callable[[Callable[..., Any]], Callable[..., Any]],
         loss_scale: Callable[[], float],

@@ -24,9 +24,9 @@ class Updates:
         module: The user's module.
         pipeline: This rank's stages.
         precision_plugin: Runs the hooks, the clipping and the step.
+        tied: Sums the gradients of parameters that several stages use.
         complete_gradients: Called before each update with the rank's gradients in place, unless
             they were complete before.
-        tied: Sums the gradients of parameters that several stages use.
         on_update: Called at each update, when its staleness is known.
         rate_correction: Correction of learning rates for stale weights.
     """
@@ -36,8 +36,9 @@ class Updates:
         module: pl.LightningModule,
         pipeline: Pipeline,
         precision_plugin: Precision,
-        complete_gradients: Callable[[], None],
         tied: TiedSums,
+        *,
+        complete_gradients: Callable[[], None],
         on_update: Callable[[], None],
         rate_correction: RateCorrection | None = None,
     ) -> None:
