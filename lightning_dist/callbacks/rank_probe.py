@@ -107,14 +107,14 @@ class RankProbe:
         """The identity of this rank: host, device and place in the mesh."""
         rank, is_gpu = self._trainer.global_rank, self.device.type == "cuda"
         return RankPlace(
-            rank,
-            socket.gethostname(),
-            torch.cuda.get_device_name(self.device) if is_gpu else self.device.type,
-            str(self._trainer.precision),
-            self.mesh.coordinates(rank)["pp"],
-            self.mesh.data_index(rank),
-            type(self._strategy).__name__,
-            None if self.pipeline is None else self.pipeline.shape,
+            rank=rank,
+            host=socket.gethostname(),
+            device=torch.cuda.get_device_name(self.device) if is_gpu else self.device.type,
+            precision=str(self._trainer.precision),
+            stage_group=self.mesh.coordinates(rank)["pp"],
+            data_index=self.mesh.data_index(rank),
+            strategy=type(self._strategy).__name__,
+            shape=None if self.pipeline is None else self.pipeline.shape,
         )
 
     def barrier(self) -> None:

@@ -143,16 +143,16 @@ class RankWatch:
         measured = self._probe.measured(self._gradient_bytes, self._count)
         predicted = self._probe.predicted(measured, self._count)
         return RankRecord(
-            self._probe.place,
-            tuple(zip(ends, ends[1:], strict=False)),
-            _outside_validation(self._recorder.since(self._marks[0]), phases),
-            phases,
-            self._num_samples,
-            self._num_tokens,
-            self._count,
-            MemoryUse(measured, predicted, self._probe.allocated_bytes()),
-            self._exposure,
-            {} if self._layers is None else self._layers.profile().layers,
+            place=self._probe.place,
+            steps=tuple(zip(ends, ends[1:], strict=False)),
+            spans=_outside_validation(self._recorder.since(self._marks[0]), phases),
+            phases=phases,
+            num_samples=self._num_samples,
+            num_tokens=self._num_tokens,
+            count=self._count,
+            memory=MemoryUse(measured, predicted, self._probe.allocated_bytes()),
+            exposure=self._exposure,
+            layers={} if self._layers is None else self._layers.profile().layers,
         )
 
 

@@ -155,7 +155,16 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         shards = fully_shard(roots, module, new, data_mesh, sharding)
     names = [unit.name for unit in own]
     return ParallelModule(
-        module, roots, split, spread, names, shards, summary, sharding, plan, asked.is_manual
+        module=module,
+        roots=roots,
+        split=split,
+        spread=spread,
+        units=names,
+        shards=shards,
+        summary=summary,
+        sharding=sharding,
+        plan=plan,
+        is_manual=asked.is_manual,
     )
 
 

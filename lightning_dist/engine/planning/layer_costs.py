@@ -55,14 +55,14 @@ class LayerCosts:
                 output is the layer's.
         """
         return cls(
-            ", ".join(part.name for part in parts),
-            sum(part.forward_seconds for part in parts),
-            sum(part.backward_seconds for part in parts),
-            parts[-1].boundary_bytes,
-            sum(part.parameter_bytes for part in parts),
-            sum(part.activation_bytes for part in parts),
-            sum(part.resident_bytes for part in parts),
-            sum(part.version_bytes for part in parts),
+            name=", ".join(part.name for part in parts),
+            forward_seconds=sum(part.forward_seconds for part in parts),
+            backward_seconds=sum(part.backward_seconds for part in parts),
+            boundary_bytes=parts[-1].boundary_bytes,
+            parameter_bytes=sum(part.parameter_bytes for part in parts),
+            activation_bytes=sum(part.activation_bytes for part in parts),
+            resident_bytes=sum(part.resident_bytes for part in parts),
+            version_bytes=sum(part.version_bytes for part in parts),
         )
 
 
@@ -117,12 +117,12 @@ class StepCosts:
         own_forward, loss_forward = _split_off_loss([p.own_forward_seconds for p in profiles])
         own_backward, loss_backward = _split_off_loss([p.own_backward_seconds for p in profiles])
         return cls(
-            tuple(_mean_of(same) for same in layers),
-            own_forward,
-            own_backward,
-            loss_forward,
-            loss_backward,
-            median(profile.update_seconds for profile in profiles),
+            layers=tuple(_mean_of(same) for same in layers),
+            own_forward_seconds=own_forward,
+            own_backward_seconds=own_backward,
+            loss_forward_seconds=loss_forward,
+            loss_backward_seconds=loss_backward,
+            update_seconds=median(profile.update_seconds for profile in profiles),
         )
 
     def of_stages(self, layers_per_stage: Sequence[int]) -> StageCosts:

@@ -153,13 +153,13 @@ def summarise(
     for name, parameter in module.named_parameters():
         style, own = styles.get(name.rpartition(".")[0]), local_part(parameter)
         row = TensorRow(
-            with_stars(name),
-            1,
-            "" if style is None else style.value,
-            tuple(parameter.shape),
-            tuple(own.shape),
-            _placement(parameter),
-            own.numel() * own.element_size(),
+            pattern=with_stars(name),
+            count=1,
+            style="" if style is None else style.value,
+            shape=tuple(parameter.shape),
+            held=tuple(own.shape),
+            placement=_placement(parameter),
+            num_bytes=own.numel() * own.element_size(),
         )
         rows[row] = rows.get(row, 0) + 1
     return TensorSummary(

@@ -43,14 +43,14 @@ class Tape:
         """Returns the reference to a meta tensor; a new storage gets a number."""
         storage = tensor.untyped_storage()
         return Reference(
-            self._numbers.setdefault(storage, len(self._numbers)),
-            storage.nbytes(),
-            tensor.dtype,
-            tuple(tensor.size()),
-            tuple(map(int, tensor.stride())),
-            int(tensor.storage_offset()),
-            tensor.is_conj(),
-            tensor.is_neg(),
+            storage=self._numbers.setdefault(storage, len(self._numbers)),
+            num_bytes=storage.nbytes(),
+            dtype=tensor.dtype,
+            size=tuple(tensor.size()),
+            stride=tuple(map(int, tensor.stride())),
+            offset=int(tensor.storage_offset()),
+            is_conj=tensor.is_conj(),
+            is_neg=tensor.is_neg(),
         )
 
     def append(self, operation: Operation) -> None:
