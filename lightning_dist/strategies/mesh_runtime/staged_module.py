@@ -31,7 +31,12 @@ from lightning_dist.engine.splitting.cut import whole
 from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule, StepContext
 from lightning_dist.strategies.pipelining.checks import arguments_of_step
-from lightning_dist.strategies.pipelining.session import RunContext, Session, open_session
+from lightning_dist.strategies.pipelining.session import (
+    RunContext,
+    Session,
+    WrappedStages,
+    open_session,
+)
 from lightning_dist.strategies.pipelining.start_line import StartLine
 
 
@@ -91,9 +96,7 @@ class StagedModule(ShardedModule):
             self._split.layers_per_stage,
             self._config,
             run,
-            layers=self.root,
-            gradients=self.gradients,
-            change_step=self.wrap_step,
+            wrapped=WrappedStages(self.root, self.gradients, self.wrap_step),
         )
 
     @override

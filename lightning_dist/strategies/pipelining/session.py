@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -98,6 +98,22 @@ def run_context(
 
 
 @dataclass(frozen=True, slots=True)
+class WrappedStages:
+    """How stages run whose layers have been wrapped, for example sharded.
+
+    Attributes:
+        layers: Returns the module that runs a stage's layers.
+        gradients: Creates the holder of a stage's gradients until an update. Autograd runs the
+            parameters' hooks in each backward.
+        change_step: Wraps each of the user's steps.
+    """
+
+    layers: Callable[[int], nn.Module]
+    gradients: Callable[[int], Gradients]
+    change_step: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class Session:
     """The parts of a pipeline during a run.
 
@@ -150,11 +166,9 @@ def open_session(
     config: PipelineConfig,
     run: RunContext,
     *,
-    layers: Callable[[int], nn.Module] | None = None,
-    gradients: Callable[[int], Gradients] | None = None,
+    wrapped: WrappedStages | None = None,
     optimizer: Optimizer | None = None,
     logged: LoggedStaleness | None = None,
-    change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
 ) -> Session:
     """Creates the parts of a pipeline. Collective: every rank must call it.
 
@@ -166,12 +180,9 @@ def open_session(
         layers_per_stage: The partition.
         config: The arguments of the pipeline.
         run: The context of the run.
-        layers: Returns the module that runs a stage's layers, if the layers have been wrapped.
-        gradients: Creates the holder of a stage's gradients until an update; by default
-            ``HeldGradients``.
+        wrapped: How the stages run; None runs the layers as they are.
         optimizer: The optimizer of this rank's parameters; None if nothing is trained.
         logged: The staleness values to log; None for none.
-        change_step: Wraps each of the user's steps.
     """
     predict = config.prediction(optimizer)  # first, for it may refuse
     shape = config.shape(run.mesh, run.rank, layers_per_stage)
@@ -179,25 +190,25 @@ def open_session(
     channels = _connect(ties, shape, run)
     with ExitStack() as if_it_fails:
         if_it_fails.callback(channels.close)
-        # Where `gradients` are made elsewhere, autograd has run the hooks in each backward.
-        change = partial(_run_hooks, found.module) if gradients is None else keep
+        change = partial(_run_hooks, found.module) if wrapped is None else keep
         tied = TiedSums(ties, shape.rank_of_stage, shape.rank, channels.ties, change)
         tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
         half = half_precision_of(run.precision_plugin)
         weights = None
         if half is not None:
-            weights = half.leave_to_stages(found, is_in_graph=gradients is not None)
+            weights = half.leave_to_stages(found, is_in_graph=wrapped is not None)
         masters_dtype = None if weights is None else torch.float32
         options = StageOptions(
             weight_versions=config.weight_versions,
             seed=run.seed,
             device=run.device,
-            layers=layers,
-            gradients=gradients or (lambda _: HeldGradients(masters_dtype)),
+            gradients=lambda _: HeldGradients(masters_dtype),
             predict=predict,
             measure_discrepancy=logged is not None and logged.discrepancy,
             half=weights,
         )
+        if wrapped is not None:
+            options = replace(options, layers=wrapped.layers, gradients=wrapped.gradients)
         pipeline = Pipeline(
             found,
             shape,
@@ -219,7 +230,7 @@ def open_session(
             channels,
             metrics,
             evaluation_microbatches=config.evaluation_microbatches(run.mesh.pp),
-            change_step=change_step,
+            change_step=_unchanged if wrapped is None else wrapped.change_step,
             loss_scale=_one if half is None else half.scale_of_next_batch,
         )
         updates = Updates(
@@ -254,6 +265,10 @@ def _connect(ties: Sequence[Tie], shape: PipelineShape, run: RunContext) -> Chan
 
 def _run_hooks(module: nn.Module, name: str, gradient: Tensor) -> Tensor | None:
     return with_hooks(module.get_parameter(name), gradient)
+
+
+def _unchanged(step: Callable[..., Any]) -> Callable[..., Any]:
+    return step
 
 
 def _one() -> float:
