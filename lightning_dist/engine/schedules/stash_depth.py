@@ -47,18 +47,17 @@ def num_copies(
     """
     schedules, homes = find_schedules(shape.schedule), shape.rank_of_stage
     rule, num_ranks, size = schedules.update_rule, shape.num_ranks, shape.num_microbatches
+    used = [rule.weights(weight_versions, rank, num_ranks, size) for rank in homes]
+    if any(weights.of_backward is not BackwardWeights.STASHED for weights in used):
+        return (0,) * shape.num_stages
     num_batches = rule.lag(num_ranks, size) + rule.steady_batches(shape.num_stages, size)
     schedule = add_updates(schedules.build(homes, size, num_batches))
 
     def of_stage(stage: int) -> int:
-        rank = homes[stage]
-        weights = rule.weights(weight_versions, rank, num_ranks, size)
-        if weights.of_backward is not BackwardWeights.STASHED:
-            return 0
-        count: _Count = partial(_most_stashed, age=weights.age)
+        count: _Count = partial(_most_stashed, age=used[stage].age)
         if predicts:
             count = partial(_most_predicted, size=schedule.microbatches_per_update)
-        return count([a for a in schedule.ranks[rank] if a.stage_index == stage])
+        return count([a for a in schedule.ranks[homes[stage]] if a.stage_index == stage])
 
     return tuple(map(of_stage, range(shape.num_stages)))
 

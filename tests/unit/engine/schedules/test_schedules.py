@@ -259,28 +259,6 @@ def test_sizes_below_one_are_refused(sizes: tuple[int, int]) -> None:
         build_schedule("zigzag", num_stages=2, num_microbatches=2)
 
 
-@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
-@given(n=stages, extra=st.integers(0, 3), batches=st.integers(1, 20), data=st.data())
-@quick
-def test_rounds_and_drain_are_the_whole_schedule(
-    name: str, n: int, extra: int, batches: int, data: st.DataObject
-) -> None:
-    rank = data.draw(st.integers(0, n - 1))
-    m = 1 if name == "pipedream" else max(1, n - 1 + extra)
-    family = find_schedules(name)
-    homes = family.rank_of_stage(n)
-    stream = Stream(family, homes, num_microbatches=m, rank=rank)
-    whole = lower(family.build(homes, m, batches))
-    rounds = [action for k in range(batches) for action in stream.round(k)]
-    drain = [action for part in stream.drain(batches) for action in part]
-    assert tuple(rounds + drain) == whole.ranks[rank]
-    assert all(part[-1].kind is ActionKind.STEP for part in stream.drain(batches))
-    assert len(stream.drain(batches)) == min(batches, stream.delay)
-    for k in range(batches):
-        steps = [a.microbatch_index for a in stream.round(k) if a.kind is ActionKind.STEP]
-        assert steps == ([k - stream.delay] if k >= stream.delay else [])
-
-
 def test_a_synchronous_round_is_the_whole_schedule() -> None:
     family = find_schedules("gpipe")
     stream = Stream(family, family.rank_of_stage(3), num_microbatches=4, rank=1)

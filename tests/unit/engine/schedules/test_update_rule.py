@@ -70,7 +70,7 @@ def test_under_vertical_sync_each_stage_is_as_stale_as_the_first(rank: int) -> N
 
 
 @pytest.mark.parametrize("family", ASYNCHRONOUS, ids=lambda family: family.name)
-@given(n=st.integers(1, 7), extra=st.integers(0, 4), batches=st.integers(1, 9), data=st.data())
+@given(n=st.integers(1, 8), extra=st.integers(0, 3), batches=st.integers(1, 12), data=st.data())
 @settings(max_examples=60)
 def test_rounds_and_drain_are_the_whole_schedule(
     family: ScheduleFamily, n: int, extra: int, batches: int, data: st.DataObject
