@@ -16,6 +16,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "mathml",
+    "page_titles",
 ]
 root_doc = "docs/index"
 include_patterns = [
@@ -38,6 +39,7 @@ autodoc_inherit_docstrings = False  # Lightning's hooks are documented there
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
+napoleon_use_ivar = True  # attributes are a list, as parameters are
 python_maximum_signature_line_length = 80
 python_display_short_literal_types = True
 

@@ -177,7 +177,7 @@ class Manual(WrapPolicy):
 
     @property
     def is_manual(self) -> bool:
-        """Whether the module has sharded itself: True."""
+        """True, because the module has sharded itself."""
         return True
 
     def choose(self, module: nn.Module) -> list[Unit]:

@@ -104,7 +104,7 @@ class ShardedStrategy(DataParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Torch's mesh of the data axes: ``dp_shard``, behind ``dp_replicate`` with replicas.
+        """Torch's mesh of the data axes, with ``dp_shard`` behind ``dp_replicate`` if there is one.
 
         A ``configure_model`` that calls ``fully_shard`` itself needs it (``wrap="manual"``).
         """
