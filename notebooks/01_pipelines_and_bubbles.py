@@ -86,8 +86,8 @@ if __name__ == "__main__":
     trainer.fit(LanguageModel(), DataLoader(TensorDataset(tokens), batch_size=32))
 
 # %% [markdown]
-# A process cannot be cut in two, so the script runs outside of this notebook, as in a terminal. It
-# starts its second process by itself.
+# A notebook is one process, and a pipeline takes several. So the script runs outside, as in a
+# terminal. It starts its second process by itself.
 
 # %%
 # !python train_gpt.py 1f1b 2> messages.txt

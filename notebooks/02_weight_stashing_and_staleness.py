@@ -104,8 +104,8 @@ if __name__ == "__main__":
         trainer.save_checkpoint(f"{weight_versions}.ckpt")
 
 # %% [markdown]
-# A process cannot be cut in two, so the script runs outside of this notebook, as in a terminal. It
-# starts its second process by itself.
+# A notebook is one process, and a pipeline takes several. So the script runs outside, as in a
+# terminal. It starts its second process by itself.
 
 # %%
 import copy

@@ -100,9 +100,9 @@ if __name__ == "__main__":
     trainer.fit(Lopsided(), DataLoader(TensorDataset(x, x % 64), 16))
 
 # %% [markdown]
-# A process cannot be cut in two, so the script runs outside of this notebook, as in a terminal. It
-# starts its second process by itself. The callback looks at some batches now and then, and reports.
-# In the report *forward* and *backward* are of one micro-batch, a slice of the batch.
+# A notebook is one process, and a pipeline takes several. So the script runs outside, as in a
+# terminal. It starts its second process by itself. The callback looks at some batches now and then,
+# and reports. In the report *forward* and *backward* are of one micro-batch, a slice of the batch.
 
 # %%
 # !python train_lopsided.py report 2> messages.txt

@@ -1,26 +1,92 @@
-"""The page of schedules draws them as they are."""
+"""The pages draw schedules as they are, and call what exists with arguments that exist."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_dist.engine.schedules import build_schedule
-from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES
+import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
+import lightning_dist
+from lightning_dist import callbacks, wrap
+from lightning_dist.engine.parallelize import ShardConfig
+from lightning_dist.engine.planning import partition_layers
+from lightning_dist.engine.schedules import StageCosts, build_schedule
+from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 DRAWN = re.compile(
     r'```python\nbuild_schedule\("(?P<name>\w+)", (?P<sizes>.*)\)\.format_grid\(\)\n```\n\n'
     r"```text\n(?P<grid>(.+\n)+)```",
 )
+CALLABLES = {
+    **{
+        name: getattr(module, name)
+        for module in (lightning_dist, callbacks, wrap)
+        for name in module.__all__
+    },
+    **{it.__name__: it for it in (PipelineConfig, ShardConfig, TensorConfig, StageCosts)},
+    **{it.__name__: it for it in (build_schedule, partition_layers)},
+}
 
 
 def test_the_page_of_schedules_draws_each_as_the_code_does() -> None:
     shown, drawn = {}, {}
-    for match in DRAWN.finditer(PAGE.read_text(encoding="utf-8")):
+    for match in DRAWN.finditer((ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")):
         name = match["name"]
         sizes = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", match["sizes"])}
         shown[name] = match["grid"].rstrip("\n")
         drawn[name] = build_schedule(name, **sizes).format_grid()
     assert shown == drawn
     assert set(shown) == set(SCHEDULE_NAMES)
+
+
+def snippets(page: str) -> Iterator[str]:
+    """Yields the Python of a page: blocks, new lines of a diff, and what stands in a line.
+
+    Of a table's row it is the last cell: the first one of a migration page names other packages.
+    """
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            yield block
+        if language == "diff":
+            yield "\n".join(line[2:] for line in block.splitlines() if not line.startswith("-"))
+    for line in re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL).splitlines():
+        yield from re.findall(r"`([^`]+)`", line.strip("| ").rpartition("|")[2])
+
+
+def calls(snippet: str) -> Iterator[ast.Call]:
+    try:
+        tree = ast.parse(snippet)
+    except SyntaxError:  # a path, an argument, a shell's line
+        return
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in CALLABLES
+        ):
+            yield node
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_calls_in_a_page_have_arguments_that_exist(path: Path) -> None:
+    for snippet in snippets(path.read_text(encoding="utf-8")):
+        for call in calls(snippet):
+            target = CALLABLES[call.func.id]
+            positional = [ast.unparse(argument) for argument in call.args]
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            inspect.signature(target).bind_partial(*positional, **keywords)  # a TypeError names it
+            try:
+                values = [ast.literal_eval(argument) for argument in call.args]
+                named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+            except ValueError:  # not literals
+                continue
+            if ... not in [*values, *named.values()]:
+                target(*values, **named)
