@@ -89,8 +89,8 @@ if __name__ == "__main__":
 # A notebook is one process, and a pipeline takes several. So the script runs outside, as in a
 # terminal. It starts its second process by itself.
 
-# %%
-# !python train_gpt.py 1f1b 2> messages.txt
+# %% language="bash"
+# python train_gpt.py 1f1b 2> messages.txt
 
 # %% [markdown]
 # Ten batches were timed. `StepProfiler` also tells which bubble the schedule alone would have, if
@@ -299,8 +299,8 @@ plt.show()
 # So much for theory. The first run took the default of four micro-batches for each rank, eight.
 # Now the same script takes the other schedule.
 
-# %%
-# !python train_gpt.py pipedream 2> messages.txt
+# %% language="bash"
+# python train_gpt.py pipedream 2> messages.txt
 
 # %% [markdown]
 # `StepProfiler` has written what each rank did when. Here is the middle of both runs.

@@ -107,6 +107,9 @@ if __name__ == "__main__":
 # A notebook is one process, and a pipeline takes several. So the script runs outside, as in a
 # terminal. It starts its second process by itself.
 
+# %% language="bash"
+# python train_digits.py 2> messages.txt
+
 # %%
 import copy
 import csv
@@ -126,7 +129,6 @@ from lightning_dist.engine.schedules import build_schedule
 
 # %matplotlib inline
 torch.set_num_threads(1)
-# !python train_digits.py 2> messages.txt
 
 with Path("logs/stash/metrics.csv").open() as table:
     rows = [row for row in csv.DictReader(table) if row["staleness/stage_0"]]

@@ -104,8 +104,8 @@ if __name__ == "__main__":
 # terminal. It starts its second process by itself. The callback looks at some batches now and then,
 # and reports. In the report *forward* and *backward* are of one micro-batch, a slice of the batch.
 
-# %%
-# !python train_lopsided.py report 2> messages.txt
+# %% language="bash"
+# python train_lopsided.py report 2> messages.txt
 
 # %% [markdown]
 # The model deceives a count of parameters, by which it was cut. At the end of the run the callback
@@ -192,8 +192,8 @@ print(f"as many layers for each, [3, 3, 2]: {slowest([3, 3, 2])}")
 # state, and training goes on. The run afterwards is, bit for bit, the one that you would get by
 # restarting from a checkpoint with the other partition.
 
-# %%
-# !python train_lopsided.py rebalance 2> messages.txt
+# %% language="bash"
+# python train_lopsided.py rebalance 2> messages.txt
 
 # %% [markdown]
 # Each report ends with how long a step really took. Compare the second one with the first, and with

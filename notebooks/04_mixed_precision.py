@@ -356,8 +356,8 @@ plt.show()
 # script from the beginning trains on two processes, with the callback and without, and prints what
 # the stash takes on the first stage.
 
-# %%
-# !python train_in_16_bits.py 2> messages.txt
+# %% language="bash"
+# python train_in_16_bits.py 2> messages.txt
 
 # %% [markdown]
 # About half of it: a norm stays in `fp32`. With more stages there are more versions: stage 0 of
