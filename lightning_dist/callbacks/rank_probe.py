@@ -74,7 +74,6 @@ class RankProbe:
         mesh: The sizes of the mesh; foreign strategies are taken for replicas only.
         device: The device that this rank computes on.
         pipeline: This rank's stages; None without a pipeline.
-        in_memory: Count of the stages' messages that go through shared memory.
         group: A gloo group of all ranks, for this probe alone; None if there is one rank.
     """
 
@@ -86,7 +85,6 @@ class RankProbe:
         self.device: torch.device = strategy.root_device
         session = session_of(strategy)
         self.pipeline = None if session is None else session.pipeline
-        self.in_memory = None if session is None else session.channels.in_memory
         self.group: dist.ProcessGroup | None = None
         if trainer.world_size > 1:
             self.group = (

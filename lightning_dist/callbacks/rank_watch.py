@@ -42,9 +42,7 @@ class RankWatch:
         self._recorder = found or Recorder(trainer.global_rank, probe.device)
         users = profiler_of(trainer)
         self.loop = LoopProfiler(users, self._recorder, records_steps=found is None)
-        self._counter: StepCounter | None = StepCounter(
-            probe.mesh, module.parameters(), probe.in_memory
-        )
+        self._counter: StepCounter | None = StepCounter(probe.mesh, module.parameters())
         pipeline = probe.pipeline
         self._layers: LayerProfiler | None = None
         is_traced = isinstance(users, PyTorchProfiler)  # torch runs one at a time

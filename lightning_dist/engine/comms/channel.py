@@ -1,6 +1,6 @@
 """The protocols of both ends of a channel between two stages, on any transport.
 
-A message is a tree of tensors with a tag, the *port*, on whose meaning sender and receiver agree.
+A message is a tree of tensors with a tag, on whose meaning sender and receiver agree.
 Stages on one rank share its channels, and only the tag says which stage a message is for. A thread
 that learns that the other end is gone, or that the whole run has failed, wakes the receiver with
 :meth:`Receiver.interrupt`.
@@ -31,7 +31,7 @@ class ChannelClosedError(PeerLostError):
 class Sender(Protocol):
     """The near end of a channel out of this process."""
 
-    def send(self, tree: Any, *, port: int = 0) -> None:
+    def send(self, tree: Any, *, tag: int = 0) -> None:
         """Sends a tree; returns at once."""
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The near end of a channel into this process."""
 
-    def receive(self, *, port: int = 0) -> Any:
+    def receive(self, *, tag: int = 0) -> Any:
         """Waits for the next tree with a tag."""
 
     def interrupt(self, error: BaseException) -> None:
@@ -57,11 +57,11 @@ class Message:
 
     Attributes:
         tree: The tree that was sent.
-        port: Tag of the tree.
+        tag: Tag of the tree.
     """
 
     tree: Any
-    port: int
+    tag: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +82,18 @@ class Inbox:
         self._take = take
         self._waiting: dict[int, deque[Message]] = {}
 
-    def next(self, port: int) -> Message:
+    def next(self, tag: int) -> Message:
         """Waits for the next message with a tag, and keeps messages with other tags for later.
 
         Args:
-            port: The tag.
+            tag: The tag.
         """
-        while not self._waiting.get(port):
+        while not self._waiting.get(tag):
             message = self._take()
-            self._waiting.setdefault(message.port, deque()).append(message)
-        found = self._waiting[port].popleft()
-        if not self._waiting[port]:
-            del self._waiting[port]
+            self._waiting.setdefault(message.tag, deque()).append(message)
+        found = self._waiting[tag].popleft()
+        if not self._waiting[tag]:
+            del self._waiting[tag]
         return found
 
 
@@ -104,15 +104,15 @@ class MemoryChannel:
         self._messages: queue.SimpleQueue[Message | Failed] = queue.SimpleQueue()
         self._inbox = Inbox(self._take)
 
-    def send(self, tree: Any, *, port: int = 0) -> None:
+    def send(self, tree: Any, *, tag: int = 0) -> None:
         """Sends a tree, with its tensors detached."""
         tensors, skeleton = flatten(tree)
         cut = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        self._messages.put(Message(unflatten(cut, skeleton), port))
+        self._messages.put(Message(unflatten(cut, skeleton), tag))
 
-    def receive(self, *, port: int = 0) -> Any:
+    def receive(self, *, tag: int = 0) -> Any:
         """Waits for the next tree with a tag."""
-        return self._inbox.next(port).tree
+        return self._inbox.next(tag).tree
 
     def _take(self) -> Message:
         message = self._messages.get()

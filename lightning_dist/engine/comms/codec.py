@@ -6,13 +6,11 @@ know which do: an identity layer returns its input, and the user may keep a pred
 the pool asks the interpreter: a buffer is a Python object to which each tensor on it holds a
 reference. A buffer without such references is free.
 
-:class:`MessageSchema` describes the messages of a channel.
+:class:`TreeReader` turns packets into trees.
 
 A transport that fixes its shapes from the first micro-batch gives silently wrong gradients for
-uneven ones. Here each message may differ from the one before. On the socket the schema precedes the
-first message that differs. In shared memory each packet comes with its schema.
-
-:class:`TreeReader` turns packets into trees.
+uneven ones. Here each message may differ from the one before. The schema of a message, its tree
+without tensors and the tensors' infos, precedes the first message that differs.
 """
 
 from __future__ import annotations
@@ -20,13 +18,11 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lightning_dist.engine.comms.packet import Memory, PacketLayout, TensorInfo
-from lightning_dist.engine.comms.shared_ring import Offer
 from lightning_dist.engine.tensors.tree import unflatten
 
 
@@ -83,21 +79,8 @@ class BufferPool:
         return buffers[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class MessageSchema:
-    """The schema of the next messages.
-
-    Attributes:
-        content: The tree without its tensors and the tensors' infos, pickled.
-        offer: The offer of shared memory, if there is any.
-    """
-
-    content: bytes
-    offer: Offer | None = None
-
-
-def content_of(skeleton: Any, infos: Sequence[TensorInfo]) -> bytes:
-    """Returns the content of a schema.
+def schema_of(skeleton: Any, infos: Sequence[TensorInfo]) -> bytes:
+    """Returns the schema of a message.
 
     Args:
         skeleton: A tree without its tensors.
@@ -106,22 +89,12 @@ def content_of(skeleton: Any, infos: Sequence[TensorInfo]) -> bytes:
     return pickle.dumps((skeleton, list(infos)))
 
 
-def read_content(content: bytes) -> tuple[Any, list[TensorInfo]]:
-    """Returns a tree without its tensors, and the tensors' infos.
-
-    Args:
-        content: Content of a schema.
-    """
-    found: tuple[Any, list[TensorInfo]] = pickle.loads(content)
-    return found
-
-
-NO_FORM = MessageSchema(content_of(None, []))
+NO_SCHEMA = schema_of(None, [])
 """The schema with which both ends of a new channel begin."""
 
 
 class TreeReader:
-    """Reads packets from the socket or from shared memory; for one thread.
+    """Turns the packets of a channel into trees; for one thread.
 
     Args:
         device: Device of the trees' tensors.
@@ -133,19 +106,17 @@ class TreeReader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = BufferPool()
-        self._content = NO_FORM.content
         self._skeleton: Any = None
         self.layout = PacketLayout()
 
-    def expect(self, content: bytes) -> None:
+    def expect(self, schema: bytes) -> None:
         """Sets the schema of the next packets.
 
         Args:
-            content: Content of the schema.
+            schema: The schema.
         """
-        if content != self._content:
-            self._skeleton, infos = read_content(content)
-            self._content, self.layout = content, PacketLayout(infos)
+        self._skeleton, infos = pickle.loads(schema)
+        self.layout = PacketLayout(infos)
 
     def take_memory(self) -> Memory:
         """Returns memory for the next packet."""

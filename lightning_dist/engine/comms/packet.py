@@ -3,8 +3,7 @@
 The cost of a small message is not its bytes but the threads that it wakes. For each separate piece
 the sender makes a system call, and the receiver's network thread and a waiting thread wake up. A
 header of three integers took as long as the following quarter of a megabyte. So the header and all
-tensors are copied into one packet, which takes a tenth of that, and travel together. Or the packet
-lies in :mod:`memory that both ends share <.comms.shared_ring>`.
+tensors are copied into one packet, which takes a tenth of that, and travel together.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 Memory = npt.NDArray[np.uint8]
 """A run of bytes that can be written to."""
 
-_LEAD = struct.Struct("<4q")
+_HEADER = struct.Struct("<3q")
 # Each tensor begins at a multiple of this: a cache line, and a multiple of any number's size.
 _ALIGNMENT = 64
 
@@ -62,7 +61,7 @@ class PacketKind(IntEnum):
 
     TREE = 0
     """A tree, in this packet."""
-    FORM = 1
+    SCHEMA = 1
     """The schema of the packets from now on, which comes next."""
     CLOSE = 2
     """The end of the channel."""
@@ -73,16 +72,14 @@ class PacketHeader:
     """The header of a packet.
 
     Attributes:
-        notice: What the header announces.
-        number: Number of messages that the sender has sent before.
-        num_bytes: Bytes of the schema, if one comes with the packet or next.
-        port: Tag of the tree, which names its receiving stage and micro-batch.
+        kind: What the header announces.
+        num_bytes: Bytes of the schema, if one comes next.
+        tag: Tag of the tree, which names its receiving stage and micro-batch.
     """
 
-    notice: PacketKind
-    number: int = 0
+    kind: PacketKind
     num_bytes: int = 0
-    port: int = 0
+    tag: int = 0
 
 
 class PacketLayout:
@@ -99,7 +96,7 @@ class PacketLayout:
     def __init__(self, infos: Sequence[TensorInfo] = ()) -> None:
         self.infos = tuple(infos)
         self.begins: list[int] = []
-        self.num_bytes = _aligned(_LEAD.size)
+        self.num_bytes = _aligned(_HEADER.size)
         for info in self.infos:
             self.begins.append(self.num_bytes)
             self.num_bytes = _aligned(self.num_bytes + info.num_bytes)
@@ -122,14 +119,14 @@ class PacketLayout:
                 yield flat.view(info.shape)
 
 
-def write_lead(memory: Memory, lead: PacketHeader) -> None:
+def write_header(memory: Memory, header: PacketHeader) -> None:
     """Writes the header into a packet.
 
     Args:
         memory: Memory of the packet.
-        lead: The header.
+        header: The header.
     """
-    _LEAD.pack_into(memory.data, 0, lead.notice, lead.number, lead.num_bytes, lead.port)
+    _HEADER.pack_into(memory.data, 0, header.kind, header.num_bytes, header.tag)
 
 
 def fill(layout: PacketLayout, memory: Memory, tensors: Sequence[Tensor]) -> None:
@@ -144,14 +141,14 @@ def fill(layout: PacketLayout, memory: Memory, tensors: Sequence[Tensor]) -> Non
         place.copy_(tensor.detach())
 
 
-def read_lead(memory: Memory) -> PacketHeader:
+def read_header(memory: Memory) -> PacketHeader:
     """Returns the header of a packet.
 
     Args:
         memory: Memory of the packet.
     """
-    notice, number, num_bytes, port = _LEAD.unpack_from(memory.data)
-    return PacketHeader(PacketKind(notice), number, num_bytes, port)
+    kind, num_bytes, tag = _HEADER.unpack_from(memory.data)
+    return PacketHeader(PacketKind(kind), num_bytes, tag)
 
 
 def as_bytes(memory: Memory) -> Tensor:

@@ -12,7 +12,6 @@ GPU are staged through pinned host memory.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import queue
 import threading
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.engine.comms.channel import PeerLostError
-from lightning_dist.engine.comms.codec import NO_FORM, MessageSchema, content_of
+from lightning_dist.engine.comms.codec import NO_SCHEMA, schema_of
 from lightning_dist.engine.comms.packet import (
     Memory,
     PacketHeader,
@@ -32,10 +31,8 @@ from lightning_dist.engine.comms.packet import (
     PacketLayout,
     TensorInfo,
     fill,
-    write_lead,
+    write_header,
 )
-from lightning_dist.engine.comms.shared_slots import SharedRoom, shared_bytes, write_shared
-from lightning_dist.engine.planning.traffic import MessageCount
 from lightning_dist.engine.tensors.tree import flatten
 
 # A thread that outlives this has a peer that died without closing its connection.
@@ -53,20 +50,13 @@ class DistributedSender:
     Args:
         group: The communicator of this direction.
         peer: Global rank of the receiver.
-        in_memory: Counts the messages through memory that both ends share.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, peer: int, in_memory: MessageCount | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self._group = group
-        self._in_memory = MessageCount() if in_memory is None else in_memory
         self._peer = peer
-        self._number = 0
-        self._content, self._layout = NO_FORM.content, PacketLayout()
         # The schema that the receiver knows, and the layout for which it has posted a receive.
-        self._form, self._awaited = NO_FORM, PacketLayout()
-        self._room = SharedRoom()
+        self._schema, self._layout = NO_SCHEMA, PacketLayout()
         # A tensor must live until it is sent. Only a wait can tell whether it is, so a separate
         # thread waits. The sending itself begins in `send`, where no thread has to wake up first.
         self._pending: queue.SimpleQueue[tuple[list[dist.Work], list[Tensor]] | _Closed] = (
@@ -76,61 +66,44 @@ class DistributedSender:
         self._thread = threading.Thread(target=self._reap, name=f"send-to-{peer}", daemon=True)
         self._thread.start()
 
-    def send(self, tree: Any, *, port: int = 0) -> None:
+    def send(self, tree: Any, *, tag: int = 0) -> None:
         """Sends a tree; returns at once.
 
         Args:
             tree: Any tree; its tensors may be written to afterwards.
-            port: Tag of the tree, any integer of 63 bits.
+            tag: Tag of the tree, any integer of 63 bits.
 
         Raises:
             PeerLostError: The receiver is gone.
         """
         try:
-            self._send(tree, port)
+            self._send(tree, tag)
         except (KeyboardInterrupt, SystemExit) as error:
             # It is unknown how much of the message has left, so nothing can follow it, not even a
             # goodbye: gloo ends a process that gets more bytes than it expects.
             self._failure = error
             raise
 
-    def _send(self, tree: Any, port: int) -> None:
+    def _send(self, tree: Any, tag: int) -> None:
         self._refuse_after_failure()
         tensors, skeleton = flatten(tree)
         infos = [TensorInfo.of(tensor) for tensor in tensors]
-        content = content_of(skeleton, infos)
-        if content != self._content:
-            self._content, self._layout = content, PacketLayout(infos)
-        lead = PacketHeader(PacketKind.TREE, self._number, len(content), port)
-        ring = self._room.ring_for(shared_bytes(content, self._layout), tensors)
-        if ring is not None and (slot := ring.take()) is not None:
-            write_shared(slot, lead, content, self._layout, tensors)
-            ring.hand_over()
-            self._in_memory.add(self._layout.num_bytes)
-        else:
-            self._send_by_socket(lead, tensors)
-        self._number += 1
-
-    def _send_by_socket(self, lead: PacketHeader, tensors: Sequence[Tensor]) -> None:
-        packet = _packed(self._layout, tensors, lead)
-        form = MessageSchema(self._content, self._room.offer)
-        if form == self._form:
-            self._transmit([packet])
-            return
-        pickled = bytearray(pickle.dumps(form))
-        notice = _packed(self._awaited, [], PacketHeader(PacketKind.FORM, num_bytes=len(pickled)))
-        self._form, self._awaited = form, self._layout
-        self._transmit([notice, torch.frombuffer(pickled, dtype=torch.uint8), packet])
+        schema = schema_of(skeleton, infos)
+        parts: list[Tensor] = []
+        if schema != self._schema:
+            header = PacketHeader(PacketKind.SCHEMA, len(schema))
+            announcement = _packed(self._layout, [], header)
+            parts = [announcement, torch.frombuffer(bytearray(schema), dtype=torch.uint8)]
+            self._schema, self._layout = schema, PacketLayout(infos)
+        packet = _packed(self._layout, tensors, PacketHeader(PacketKind.TREE, tag=tag))
+        self._transmit([*parts, packet])
 
     def close(self) -> None:
         """Waits until everything has been sent, and closes the channel."""
         with contextlib.suppress(PeerLostError):
-            self._transmit(
-                [_packed(self._awaited, [], PacketHeader(PacketKind.CLOSE, self._number))]
-            )
+            self._transmit([_packed(self._layout, [], PacketHeader(PacketKind.CLOSE))])
         self._pending.put(_Closed())
         self._thread.join(_CLOSE_SECONDS)
-        self._room.close()
 
     def _transmit(self, parts: list[Tensor]) -> None:
         self._refuse_after_failure()
@@ -154,17 +127,17 @@ class DistributedSender:
             self._failure = error
 
 
-def _packed(layout: PacketLayout, tensors: Sequence[Tensor], lead: PacketHeader) -> Tensor:
+def _packed(layout: PacketLayout, tensors: Sequence[Tensor], header: PacketHeader) -> Tensor:
     """Copies tensors and a header into a new packet.
 
     Args:
         layout: Layout of the packet.
         tensors: Tensors of the layout; if empty, the packet holds the header only.
-        lead: The header.
+        header: The header.
     """
     is_pinned = any(tensor.device.type != "cpu" for tensor in tensors)
     packet = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     memory: Memory = packet.numpy()
-    write_lead(memory, lead)
+    write_header(memory, header)
     fill(layout, memory, tensors)
     return packet

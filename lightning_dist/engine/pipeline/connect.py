@@ -25,7 +25,6 @@ from lightning_dist.engine.comms.sender import DistributedSender
 from lightning_dist.engine.pipeline.rebalance.relocation import MoveLinks, Relocation
 from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.pipeline.tied_gradients import TieLinks
-from lightning_dist.engine.planning.traffic import MessageCount
 
 # A receive is posted all the time, also while nothing is sent for hours. A thread that waits for a
 # message has its own time limit.
@@ -42,7 +41,6 @@ class Channels:
         results_in: Channel from the last stage's rank; None on that rank.
         groups: The communicators.
         ties: Channels to ranks that hold the same parameters.
-        in_memory: Count of the messages through memory that this rank shares with another.
     """
 
     links: Links
@@ -50,7 +48,6 @@ class Channels:
     results_in: Receiver | None
     groups: tuple[dist.ProcessGroup, ...]
     ties: TieLinks
-    in_memory: MessageCount
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error in each waiting or later receive.
@@ -152,10 +149,6 @@ def connect(
     places = range(len(ranks)) if rank_of_stage is None else rank_of_stage
     homes = [ranks[place] for place in places]
     last = homes[-1]
-    in_memory = MessageCount()
-
-    def sender(group: dist.ProcessGroup, peer: int) -> Sender:
-        return DistributedSender(group, peer, in_memory)
 
     def receiver(group: dist.ProcessGroup, peer: int) -> Receiver:
         return DistributedReceiver(group, peer, device, timeout_seconds)
@@ -165,14 +158,13 @@ def connect(
         wire(
             homes,
             rank,
-            _GroupEnds(activations, sender, receiver),
-            _GroupEnds(gradients, sender, receiver),
+            _GroupEnds(activations, DistributedSender, receiver),
+            _GroupEnds(gradients, DistributedSender, receiver),
         ),
-        tuple(sender(results, peer) for peer in others) if rank == last else (),
+        tuple(DistributedSender(results, peer) for peer in others) if rank == last else (),
         None if rank == last else receiver(results, last),
         tuple(own),
-        _tie_links(ranks, pairs, of_ties, sender, receiver),
-        in_memory,
+        _tie_links(ranks, pairs, of_ties, DistributedSender, receiver),
     )
 
 

@@ -37,7 +37,7 @@ _MOST_STAGES = 1 << 20
 class Links:
     """The channels of one rank, by the stage of this rank that uses them.
 
-    Stages may share channels; each message's port says which stage and micro-batch it is for.
+    Stages may share channels; each message's tag says which stage and micro-batch it is for.
 
     Attributes:
         activations_in: Channels from the stage before; the first stage has none.
@@ -178,8 +178,8 @@ class Runtime:
 
     def _receive_activation(self, place: Place, _: Work | None) -> None:
         stage, index = place
-        port = self._port(stage - 1, index)
-        self._received[place] = self._links.activations_in[stage].receive(port=port)
+        tag = self._tag(stage - 1, index)
+        self._received[place] = self._links.activations_in[stage].receive(tag=tag)
 
     def _forward(self, place: Place, work: Work | None) -> None:
         assert work is not None
@@ -198,13 +198,13 @@ class Runtime:
     def _send_activation(self, place: Place, _: Work | None) -> None:
         stage, index = place
         activation = self._results.pop(place)
-        port = self._port(stage, index)
-        self._links.activations_out[stage].send(activation, port=port)
+        tag = self._tag(stage, index)
+        self._links.activations_out[stage].send(activation, tag=tag)
 
     def _receive_gradient(self, place: Place, _: Work | None) -> None:
         stage, index = place
-        port = self._port(stage, index)
-        self._take_gradients(place, self._links.gradients_in[stage].receive(port=port))
+        tag = self._tag(stage, index)
+        self._take_gradients(place, self._links.gradients_in[stage].receive(tag=tag))
 
     def _take_gradients(self, place: Place, gradients: WeighedGradients) -> None:
         self._loss_weights.note(self._update_of(place[1]), place[1], gradients.weight)
@@ -233,7 +233,7 @@ class Runtime:
     def _send_gradient(self, place: Place, _: Work | None) -> None:
         stage, index = place
         gradients = self._gradients_out.pop(place)
-        self._links.gradients_out[stage].send(gradients, port=self._port(stage - 1, index))
+        self._links.gradients_out[stage].send(gradients, tag=self._tag(stage - 1, index))
 
     def _complete(self, place: Place, _: Work | None) -> None:
         self._on_complete(place[1])
@@ -243,8 +243,8 @@ class Runtime:
         return 0 if size is None else index // size
 
     @staticmethod
-    def _port(stage: int, index: int) -> int:
-        """Returns the port of messages across the boundary after a stage, in both directions."""
+    def _tag(stage: int, index: int) -> int:
+        """Returns the tag of messages across the boundary after a stage, in both directions."""
         return index * _MOST_STAGES + stage
 
     def _describe_failure(self, action: Action, work: Work | None) -> str:

@@ -1,35 +1,10 @@
-"""A rank's messages to other ranks in a training step, by kind and by mesh axes.
-
-:class:`MessageCount` counts messages that torch cannot see.
-"""
+"""A rank's messages to other ranks in a training step, by kind and by mesh axes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-
-
-@dataclass(slots=True)
-class MessageCount:
-    """Count of messages through shared memory; messages by a socket are operations of torch.
-
-    Attributes:
-        count: Number of messages.
-        num_bytes: Bytes of all messages together.
-    """
-
-    count: int = 0
-    num_bytes: int = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Adds a message.
-
-        Args:
-            num_bytes: Bytes of the message's packet.
-        """
-        self.count += 1
-        self.num_bytes += num_bytes
 
 
 class MessageKind(StrEnum):

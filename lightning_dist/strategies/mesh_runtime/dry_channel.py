@@ -69,7 +69,7 @@ class DryMessage:
 
 
 Sent = Mapping[int, DryMessage]
-"""The messages that a stage has sent, by port."""
+"""The messages that a stage has sent, by tag."""
 
 
 class DrySender:
@@ -83,10 +83,10 @@ class DrySender:
         self.sent: dict[int, DryMessage] = {}
         self._note = note
 
-    def send(self, tree: Any, *, port: int = 0) -> None:
+    def send(self, tree: Any, *, tag: int = 0) -> None:
         """Records a tree."""
         self._note(sum(t.nbytes for t in flatten(tree)[0]))
-        self.sent[port] = DryMessage.of(tree)
+        self.sent[tag] = DryMessage.of(tree)
 
     def close(self) -> None:
         """Does nothing."""
@@ -96,15 +96,15 @@ class DryReceiver:
     """Creates the tensors of a message when it is received.
 
     Args:
-        find: Returns the message of a port.
+        find: Returns the message with a tag.
     """
 
     def __init__(self, find: Callable[[int], DryMessage]) -> None:
         self._find = find
 
-    def receive(self, *, port: int = 0) -> Any:
-        """Creates the tree of a port."""
-        return self._find(port).make()
+    def receive(self, *, tag: int = 0) -> Any:
+        """Creates the tree with a tag."""
+        return self._find(tag).make()
 
     def interrupt(self, error: BaseException) -> None:
         """Does nothing: no receive waits."""
@@ -119,7 +119,7 @@ class DryLinks:
 
     Attributes:
         links: The links for the runtime.
-        sent: Messages of each of the rank's stages to a stage of another rank, by port.
+        sent: Messages of each of the rank's stages to a stage of another rank, by tag.
     """
 
     links: Links
@@ -171,7 +171,7 @@ class _DryGradients:
 
     def of(self, peer: int, stage: int) -> DryReceiver:
         """Creates a receiver of the gradients that ``stage`` would send back to the one before."""
-        return DryReceiver(lambda port: _gradient_of(self._sent[stage - 1][port]))
+        return DryReceiver(lambda tag: _gradient_of(self._sent[stage - 1][tag]))
 
 
 def _gradient_of(activation: DryMessage) -> DryMessage:

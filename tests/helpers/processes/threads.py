@@ -34,10 +34,10 @@ class Yielding(MemoryChannel):
         super().__init__()
         self._turn = turn
 
-    def receive(self, *, port: int = 0) -> Any:
+    def receive(self, *, tag: int = 0) -> Any:
         self._turn.release()
         try:
-            return super().receive(port=port)
+            return super().receive(tag=tag)
         finally:
             self._turn.acquire()
 

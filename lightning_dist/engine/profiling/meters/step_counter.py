@@ -1,8 +1,7 @@
 """Count one step's operations, messages and activations, in any code.
 
-All operations pass torch's dispatcher, those of autograd too. Exceptions are messages through
-memory that two processes share, and operations inside of a compiled kernel. Watching each operation
-is slow, so such a step is not timed.
+All operations pass torch's dispatcher, those of autograd too, but for operations inside of a
+compiled kernel. Watching each operation is slow, so such a step is not timed.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.planning.traffic import MessageCount, MessageKind, Traffic, TrafficLedger
+from lightning_dist.engine.planning.traffic import Traffic, TrafficLedger
 from lightning_dist.engine.profiling.meters.flops import FlopCounter
 from lightning_dist.engine.profiling.meters.memory import ActivationMeter, WeightsInUse
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
@@ -32,16 +30,9 @@ class StepCounter:
     Args:
         mesh: Sizes of the mesh, which give the axes of a message.
         parameters: Parameters, whose memory is no activation.
-        in_memory: Count of the messages that are no operations of torch, if there are any.
     """
 
-    def __init__(
-        self,
-        mesh: MeshShape,
-        parameters: Iterable[Tensor],
-        in_memory: MessageCount | None = None,
-    ) -> None:
-        self._in_memory = MessageCount() if in_memory is None else in_memory
+    def __init__(self, mesh: MeshShape, parameters: Iterable[Tensor]) -> None:
         self._ledger = TrafficLedger()
         self._traffic = TrafficCounter(self._ledger, mesh)
         self._flops = FlopCounter()
@@ -60,7 +51,6 @@ class StepCounter:
         warnings.filterwarnings("ignore", r".*when there are global hooks")  # torch.compile's
         for part in (self._weights, self._activations, self._operations):
             self._stack.enter_context(part)
-        self._stack.callback(self._add_since, replace(self._in_memory))
 
     def _look(self, func: Any, *call: Any) -> None:
         told = self._told.get(func)
@@ -69,11 +59,6 @@ class StepCounter:
             self._told[func] = told
         for counter in told:
             counter(func, *call)
-
-    def _add_since(self, before: MessageCount) -> None:
-        if count := self._in_memory.count - before.count:
-            num_bytes = self._in_memory.num_bytes - before.num_bytes
-            self._ledger.add(MessageKind.SEND, ("pp",), num_bytes, count)
 
     def stop(self) -> None:
         """Ends the counting, if it has begun."""

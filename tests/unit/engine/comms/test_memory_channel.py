@@ -8,12 +8,12 @@ from lightning_dist.engine.comms.channel import MemoryChannel
 
 def test_each_port_gets_its_own_in_order() -> None:
     channel = MemoryChannel()
-    for port, value in ((1, "a"), (2, "b"), (1, "c"), (3, "d")):
-        channel.send(value, port=port)
-    assert channel.receive(port=3) == "d"
-    assert channel.receive(port=1) == "a"
-    assert channel.receive(port=1) == "c"
-    assert channel.receive(port=2) == "b"
+    for tag, value in ((1, "a"), (2, "b"), (1, "c"), (3, "d")):
+        channel.send(value, tag=tag)
+    assert channel.receive(tag=3) == "d"
+    assert channel.receive(tag=1) == "a"
+    assert channel.receive(tag=1) == "c"
+    assert channel.receive(tag=2) == "b"
 
 
 def test_tensors_are_cut_from_their_graph() -> None:
@@ -28,7 +28,7 @@ def test_tensors_are_cut_from_their_graph() -> None:
 
 def test_an_interrupt_reaches_who_waits() -> None:
     channel = MemoryChannel()
-    channel.send("for another", port=1)
+    channel.send("for another", tag=1)
     channel.interrupt(KeyError("the cause"))
     with pytest.raises(KeyError, match="the cause"):
         channel.receive()

@@ -12,8 +12,8 @@ from lightning_dist.engine.comms.packet import (
     PacketLayout,
     TensorInfo,
     as_bytes,
-    read_lead,
-    write_lead,
+    read_header,
+    write_header,
 )
 
 SENT = [
@@ -27,12 +27,12 @@ SENT = [
 LAYOUT = PacketLayout([TensorInfo.of(t) for t in SENT])
 
 
-LEAD = PacketHeader(PacketKind.TREE, 7, 300, -(2**62))
+HEADER = PacketHeader(PacketKind.SCHEMA, 300, -(2**62))
 
 
 def packet() -> Memory:
     memory = np.zeros(LAYOUT.num_bytes, np.uint8)
-    write_lead(memory, LEAD)
+    write_header(memory, HEADER)
     for place, tensor in zip(LAYOUT.tensors(memory), SENT, strict=True):
         place.copy_(tensor)
     return memory
@@ -40,7 +40,7 @@ def packet() -> Memory:
 
 def test_what_is_put_in_comes_out_of_a_copy() -> None:
     copy = packet().copy()
-    assert read_lead(copy) == LEAD
+    assert read_header(copy) == HEADER
     for found, sent in zip(LAYOUT.tensors(copy), SENT, strict=True):
         assert found.dtype == sent.dtype
         assert torch.equal(found, sent)

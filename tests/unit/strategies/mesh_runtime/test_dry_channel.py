@@ -28,11 +28,11 @@ def test_a_gradient_comes_back_for_each_tensor_that_wants_one() -> None:
     assert not links.gradients_out
     for size in (2, 3):
         activation = [torch.ones(size, requires_grad=True), torch.ones(9)]
-        links.activations_out[0].send(activation, port=size)
+        links.activations_out[0].send(activation, tag=size)
     assert made.sent.keys() == {0}
     assert made.sent[0].keys() == {2, 3}
     for size in (3, 2):  # whatever the order of the backwards
-        (gradient,) = links.gradients_in[0].receive(port=size).gradients
+        (gradient,) = links.gradients_in[0].receive(tag=size).gradients
         assert gradient.shape == (size,)
         assert not gradient.requires_grad
 
@@ -44,7 +44,7 @@ def test_the_last_stage_receives_activations_and_sends_gradients() -> None:
     links = made.links
     assert not links.activations_out
     assert not links.gradients_in
-    assert links.activations_in[1].receive(port=7).shape == (4,)
+    assert links.activations_in[1].receive(tag=7).shape == (4,)
     links.gradients_out[1].send([torch.ones(3)])
     assert sizes == [12]
     assert not made.sent

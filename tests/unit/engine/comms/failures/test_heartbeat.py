@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_dist.engine.comms.channel import MemoryChannel
 from lightning_dist.engine.comms.failures.heartbeat import (
     Beat,
     Pulse,
@@ -24,7 +25,6 @@ from lightning_dist.engine.comms.failures.heartbeat import (
     Silence,
     Standstill,
 )
-from lightning_dist.engine.comms.receiver import Arrivals
 
 RHYTHM = Rhythm(interval_seconds=2, patience_seconds=6, limit_seconds=10)
 PROCESS = RankProcess(1, "far-away", 4711)
@@ -126,10 +126,10 @@ def test_a_thread_that_computes_is_never_reported() -> None:
 
 
 def test_a_thread_that_waits_for_a_message_of_another_rank_is_never_reported() -> None:
-    arrivals = Arrivals[int](lambda _: 0)
-    with waiting(lambda: arrivals.take(None)) as pulse:
+    channel = MemoryChannel()
+    with waiting(lambda: channel.receive()) as pulse:
         assert news_of(pulse, 5) == ["NoneType"] * 5
-        arrivals.put(1)
+        channel.send(1)
 
 
 def test_a_thread_that_waits_for_a_file_in_torch_is_reported(tmp_path: Path) -> None:

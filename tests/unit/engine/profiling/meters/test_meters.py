@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.planning.traffic import MessageCount, MessageKind, Traffic
 from lightning_dist.engine.profiling.meters.flops import num_samples, num_tokens
 from lightning_dist.engine.profiling.meters.memory import (
     ActivationMeter,
@@ -119,20 +118,6 @@ def test_sparse_and_jagged_tensors_are_counted_by_what_they_are_made_of() -> Non
     with meter:
         torch.sparse.mm(torch.eye(4).to_sparse(), linear(torch.ones(4, WIDTH))).sum().backward()
     assert meter.num_bytes == 0
-
-
-def test_messages_count_that_torch_does_not_see() -> None:
-    in_memory = MessageCount()
-    in_memory.add(1000)
-    counter = StepCounter(MeshShape(), [], in_memory)
-    counter.start()
-    for num_bytes in (100, 20, 60, 20):
-        in_memory.add(num_bytes)
-    counter.stop()
-    in_memory.add(1000)
-    counter.stop()
-    count = counter.count(num_steps=2, num_forwards=1)
-    assert count.traffic == (Traffic(MessageKind.SEND, ("pp",), 2, 100),)
 
 
 def test_versions_of_weights_are_no_activations() -> None:
