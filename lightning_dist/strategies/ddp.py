@@ -21,7 +21,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,7 +32,8 @@ from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
 from lightning_dist.engine.data_parallel.meter import CommunicationMeter
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
-from lightning_dist.engine.data_parallel.wrapped_replica import WrappedReplica
+from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
+from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.pipeline.measurements import MeasuredTimelines
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.timeline import Timeline
@@ -171,31 +171,40 @@ class DDPStrategy(DataParallelStrategy):
     # --- setup and teardown ------------------------------------------------------------------
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None
-        self.accelerator.setup(trainer)
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
+    def check_run(self, trainer: pl.Trainer) -> None:
         checks.check_whole(self.module)
         checks.check_module(self.module, self.group(*self.mesh.sizes))
         checks.check_compressible(self.module, self._exchange.compression)
+
+    @override
+    def place_model(self, trainer: pl.Trainer) -> None:
         self.model = self.precision_plugin.convert_module(self.module)
-        if is_fitting:
+        if self.is_fitting:
             self.synchronise_layers()
             self._undo += (partial(lightning_internals.revert_layer_sync, self, self.module),)
         self.model_to_device()
-        state = [*self.module.parameters(), *self.module.buffers()]
-        broadcast_state(state, self.data_group)
-        if is_fitting:
-            self._open_session(trainer)
-        self.hook_into(trainer)
-        if is_fitting:
-            self._tell()
-            self.setup_optimizers(trainer)
-            checks.check_static_graph(self._exchange.static_graph, len(self.optimizers))
-        self.setup_precision_plugin()
+        broadcast_state([*self.module.parameters(), *self.module.buffers()], self.data_group)
+        self._communication = None
+        if self.is_fitting and self._log_communication:
+            everyone = self.group(*self.mesh.sizes)
+            self._communication = CommunicationLog(self.global_rank, self.root_device, everyone)
+            self._undo += (add_first_callback(trainer, self._communication),)
+        asked = Parallelism(shard=None, replicas=self._replicas if self.is_fitting else None)
+        self._replica = parallelize(self.module, self.mesh_of_ranks, asked).replica
 
-    def _tell(self) -> None:
-        """Prints how the replicas train together, on the first rank."""
+    @property
+    def _replicas(self) -> ReplicaOptions:
+        group = self.data_group
+        return ReplicaOptions(
+            self._exchange,
+            group,
+            partial(self.make_notes, group),
+            lambda: self.module.automatic_optimization,
+            self._meter,
+        )
+
+    @override
+    def print_summary(self) -> None:
         number = sum(parameter.numel() for parameter in self.module.parameters())
         warmup = self._sync_warmup_steps
         rank_zero_info(
@@ -203,27 +212,26 @@ class DDPStrategy(DataParallelStrategy):
         )
         self.explain_batch_statistics()
 
-    def _open_session(self, trainer: pl.Trainer) -> None:
-        self._communication = None
+    @override
+    @contextmanager
+    def summarised_module(self) -> Iterator[None]:
+        yield  # a replica is whole, and an example can run through it
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        checks.check_static_graph(self._exchange.static_graph, len(self.optimizers))
+
+    @override
+    def open_session(self, trainer: pl.Trainer) -> None:
+        if not self.is_fitting:
+            return
+        group, every, warmup = self.data_group, self._sync_every, self._sync_warmup_steps
         if self._uneven_inputs:
             checks.check_uneven_module(self.module, has_layer_sync=self._layer_sync is not None)
             timeout = timedelta(seconds=self._timeout_seconds)
-            self._uneven = UnevenInputs(self.module, self.data_group, timeout)
-        if self._log_communication:
-            everyone = self.group(*self.mesh.sizes)
-            self._communication = CommunicationLog(self.global_rank, self.root_device, everyone)
-            self._undo += (add_first_callback(trainer, self._communication),)
-        group, meter = self.data_group, self._meter
-        make_notes = partial(self.make_notes, group)
-        self._replica = WrappedReplica(
-            self.module,
-            self._exchange,
-            group,
-            make_notes,
-            meter,
-            lambda: self.module.automatic_optimization,
-        )
-        self._local = LocalSGD(self.module, group, self._sync_every, self._sync_warmup_steps, meter)
+            self._uneven = UnevenInputs(self.module, group, timeout)
+        self._local = LocalSGD(self.module, group, every, warmup, self._meter)
 
     @property
     def _meter(self) -> CommunicationMeter | None:

@@ -169,7 +169,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         check_precision(str(self.precision_plugin.precision), shape.tp)
         run = DryRun(
             shape,
-            self.parallelism,
+            self.parallelism(shape),
             self.precision_plugin,
             sample_batch,
             optimizer_states_per_parameter,

@@ -19,7 +19,7 @@ validation, when a checkpoint is taken, and at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -39,10 +38,13 @@ from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
-from lightning_dist.engine.parallelize.grad_norm import AsyncGradNorm
+from lightning_dist.engine.parallelize.clip_grad import AsyncGradNorm
+from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.pipeline.measurements import MeasuredStages, gather_measurements
 from lightning_dist.engine.precision.overflow import AsyncOverflow, Overflow, PerStageOverflow
+from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.schedules.update_rule import WeightVersions
+from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
 from lightning_dist.engine.splitting.batch_statistics import (
     find_batch_statistics,
     with_whole_batches,
@@ -53,19 +55,12 @@ from lightning_dist.engine.splitting.config import (
     StalenessCorrection,
     share_among_stages,
 )
-from lightning_dist.engine.splitting.find_layers import LayersNotFoundError
-from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from lightning_dist.engine.splitting.tracing.example import CallExample
-from lightning_dist.engine.splitting.tracing.split import UncutError, find_traced_split, is_traced
 from lightning_dist.strategies.base import lightning_internals, model_checks
-from lightning_dist.strategies.base.callback_order import add_first_callback, order_callbacks
-from lightning_dist.strategies.base.clipping import clip_whole_gradient
+from lightning_dist.strategies.base.callback_order import add_first_callback
+from lightning_dist.strategies.base.clipping import ClipGradNorm
 from lightning_dist.strategies.base.distributed import Read
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
-from lightning_dist.strategies.base.ending.stopping import (
-    drain_before_validation,
-    stop_training_together,
-)
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.process_mesh import StartMethod
@@ -73,12 +68,16 @@ from lightning_dist.strategies.mesh_runtime.data_parallel_checks import check_wh
 from lightning_dist.strategies.mesh_runtime.first_call import FirstCall
 from lightning_dist.strategies.pipelining import checks
 from lightning_dist.strategies.pipelining.movable_layers import MovableLayers
-from lightning_dist.strategies.pipelining.session import Session, open_session, run_context
+from lightning_dist.strategies.pipelining.session import open_session, run_context
 from lightning_dist.strategies.pipelining.stage_gradients import StageGradients
 from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness
 from lightning_dist.strategies.pipelining.start_line import StartLine
 
 _PROGRESS_KEY = "lightning_dist"
+
+
+def _ignore() -> None:
+    """Does nothing."""
 
 
 class PipelineStrategy(MeasuredStages, MovableLayers):
@@ -194,7 +193,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         )
         self._num_stages = num_stages
         self._num_microbatches = num_microbatches
-        self._undo: tuple[Callable[[], None], ...] = ()
+        self._gradients: StageGradients | None = None
         self._ahead: AsyncOverflow | None = None
         self._accumulating = False
         self._begun = BegunLoaders()
@@ -228,73 +227,91 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     # --- setup and teardown ------------------------------------------------------------------
 
     @override
-    def lay_out(self, trainer: pl.Trainer) -> None:
-        module = self.module
-        assert self.accelerator is not None
-        self.accelerator.setup(trainer)
-        check_whole(module)
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
+    def check_run(self, trainer: pl.Trainer) -> None:
+        check_whole(self.module)
         self._config = replace(self._config, num_microbatches=self._num_microbatches)
-        self._statistics = find_batch_statistics(module) if is_fitting else ()
+        self._statistics = find_batch_statistics(self.module) if self.is_fitting else ()
         if self._statistics:
             self._config = with_whole_batches(self._config, self.mesh.pp)
-        if is_fitting:
+        if self.is_fitting:
             num_stages = len(self._config.rank_of_stage(self.mesh.pp))
-            checks.check_trainer(trainer, module, self._config, num_stages)
-        if self._config.partition == "profile" and not is_fitting:
+            checks.check_trainer(trainer, self.module, self._config, num_stages)
+        elif self._config.partition == "profile":
             rank_zero_info(
                 "partition='profile' measures while it trains. This run does not, and is cut by"
                 " parameters."
             )
-        place = self.mesh.coordinates(self.global_rank)["pp"]
-        self.model = self.precision_plugin.convert_module(module)  # a trace builds dtypes in
-        self._split = self._find_split(trainer, place)
-        if is_fitting and self._config.partition == "profile":
-            self.check_layers_can_move()
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        self.lay_out_once()
-        module = self.module
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._setup_optimizers_of_whole_model(trainer)
-        self._split.cut()
-        self.warn_of_part()
-        for optimizer in self.optimizers:
-            keep_own_parameters(optimizer, module)
-        self.model_to_device()
-        lightning_internals.move_optimizers(self.optimizers, self.root_device)
-        broadcast_state([*module.parameters(), *module.buffers()], self.data_group)
-        broadcast_state(self._split.tensors_outside(module), self.group("pp"))
-        self.setup_precision_plugin()
-        self._session = self._open_session(trainer)
-        line = StartLine(self._session.pipeline, self.mesh, self._split.source, self._statistics)
-        self._undo += (add_first_callback(trainer, line),)
-        self.guard.connect_signals()
-
-    def _find_split(self, trainer: pl.Trainer, place: int) -> PipelineSplit:
-        not_found: LayersNotFoundError | None = None
-        goes_on = self._config.layers == "auto" and is_traced(self.module)
-        if not (self._config.is_traced or goes_on):
-            try:
-                return find_split(self.module, self._config, self.mesh.pp, place)
-            except LayersNotFoundError as error:
-                not_found = error
+    def place_model(self, trainer: pl.Trainer) -> None:
+        self.model = self.precision_plugin.convert_module(self.module)  # a trace builds dtypes in
         plugin = half_precision_of(self.precision_plugin)
         half = None if plugin is None else plugin.half
+        asked = Parallelism(
+            self._config, shard=None, half=half, example=self._example(trainer, half)
+        )
+        self._early = EarlyParameters(self.module)
+        split = parallelize(self.module, self.mesh_of_ranks, asked).split
+        self._early.forget_present()
+        assert split is not None
+        self._split = split
+        if self.is_fitting and self._config.partition == "profile":
+            self.check_layers_can_move()
+        self.model_to_device()
+        module = self.module
+        broadcast_state([*module.parameters(), *module.buffers()], self.data_group)
+        broadcast_state(split.tensors_outside(module), self.group("pp"))
+
+    def _example(self, trainer: pl.Trainer, half: HalfPrecision | None) -> CallExample:
+        """Returns the sources of an example call, should the module have to be traced."""
         self._begun = BegunLoaders()
-        example = CallExample(
+        return CallExample(
             self.module.example_input_array,
             lambda: is_overridden("forward", self.module),
             FirstCall(trainer, half, self._begun).of,
         )
-        try:
-            return find_traced_split(self.module, self._config, self.mesh.pp, place, half, example)
-        except ValueError as error:
-            is_traced_well = is_traced(self.module) and not isinstance(error, UncutError)
-            if not_found is None or is_traced_well:
-                raise
-            raise ValueError(f"{not_found} Tracing it instead failed, too: {error}") from None
+
+    @override
+    def whole_structure(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+        return self._split.whole(device)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        with checks.one_optimizer():
+            super().setup_optimizers(trainer)
+        model_checks.check_optimizers(self.optimizers)
+        self._early.replace_in(self.optimizers)
+
+    @override
+    def keep_own_parameters(self) -> None:
+        for optimizer in self.optimizers:
+            lightning_internals.mark_optimizer_called(optimizer)
+            keep_own_parameters(optimizer, self.module)
+
+    @override
+    def gradient_clipping(self, trainer: pl.Trainer) -> ClipGradNorm | None:
+        if not self._config.schedules.update_rule.is_joint:
+            return None  # by each stage's own norm: the stages' updates are of different batches
+        return self._clip_grad_norm
+
+    def _clip_grad_norm(self, parameters: list[Tensor], max_norm: float) -> Tensor:
+        assert self._gradients is not None
+        return self._gradients.clip(self.group("pp"), parameters, max_norm)
+
+    @override
+    def open_session(self, trainer: pl.Trainer) -> None:
+        self._gradients = gradients = self._stage_gradients(trainer)
+        self._session = open_session(
+            self.module,
+            self._split.layers,
+            self._split.layers_per_stage,
+            self._config,
+            run_context(self, gradients.complete, gradients.complete_early),
+            optimizer=next(iter(self.optimizers), None),
+            logged=self._logged_staleness(),
+        )
+        line = StartLine(self._session.pipeline, self.mesh, self._split.source, self._statistics)
+        self._undo += (add_first_callback(trainer, line),)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -310,43 +327,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             return PerStageOverflow(group, lambda: self.session.pipeline)
         self._ahead = AsyncOverflow(group, lambda: self.session.pipeline.due_update)
         return self._ahead
-
-    def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
-        """Lets the user group the whole model's parameters, as on a single device."""
-        with self._split.whole(torch.device("cpu")), checks.one_optimizer():
-            self.setup_optimizers(trainer)
-            model_checks.check_optimizers(self.optimizers)
-            self.name_optimizer_groups()
-        for optimizer in self.optimizers:
-            lightning_internals.mark_optimizer_called(optimizer)
-
-    def _open_session(self, trainer: pl.Trainer) -> Session:
-        self._undo = (
-            drain_before_validation(self.module, self._before_validation),
-            order_callbacks(
-                trainer,
-                show_whole_model=self._whole_model,
-                on_train_epoch_end=self._catch_up,
-                on_train_end=self._end_training,
-            ),
-        )
-        if trainer.state.fn == TrainerFn.FITTING:
-            everyone = self.group(*self.mesh.sizes)
-            stop = stop_training_together(trainer, everyone, self.stop_lag, self.guard.post_vote)
-            self._undo += (stop,)
-        gradients = self._stage_gradients(trainer)
-        if self._config.schedules.update_rule.is_joint:
-            find_norm = gradients.find_norm(self.group("pp"))
-            self._undo += (clip_whole_gradient(self.precision_plugin, find_norm),)
-        return open_session(
-            self.module,
-            self._split.layers,
-            self._split.layers_per_stage,
-            self._config,
-            run_context(self, gradients.complete, gradients.complete_early),
-            optimizer=next(iter(self.optimizers), None),
-            logged=self._logged_staleness(),
-        )
 
     def _stage_gradients(self, trainer: pl.Trainer) -> StageGradients:
         is_early = self._config.schedules.update_rule.completes_early
@@ -364,16 +344,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         group = self.group("pp", purpose="staleness")
         return LoggedStaleness(group, self._log_staleness, self._log_discrepancy)
 
-    @contextmanager
-    def _whole_model(self) -> Iterator[None]:
-        module = self.module
-        example, module.example_input_array = module.example_input_array, None
-        try:
-            with self._split.whole():
-                yield
-        finally:
-            module.example_input_array = example
-
     @override
     def model_to_device(self) -> None:
         self.module.to(self.root_device)
@@ -381,9 +351,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     @override
     def close_session(self) -> None:
         session, self._session, self._ahead = self._session, None, None
-        for undo in self._undo:
-            undo()
-        self._undo = ()
+        super().close_session()
         if session is not None:
             session.close(failed=not self.is_running)
 
@@ -434,6 +402,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
         return self.session.updates.step(optimizer, closure, apply)
 
+    @override
     def drain(self) -> None:
         """Finishes the batches in flight, so that all stages have updated for the same batches.
 
@@ -470,14 +439,20 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         with self.stepping():
             return self.session.runner.evaluate(getattr(self.module, name), arguments, context)
 
-    def _catch_up(self) -> None:
+    @override
+    def connect_evaluation(self, trainer: pl.Trainer) -> Callable[[], None]:
+        return _ignore  # each step asks
+
+    @override
+    def end_epoch(self) -> None:
         self.session.runner.catch_up()
 
-    def _before_validation(self) -> None:
+    @override
+    def before_validation(self) -> None:
         with lightning_internals.as_of_training_step(self.module):  # hooks of updates may log
             self.drain()
         self._check_group_values()
-        self._catch_up()
+        self.session.runner.catch_up()
 
     def _forget_batches_in_flight(self) -> None:
         """Drains the batches before a load, and drops their outcomes."""
@@ -492,7 +467,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         if self.mesh.pp > 1:
             model_checks.check_group_values(self.optimizers, self.group(*self.mesh.sizes))
 
-    def _end_training(self) -> None:
+    @override
+    def end_training(self) -> None:
         self.drain()
         self._check_group_values()
         if self.session.staleness_log is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -32,38 +33,46 @@ from lightning_dist.engine.data_parallel.missing_gradients import MissingGradien
 from lightning_dist.engine.data_parallel.trainable_set import TrainableSet, average_left_gradients
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """How replicas average their gradients.
+
+    Attributes:
+        exchange: Options of the gradient average.
+        group: A gloo group of the replicas.
+        make_notes: Creates the store for the replicas' notes.
+        is_automatic: Returns whether the loop calls backward after a step, not the step itself.
+        meter: Counts the bytes sent and the waits; None to measure nothing.
+    """
+
+    exchange: GradientExchange
+    group: dist.ProcessGroup
+    make_notes: Callable[[], RankNotes]
+    is_automatic: Callable[[], bool]
+    meter: CommunicationMeter | None = None
+
+
 class WrappedReplica:
     """Runs the steps of a module, and averages its gradients where an update needs them.
 
     Args:
         module: The user's module, equal on all ranks.
-        exchange: Options of the gradient average.
-        group: A gloo group of the replicas.
-        make_notes: Creates the store for the replicas' notes.
-        meter: Counts the bytes sent and the waits; None to measure nothing.
-        is_automatic: Returns whether Lightning calls backward after a step, not the step itself.
+        options: How the gradients are averaged.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        exchange: GradientExchange,
-        group: dist.ProcessGroup,
-        make_notes: Callable[[], RankNotes],
-        meter: CommunicationMeter | None,
-        is_automatic: Callable[[], bool],
-    ) -> None:
+    def __init__(self, module: nn.Module, options: ReplicaOptions) -> None:
+        exchange = options.exchange
         self._module = module
         self._exchange = exchange
-        self._group = group
-        self._meter = meter
-        self._is_automatic = is_automatic
+        self._group = options.group
+        self._meter = options.meter
+        self._is_automatic = options.is_automatic
         self._ddp = self._first_wrapper()
         self._keeps_gradients = False
-        self._trainable = TrainableSet(module, group)
+        self._trainable = TrainableSet(module, options.group)
         self._missing: MissingGradients | None = None
         if not (exchange.find_unused_parameters or exchange.static_graph):
-            self._missing = MissingGradients(module, make_notes())
+            self._missing = MissingGradients(module, options.make_notes())
 
     @property
     def ddp(self) -> DistributedDataParallel:

@@ -1,8 +1,8 @@
 """Compose the parallelisms on a user's module.
 
 The order is the specification: pipeline stages, tensor parallelism, compilation, activation
-checkpointing, shards. Layers, plan and units are chosen on the whole model, before the first cut.
-So all ranks choose the same, or raise the same error.
+checkpointing, shards or replicas. Layers, plan and units are chosen on the whole model, before the
+first cut. So all ranks choose the same, or raise the same error.
 
 The root of the shards is not the user's module: FSDP2 hooks into a forward, and a Lightning step is
 none. Without a pipeline the root is a :class:`StepModule` around the module. In a pipeline a step
@@ -23,6 +23,7 @@ from torch.distributed.tensor import Placement
 
 from lightning_dist.engine.common.device_mesh import axis
 from lightning_dist.engine.data_parallel.ddp_options import StepModule
+from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
@@ -36,6 +37,8 @@ from lightning_dist.engine.splitting.cut import layers_of
 from lightning_dist.engine.splitting.find_layers import LayersNotFoundError, refuse_ties
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from lightning_dist.engine.splitting.ties import Tie
+from lightning_dist.engine.splitting.tracing.example import CallExample
+from lightning_dist.engine.splitting.tracing.split import UncutError, find_traced_split, is_traced
 from lightning_dist.engine.tensor_parallel.apply import (
     TensorParallelModule,
     TensorParallelOptions,
@@ -67,20 +70,26 @@ class Parallelism:
     """The parallelisms that a user asks for.
 
     Attributes:
-        pipeline: How the model is cut into stages.
+        pipeline: How the model is cut into stages; None for no stages.
         tensor: How tensor parallelism shards the layers.
-        shard: How FSDP shards the parameters.
+        shard: How FSDP shards the parameters over the data axes; None leaves them whole.
         sharding: FSDP's options, from ``shard`` and the precision.
         half: The modules that compute in half precision, from ``MixedPrecision``.
         is_manual: Whether a step calls backward and updates by itself.
+        example: Sources of an example call, by which a model without layers is traced; None traces
+            no model.
+        replicas: How whole replicas average their gradients; None averages none. A replica is on
+            its device already, and equal on all ranks.
     """
 
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    pipeline: PipelineConfig | None = None
     tensor: TensorConfig = field(default_factory=TensorConfig)
-    shard: ShardConfig = field(default_factory=ShardConfig)
+    shard: ShardConfig | None = field(default_factory=ShardConfig)
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
     half: HalfPrecision | None = None
     is_manual: bool = False
+    example: CallExample | None = None
+    replicas: ReplicaOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,7 @@ class ParallelModule:
         sharding: FSDP options of the units that have none of their own.
         plan: The layers that ``plan='auto'`` shards, and why not the others; else None.
         is_manual: Whether a step calls backward and updates by itself.
+        replica: Runs the steps of a replica and averages its gradients; None without replicas.
     """
 
     module: nn.Module
@@ -110,6 +120,7 @@ class ParallelModule:
     sharding: ShardingOptions
     plan: PlanSummary | None = None
     is_manual: bool = False
+    replica: WrappedReplica | None = None
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> ParallelModule:
@@ -123,14 +134,14 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
     Raises:
         ValueError: A policy or plan matches no module, or a size is not divisible.
     """
-    split = _find_split(module, axis(mesh, "pp"), asked.pipeline)
+    split = None if asked.pipeline is None else _find_split(module, mesh, asked.pipeline, asked)
     keeps = _keep_all if split is None else split.keeps
     units = _choose_units(module, asked, split)
     if asked.is_manual:
         check_called(module, [unit.name for unit in units])
     recomputed = _choose_recomputed(module, units, asked.shard)
     spread, plan = _spread(module, axis(mesh, "tp"), asked.tensor, split)
-    data_mesh = axis(mesh, "dp_replicate", "dp_shard")
+    data_mesh = None if asked.shard is None else axis(mesh, "dp_replicate", "dp_shard")
     if split is not None and spread is not None:
         refuse_ties(_cut_apart(split, spread.cuts), _OTHER_PIECES)
     if split is not None and data_mesh is not None:
@@ -141,45 +152,60 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
     sharding = asked.sharding if split is None else _kept_whole(asked.sharding)
     summary = _describe(module, own, sharding)
 
-    if asked.shard.compile:  # first, for the compiler does not see through checkpointing
-        units_alone = [module.get_submodule(name) for name in outermost([u.name for u in own])]
-        for part in units_alone or ([module] if split is None else roots):
-            part.forward = torch.compile(part.forward)
-    again = choose_recomputed(module, [unit.name for unit in recomputed if keeps(unit.name)])
-    is_selective = asked.shard.activation_checkpointing == "selective"
-    checkpoint_activations(again, keep_products=is_selective)
+    if asked.shard is not None:
+        _compile(module, roots if split is not None else (module,), own, asked.shard)
+        again = choose_recomputed(module, [unit.name for unit in recomputed if keeps(unit.name)])
+        is_selective = asked.shard.activation_checkpointing == "selective"
+        checkpoint_activations(again, keep_products=is_selective)
 
     shards: tuple[FSDPModule, ...] = ()
-    if data_mesh is not None:
+    if asked.shard is not None and data_mesh is not None:
         new = [] if asked.shard.policy.is_manual else own
         shards = fully_shard(roots, module, new, data_mesh, sharding)
-    names = [unit.name for unit in own]
+    replica = None if asked.replicas is None else WrappedReplica(module, asked.replicas)
     return ParallelModule(
         module=module,
         roots=roots,
         split=split,
         spread=spread,
-        units=names,
+        units=[unit.name for unit in own],
         shards=shards,
         summary=summary,
         sharding=sharding,
         plan=plan,
         is_manual=asked.is_manual,
+        replica=replica,
     )
 
 
 def _find_split(
-    module: nn.Module, stages: DeviceMesh | None, config: PipelineConfig
-) -> PipelineSplit | None:
-    if stages is None:
-        return None
+    module: nn.Module, mesh: DeviceMesh, config: PipelineConfig, asked: Parallelism
+) -> PipelineSplit:
+    """Finds the layers by name, or else by a trace if there is an example of a call."""
+    stages = axis(mesh, "pp")
+    size, rank = (1, 0) if stages is None else (stages.size(), stages.get_local_rank())
+    if asked.example is None:
+        try:
+            return find_split(module, config, size, rank)
+        except LayersNotFoundError as error:
+            raise ValueError(
+                f"Use PipelineStrategy(num_stages={size}), which finds layers in other modules by"
+                f" tracing them, or leave out pp={size}. To cut it on a mesh: {error}"
+            ) from None
+    not_found: LayersNotFoundError | None = None
+    goes_on = config.layers == "auto" and is_traced(module)
+    if not (config.is_traced or goes_on):
+        try:
+            return find_split(module, config, size, rank)
+        except LayersNotFoundError as error:
+            not_found = error
     try:
-        return find_split(module, config, stages.size(), stages.get_local_rank())
-    except LayersNotFoundError as error:
-        raise ValueError(
-            f"Use PipelineStrategy(num_stages={stages.size()}), which finds layers in other modules"
-            f" by tracing them, or leave out pp={stages.size()}. To cut it on a mesh: {error}"
-        ) from None
+        return find_traced_split(module, config, size, rank, asked.half, asked.example)
+    except ValueError as error:
+        is_traced_well = is_traced(module) and not isinstance(error, UncutError)
+        if not_found is None or is_traced_well:
+            raise
+        raise ValueError(f"{not_found} Tracing it instead failed, too: {error}") from None
 
 
 def _cut_apart(split: PipelineSplit, cuts: Mapping[str, Placement]) -> list[Tie]:
@@ -191,6 +217,16 @@ def _cut_apart(split: PipelineSplit, cuts: Mapping[str, Placement]) -> list[Tie]
 
     pieces = ((tie, [cuts_on(names) for names in tie.names.values()]) for tie in split.ties)
     return [tie for tie, (first, *others) in pieces if any(other != first for other in others)]
+
+
+def _compile(
+    module: nn.Module, roots: tuple[nn.Module, ...], units: list[Unit], shard: ShardConfig
+) -> None:
+    """Compiles the units, before checkpointing, through which the compiler does not see."""
+    if shard.compile:
+        outer = [module.get_submodule(name) for name in outermost([u.name for u in units])]
+        for part in outer or roots:
+            part.forward = torch.compile(part.forward)
 
 
 def _cut(split: PipelineSplit) -> tuple[nn.Module, ...]:
@@ -239,6 +275,8 @@ def _kept_whole(sharding: ShardingOptions) -> ShardingOptions:
 
 
 def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | None) -> list[Unit]:
+    if asked.shard is None:
+        return []
     policy = asked.shard.policy
     if policy.is_manual:
         parts = module.named_modules()
@@ -257,7 +295,11 @@ def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | 
     return units
 
 
-def _choose_recomputed(module: nn.Module, units: list[Unit], shard: ShardConfig) -> list[Unit]:
+def _choose_recomputed(
+    module: nn.Module, units: list[Unit], shard: ShardConfig | None
+) -> list[Unit]:
+    if shard is None:
+        return []
     mode = shard.activation_checkpointing
     if not isinstance(mode, str):
         return ByClass(list(mode)).select(module)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import warnings
+from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -49,7 +49,6 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     _group_names: tuple[GroupNames, ...] = ()
     _first_names: FirstNames = MappingProxyType({})
-    _is_laid_out = False
     _has_told_form = False
 
     @property
@@ -58,36 +57,23 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         return self.holds_whole_model if self._save_full is None else self._save_full
 
     @property
-    def _has_plain_state(self) -> bool:
+    def has_plain_state(self) -> bool:
         """Whether this rank's state dicts are those of a single device."""
         return self.holds_whole_model and not any(map(is_spread, self.module.parameters()))
 
     # --- this rank's part --------------------------------------------------------------------
 
-    def lay_out(self, trainer: pl.Trainer) -> None:
+    @abstractmethod
+    def lay_out_once(self) -> None:
         """Decides which part of the model this rank holds. Collective: every rank must call it.
 
         A checkpoint is read behind it and before the rest of ``setup``, as on a single device. So
         ``configure_optimizers`` and ``on_fit_start`` see the loaded values.
-
-        Args:
-            trainer: The trainer, before it runs.
         """
-
-    def lay_out_once(self) -> None:
-        """Calls :meth:`lay_out` once per run: in a load, or else in ``setup``."""
-        if not self._is_laid_out:
-            self.lay_out(self.module.trainer)
-            self._is_laid_out = True
-
-    @override
-    def begin_run(self) -> None:
-        super().begin_run()
-        self._is_laid_out = False
 
     def warn_of_part(self) -> None:
         """Lets the module warn if a script takes its state dict for the whole model's."""
-        if not self._has_plain_state:
+        if not self.has_plain_state:
             warn_of_part(self.module)
 
     @override
@@ -132,7 +118,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._has_plain_state:
+        if self.has_plain_state:
             return super().optimizer_state(optimizer)
         self.check_group_names()
         names = self._group_names[self.optimizers.index(optimizer)]
@@ -198,13 +184,13 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         if not dist.is_initialized() and not self.is_global_zero:
             return  # no run has begun: the first rank has the whole module, and writes it alone
         everyone = self.group(*self.mesh.sizes) if dist.is_initialized() else None
-        if everyone is not None and not self._has_plain_state:
+        if everyone is not None and not self.has_plain_state:
             check_group_values(self.optimizers, everyone)
         if not self.writes_one_file:
             checkpoints.save_sharded(self._by_name(checkpoint), path, everyone)
             self._tell_form(path)
             return
-        whole = checkpoint if self._has_plain_state else self._gather(self._by_name(checkpoint))
+        whole = checkpoint if self.has_plain_state else self._gather(self._by_name(checkpoint))
 
         def write() -> None:
             if whole is not None:
@@ -228,7 +214,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     def _by_name(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Renames optimizer states by parameter, and keeps one name of each tied parameter."""
-        if not self._has_plain_state:
+        if not self.has_plain_state:
             return fold(checkpoint, checkpoints.SECTIONS, self._first_names)
         folded = fold(checkpoint, checkpoints.SECTIONS, first_names(self.module))
         if "optimizer_states" in checkpoint:
@@ -306,7 +292,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # An ordinary checkpoint without an optimizer has an empty state.
         states = [{"state": {}, "param_groups": [], **s} for s in checkpoint["optimizer_states"]]
-        if self._has_plain_state:
+        if self.has_plain_state:
             numbered = [to_numbers(state) if is_named(state) else state for state in states]
             super().load_optimizer_state_dict({"optimizer_states": numbered})
             return

@@ -21,6 +21,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
@@ -106,6 +107,7 @@ class ProcessMesh(ParallelStrategy):
         self._backend = process_group_backend
         self._timeout_seconds = timeout_s
         self._mesh: MeshShape | None = None
+        self._device_mesh: DeviceMesh | None = None
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._taken: list[tuple[GroupKind, dist.ProcessGroup]] = []
         self._has_begun = False
@@ -252,7 +254,7 @@ class ProcessMesh(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leaves process groups, which belong to this process, out of copies of a Trainer."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_groups": {}, "_taken": []}
+        return {**state, "_groups": {}, "_taken": [], "_device_mesh": None}
 
     def begin_run(self) -> None:
         """Begins a run, which takes groups anew. Collective: every rank must call it."""
@@ -271,6 +273,9 @@ class ProcessMesh(ParallelStrategy):
         self._has_begun = False
         if failed:
             never_destroy(self.process_groups)
+            # A single rank leaves no other rank behind in the middle of a collective.
+            if self._device_mesh is not None and self.world_size > 1:
+                pool_of_world().forget_mesh(self._device_mesh)
             return
         for kind, group in self._taken:
             pool_of_world().give_back(kind, group)
@@ -289,7 +294,15 @@ class ProcessMesh(ParallelStrategy):
     @property
     def process_groups(self) -> list[dist.ProcessGroup | None]:
         """All groups that this strategy has created."""
-        return [*self._groups.values(), dist.group.WORLD]
+        mesh = [] if self._device_mesh is None else self._device_mesh.get_all_groups()
+        return [*self._groups.values(), *mesh, dist.group.WORLD]
+
+    @property
+    def mesh_of_ranks(self) -> DeviceMesh:
+        """Torch's mesh of all ranks. Collective: every rank must read it."""
+        if self._device_mesh is None:
+            self._device_mesh = pool_of_world().mesh(self.mesh, self.root_device.type)
+        return self._device_mesh
 
     # --- collectives -------------------------------------------------------------------------
 

@@ -7,10 +7,7 @@ checkpoint and the end of training, the weights are made the same on all ranks.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,15 +21,9 @@ from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.splitting.batch_statistics import find_batch_statistics
 from lightning_dist.engine.tensors.rng import RandomStream, seed_all
 from lightning_dist.strategies.base import lightning_internals
-from lightning_dist.strategies.base.callback_order import order_callbacks
-from lightning_dist.strategies.base.checkpointing import LayoutFreeCheckpoints
-from lightning_dist.strategies.base.ending.stopping import (
-    drain_before_validation,
-    stop_evaluations_together,
-    stop_training_together,
-)
 from lightning_dist.strategies.base.loaders.lengths import EarlyEnds, EpochEnds
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
+from lightning_dist.strategies.base.run_setup import RunSetup
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.layout_line import explain_own_statistics
 from lightning_dist.strategies.mesh_runtime.synced_batch_norm import SyncedBatchNorm
@@ -44,28 +35,13 @@ def _ignore() -> None:
     """Does nothing."""
 
 
-class DataParallelStrategy(LayoutFreeCheckpoints):
-    """Base of strategies with data axes only; see the module's docstring."""
+class DataParallelStrategy(RunSetup):
+    """Base of strategies with data axes; see the module's docstring."""
 
-    _undo: tuple[Callable[[], None], ...] = ()
     _num_loaders: Counter[tuple[int, bool]]
     _has_unknown_length = False
     _ends: EpochEnds | None = None
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Makes weights and buffers equal on all ranks. Collective: every rank must call it.
-
-        Validation, checkpoints and the end of training call it by themselves.
-        """
-
-    def before_validation(self) -> None:
-        """Drains before each validation inside of ``fit``; called on all ranks."""
-        self.drain()
-
-    def end_training(self) -> None:
-        """Drains before the callbacks' ``on_train_end``; called on all ranks."""
-        self.drain()
+    _early_ends: EarlyEnds | None = None
 
     def share_buffers(self) -> None:
         """Broadcasts the first replica's buffers. Collective: every rank must call it."""
@@ -83,51 +59,34 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         if self.mesh.data_size > 1 and found:
             rank_zero_info(explain_own_statistics(found))
 
-    def summarised_module(self) -> AbstractContextManager[None]:
-        """Returns the context manager around the callbacks' ``on_fit_start``."""
-        return nullcontext()
-
-    def hook_into(self, trainer: pl.Trainer) -> None:
-        """Hooks this strategy into the trainer where Lightning calls none, until the session ends.
-
-        Args:
-            trainer: The trainer, set up to fit or to evaluate.
-        """
+    @override
+    def connect_loops(self, trainer: pl.Trainer) -> None:
         self._num_loaders = Counter()
-        self._has_unknown_length, self._ends = False, None
-        self.guard.connect_signals(partial(self.seed_data_rank, reading=True))
-        everyone = self.group(*self.mesh.sizes)
-        if trainer.state.fn != TrainerFn.FITTING:
-            self._undo += (stop_evaluations_together(trainer, self.guard, everyone),)
+        self._has_unknown_length, self._ends, self._early_ends = False, None, None
+        super().connect_loops(trainer)
+        if not self.is_fitting:
             return
-        self._undo += (
-            drain_before_validation(self.module, self.before_validation),
-            order_callbacks(
-                trainer,
-                show_whole_model=self.summarised_module,
-                on_train_epoch_end=self._check_early_end(trainer),
-                on_train_end=self.end_training,
-                on_train_epoch_start=self._begin_epoch,
-            ),
-            stop_training_together(
-                trainer, everyone, self.stop_lag, self.guard.post_vote, self._end_batch
-            ),
-            self._seed_alike,  # the script goes on with the same numbers on all ranks
-        )
+        if self.num_readers > 1:
+            self._early_ends = EarlyEnds(self.make_notes(self.group(*self.mesh.sizes)))
+        self._undo += (self._seed_alike,)  # the script goes on with the same numbers on all ranks
         if self.mesh.data_size > 1:
             streams = partial(self._shared_stream, _HOOKS)
             wrap = partial(with_shared_draws, open_stream=streams)
             self._undo += (lightning_internals.replace_loader_hooks(trainer, wrap),)
 
-    def _check_early_end(self, trainer: pl.Trainer) -> Callable[[], None]:
-        if self.num_readers == 1:
-            return _ignore
-        early_ends = EarlyEnds(self.make_notes(self.group(*self.mesh.sizes)))
-        return partial(early_ends.check, trainer)
+    @override
+    def before_reading(self) -> None:
+        self.seed_data_rank(reading=True)
 
-    def _begin_epoch(self) -> None:
+    @override
+    def begin_epoch(self) -> None:
         self._check_lengths()  # loaders may have been reloaded
         self._seed_alike()
+
+    @override
+    def end_epoch(self) -> None:
+        if self._early_ends is not None:
+            self._early_ends.check(self.module.trainer)
 
     def _check_lengths(self) -> None:
         if self.num_readers == 1:
@@ -168,12 +127,6 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         )
 
     @override
-    def close_session(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = ()
-
-    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.drain()
         return super().lightning_module_state_dict()
@@ -199,6 +152,7 @@ class DataParallelStrategy(LayoutFreeCheckpoints):
         if self._ends is not None:
             self._ends.post(is_last=self.module.trainer.is_last_batch)
 
-    def _end_batch(self) -> None:
+    @override
+    def end_batch(self) -> None:
         if self._ends is not None:
             self._ends.check(self.module.trainer.fit_loop.epoch_loop.batch_idx)

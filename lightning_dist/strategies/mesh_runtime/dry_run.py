@@ -85,9 +85,8 @@ class DryRun:
     @property
     def _homes(self) -> tuple[int, ...]:
         """The rank of each stage, in the pipeline."""
-        if self.mesh.pp == 1:
-            return (0,)
-        return self.asked.pipeline.rank_of_stage(self.mesh.pp)
+        config = self.asked.pipeline
+        return (0,) if config is None else config.rank_of_stage(self.mesh.pp)
 
     def _learned(self, whole: pl.LightningModule) -> dict[int, Sent]:
         """Returns the messages that each stage sends, found with one rank per stage.
@@ -95,11 +94,13 @@ class DryRun:
         Ranks with several stages depend on each other, so none of them could be tried first.
         """
         known: dict[int, Sent] = {}
+        config = self.asked.pipeline
+        assert config is not None
         one_each = replace(
-            self.asked.pipeline,
+            config,
             schedule="gpipe",
             stages_per_rank="auto",
-            num_microbatches=self.asked.pipeline.training_microbatches(self.mesh.pp),
+            num_microbatches=config.training_microbatches(self.mesh.pp),
         )
         replace(
             self,
@@ -126,6 +127,7 @@ class DryRun:
     def _try(self, place: int, module: pl.LightningModule, known: dict[int, Sent]) -> RankKind:
         rank = self.mesh.rank(dict.fromkeys(self.mesh.sizes, 0) | {"pp": place})
         # Compiled or not, a step holds and sends the same.
+        assert self.asked.shard is not None
         asked = replace(self.asked, shard=replace(self.asked.shard, compile=False))
         ledger = TrafficLedger()
         with fake_rank(rank, self.mesh.world_size):

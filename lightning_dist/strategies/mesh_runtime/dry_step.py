@@ -86,10 +86,12 @@ class DryStep:
         self, batch: Any, rest: tuple[int, ...], known: Mapping[int, Sent]
     ) -> Mapping[int, Sent]:
         split = self.composed.split
+        config = self.asked.pipeline
         assert split is not None
-        staged = StagedModule(self.composed, None, self.asked.pipeline)
+        assert config is not None
+        staged = StagedModule(self.composed, None, config)
         note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
-        shape = self.asked.pipeline.shape(self.mesh, self.rank, split.layers_per_stage)
+        shape = config.shape(self.mesh, self.rank, split.layers_per_stage)
         channels = DryLinks.of(split.rank_of_stage, shape.rank, known, note)
         pipeline = Pipeline(
             split.layers,

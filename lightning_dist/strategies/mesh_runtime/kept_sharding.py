@@ -31,7 +31,7 @@ class Layout:
 
     Attributes:
         mesh: The sizes of the mesh.
-        pipeline: How the model is cut into stages.
+        pipeline: How the model is cut into stages; None for no stages.
         tensor: How layers are spread.
         shard: How parameters are sharded.
         precision: The Trainer's precision.
@@ -41,7 +41,7 @@ class Layout:
     """
 
     mesh: MeshShape
-    pipeline: PipelineConfig
+    pipeline: PipelineConfig | None
     tensor: TensorConfig
     shard: ShardConfig
     precision: str

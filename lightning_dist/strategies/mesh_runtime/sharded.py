@@ -8,25 +8,24 @@ without memory, exact clipping, gradients that are reduced once for each update.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
+import torch
 from lightning.fabric.utilities import rank_zero_info
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.engine.common.device_mesh import axis
-from lightning_dist.engine.comms.group_pool import pool_of_world
+from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.checks import check_gradients
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
+from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
-from lightning_dist.engine.parallelize.grad_norm import exclude_tied, norm_over
 from lightning_dist.engine.parallelize.mixed_tensors import update_mixed_groups_singly
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.parallelize.used_parts import UsedParts
@@ -44,7 +43,7 @@ from lightning_dist.engine.tensors.dtensor import is_spread
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import first_ranks_numbers
 from lightning_dist.strategies.base.callback_order import add_first_callback
-from lightning_dist.strategies.base.clipping import clip_whole_gradient
+from lightning_dist.strategies.base.clipping import ClipGradNorm
 from lightning_dist.strategies.base.loaders.lengths import check_evaluation_lengths
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
 from lightning_dist.strategies.base.model_checks import (
@@ -96,7 +95,6 @@ class ShardedStrategy(DataParallelStrategy):
         self._tensor_config = tensor
         self._policy = shard.policy
         self._meta_init = meta_init
-        self._device_mesh: DeviceMesh | None = None
         self._deferred = DeferredModel()
         self._sharded: ShardedModule | None = None
         self._is_accumulating = False
@@ -108,15 +106,9 @@ class ShardedStrategy(DataParallelStrategy):
 
         A ``configure_model`` that calls ``fully_shard`` itself needs it (``wrap="manual"``).
         """
-        mesh = axis(self._mesh_of_ranks, "dp_replicate", "dp_shard")
+        mesh = axis(self.mesh_of_ranks, "dp_replicate", "dp_shard")
         assert mesh is not None, "there is one replica, and nothing is sharded"
         return mesh
-
-    @property
-    def _mesh_of_ranks(self) -> DeviceMesh:
-        if self._device_mesh is None:
-            self._device_mesh = pool_of_world().mesh(self.mesh, self.root_device.type)
-        return self._device_mesh
 
     def describe(self) -> WrapSummary | TensorSummary:
         """Describes how the model is spread: which modules are units, or a rank's shards of layers.
@@ -159,45 +151,70 @@ class ShardedStrategy(DataParallelStrategy):
                 yield
 
     @override
-    def lay_out(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None
-        self.accelerator.setup(trainer)
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
+    def check_run(self, trainer: pl.Trainer) -> None:
         check_precision(str(self.precision_plugin.precision), self.mesh.tp)
         if half_precision_of(self.precision_plugin) is not None:
             checks.check_half_precision(self.module, self._policy.is_manual)
-        if is_fitting:
-            check_callbacks(trainer)
-        if is_fitting and self.mesh.tp > 1:
+        if not self.is_fitting:
+            return
+        check_callbacks(trainer)
+        if self.mesh.tp > 1:
             check_finetuning(trainer)
-        if is_fitting and self.mesh.pp > 1:
+        if self.mesh.pp > 1:
             check_trainer(trainer, self.module, self._pipeline_config, self.mesh.pp)
+
+    @override
+    def place_model(self, trainer: pl.Trainer) -> None:
         if self._sharded is None or self._sharded.module is not self.module:
-            self._sharded = self._taken_over(is_fitting) or self._shard()
-        if is_fitting:
+            self._sharded = self._taken_over(self.is_fitting) or self._shard()
+        if self.is_fitting:
             checks.check_optimization(self.module, self.sharded.is_manual)
         self.model_to_device()  # an earlier run has left it on the host
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        self.lay_out_once()
-        self.warn_of_part()
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        self.hook_into(trainer)
+    def connect_loops(self, trainer: pl.Trainer) -> None:
+        super().connect_loops(trainer)
         if self.num_readers > 1:
-            self._undo += (self._tie(trainer),)
+            tied = self.mesh.groups("pp", "dp_shard", "tp")
+            everyone = self.group(*self.mesh.sizes)
+            self._undo += (check_evaluation_lengths(trainer, tied, everyone),)
         if self.mesh.pp == 1:  # those of stages are reduced over the last ones
             self._undo += (reduce_metrics_over(self.module, self.data_group),)
-        if is_fitting and self.sharded.is_sharded:
+        if self.is_fitting and self.sharded.is_sharded:
             reduces_each = self._shard_config.sync_every_microstep
             self._hook_check = checks.HookCheck(self.module, reduces_each=reduces_each)
-        if is_fitting:
-            self.print_summary()
-            stages = self.group("pp") if self.mesh.pp > 1 else None
-            norm = exclude_tied(self.sharded.counted_elsewhere, norm_over(stages))
-            self._undo += (clip_whole_gradient(self.precision_plugin, norm),)
-            self._setup_optimizers_of_whole_model(trainer)
-        self.setup_precision_plugin()
+
+    @override
+    def whole_structure(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+        return self.sharded.whole_structure(device)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        with one_optimizer() if self.mesh.pp > 1 else nullcontext():
+            super().setup_optimizers(trainer)
+        check_optimizers(self.optimizers)
+        if self.sharded.early is not None:
+            self.sharded.early.replace_in(self.optimizers)
+
+    @override
+    def keep_own_parameters(self) -> None:
+        for optimizer in self.optimizers:
+            self.sharded.keep_own_parameters(optimizer)
+            update_mixed_groups_singly(optimizer)
+        check_sharded_optimizers(self.optimizers, self.group(*self.mesh.sizes))
+
+    @override
+    def gradient_clipping(self, trainer: pl.Trainer) -> ClipGradNorm:
+        stages = self.group("pp") if self.mesh.pp > 1 else None
+
+        def clip(parameters: list[Tensor], max_norm: float) -> Tensor:
+            exclude = self.sharded.counted_elsewhere()
+            return clip_grad_norm_(parameters, max_norm, pp_group=stages, exclude=exclude)
+
+        return clip
+
+    @override
+    def open_session(self, trainer: pl.Trainer) -> None:
         half = half_precision_of(self.precision_plugin)
         if half is not None and self.sharded.is_sharded:
             half.leave_to_shards()
@@ -207,43 +224,14 @@ class ShardedStrategy(DataParallelStrategy):
             line = self.sharded.start_line(self.mesh)
             self._undo += (add_first_callback(trainer, line),)
 
-    def _setup_optimizers_of_whole_model(self, trainer: pl.Trainer) -> None:
-        """Lets the user group the whole model's parameters, as on a single device."""
-        refused = one_optimizer() if self.mesh.pp > 1 else nullcontext()
-        with self.sharded.whole_structure(), refused:
-            self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers)
-            if self.sharded.early is not None:
-                self.sharded.early.replace_in(self.optimizers)
-            self.name_optimizer_groups()
-        for optimizer in self.optimizers:
-            self.sharded.keep_own_parameters(optimizer)
-            update_mixed_groups_singly(optimizer)
-        check_sharded_optimizers(self.optimizers, self.group(*self.mesh.sizes))
-
-    def _tie(self, trainer: pl.Trainer) -> Callable[[], None]:
-        tied = self.mesh.groups("pp", "dp_shard", "tp")
-        return check_evaluation_lengths(trainer, tied, self.group(*self.mesh.sizes))
-
-    @override
-    @contextmanager
-    def summarised_module(self) -> Iterator[None]:
-        # Only a step gathers all parameters, and an example's forward is none.
-        example, self.module.example_input_array = self.module.example_input_array, None
-        try:
-            with self.sharded.whole_structure():
-                yield
-        finally:
-            self.module.example_input_array = example
-
     @property
     def _layout(self) -> Layout:
-        asked = self.parallelism
+        asked = self.parallelism(self.mesh)
         return Layout(
             self.mesh,
             asked.pipeline,
             asked.tensor,
-            asked.shard,
+            self._shard_config,
             str(self.precision_plugin.precision),
             asked.half,
             sync_batchnorm=self._layer_sync is not None,
@@ -252,7 +240,7 @@ class ShardedStrategy(DataParallelStrategy):
     def _taken_over(self, is_fitting: bool) -> ShardedModule | None:
         """Returns the module as an earlier Trainer has sharded it; None if none has."""
         layout = self._layout if is_fitting else replace(self._layout, sync_batchnorm=None)
-        sharded = find_sharding(self.module, layout, self._mesh_of_ranks)
+        sharded = find_sharding(self.module, layout, self.mesh_of_ranks)
         half = half_precision_of(self.precision_plugin)
         if sharded is not None and half is not None:
             half.convert_module(self.module)  # which it is already; it learns of the module
@@ -265,7 +253,7 @@ class ShardedStrategy(DataParallelStrategy):
         if self.mesh.pp > 1 or self.mesh.tp > 1:
             checks.check_automatic(self.module)
         # On a mesh, FSDP2 wraps replicas too, as one shard each, and a single rank as well.
-        if axis(self._mesh_of_ranks, "dp_replicate", "dp_shard") is not None:
+        if axis(self.mesh_of_ranks, "dp_replicate", "dp_shard") is not None:
             checks.check_hooks(self.module)
         early = EarlyParameters(self.module)
         self._deferred.look_at(self.module)
@@ -278,19 +266,22 @@ class ShardedStrategy(DataParallelStrategy):
         sharded.tie_again()
         early.forget_present()
         sharded.early = early
-        keep_sharding(KeptSharding(sharded, self._layout, self._mesh_of_ranks))
+        keep_sharding(KeptSharding(sharded, self._layout, self.mesh_of_ranks))
         return sharded
 
     @override
     def model_to_device(self) -> None:
         self.sharded.move(self.root_device, offloaded=self._shard_config.offload == "cpu")
 
-    @property
-    def parallelism(self) -> Parallelism:
-        """The parallelism that the arguments and the precision ask for."""
+    def parallelism(self, shape: MeshShape) -> Parallelism:
+        """Returns the parallelism that the arguments and the precision ask for.
+
+        Args:
+            shape: The mesh of all ranks.
+        """
         plugin = half_precision_of(self.precision_plugin)
         return Parallelism(
-            self._pipeline_config,
+            self._pipeline_config if shape.pp > 1 else None,
             self._tensor_config,
             self._shard_config,
             self._shard_config.options(param_dtype_of(self.precision_plugin)),
@@ -298,13 +289,14 @@ class ShardedStrategy(DataParallelStrategy):
         )
 
     def _composed(self) -> ShardedModule:
-        config = self._pipeline_config
-        statistics = find_batch_statistics(self.module) if self.mesh.pp > 1 else ()
-        if statistics:
-            config = with_whole_batches(config, self.mesh.pp)
+        config, statistics = self._pipeline_config, tuple[str, ...]()
         is_manual = not self.module.automatic_optimization
-        asked = replace(self.parallelism, pipeline=config, is_manual=is_manual)
-        composed = parallelize(self.module, self._mesh_of_ranks, asked)
+        asked = replace(self.parallelism(self.mesh), is_manual=is_manual)
+        if self.mesh.pp > 1:
+            statistics = find_batch_statistics(self.module)
+            config = with_whole_batches(config, self.mesh.pp) if statistics else config
+            asked = replace(asked, pipeline=config)
+        composed = parallelize(self.module, self.mesh_of_ranks, asked)
         used = UsedParts(
             composed,
             (self.stage_group, self.group("dp_shard", "tp")),
@@ -389,19 +381,6 @@ class ShardedStrategy(DataParallelStrategy):
             super().teardown()
         finally:
             undo()
-
-    @override
-    def end_run(self, *, failed: bool) -> None:
-        super().end_run(failed=failed)
-        # A single rank leaves no other rank behind in the middle of a collective.
-        if failed and self._device_mesh is not None and self.world_size > 1:
-            pool_of_world().forget_mesh(self._device_mesh)
-
-    @property
-    @override
-    def process_groups(self) -> list[dist.ProcessGroup | None]:
-        mesh = [] if self._device_mesh is None else self._device_mesh.get_all_groups()
-        return [*super().process_groups, *mesh]
 
     # --- steps -------------------------------------------------------------------------------
 

@@ -353,8 +353,12 @@ class ShardedModule:
         for root in self._roots:
             reshard(root)
 
-    def whole_structure(self) -> AbstractContextManager[None]:
-        """Shows the whole model while entered, without the values that are on other ranks."""
+    def whole_structure(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+        """Returns a context manager that shows the whole model, without other ranks' values.
+
+        Args:
+            device: Device of the parameters that other ranks have; None for the meta device.
+        """
         return nullcontext()
 
     def keep_own_parameters(self, optimizer: Optimizer) -> None:

@@ -27,7 +27,6 @@ from lightning_dist.engine.parallelize.used_parts import UsedParts
 from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, StageBackwards
 from lightning_dist.engine.pipeline.measurements import Measurements, gather_measurements
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.cut import whole
 from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule, StepContext
 from lightning_dist.strategies.pipelining.checks import arguments_of_step
@@ -187,8 +186,8 @@ class StagedModule(ShardedModule):
     # --- parameters --------------------------------------------------------------------------
 
     @override
-    def whole_structure(self) -> AbstractContextManager[None]:
-        return whole(self._split.sequence, torch.device("cpu"))
+    def whole_structure(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+        return self._split.whole(device)
 
     @override
     def keep_own_parameters(self, optimizer: Optimizer) -> None:

@@ -7,7 +7,6 @@ Moves are requested by a user's callback, by :class:`.StageBalancer`, or by
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,13 +28,13 @@ from lightning_dist.engine.planning.balance import find_balance
 from lightning_dist.engine.planning.layer_costs import StepCosts
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.split import PipelineSplit
-from lightning_dist.strategies.base.checkpointing import LayoutFreeCheckpoints
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
+from lightning_dist.strategies.base.run_setup import RunSetup
 from lightning_dist.strategies.pipelining.session import Session, run_context
 from lightning_dist.strategies.pipelining.warmup_profile import WarmupProfile
 
 
-class MovableLayers(LayoutFreeCheckpoints):
+class MovableLayers(RunSetup):
     """A strategy whose ranks can hand layers to each other; see the module's docstring.
 
     Args:
@@ -71,10 +70,6 @@ class MovableLayers(LayoutFreeCheckpoints):
         """The parts of the pipeline, from ``setup`` to ``teardown``."""
         assert self._session is not None, "the pipeline exists from setup to teardown"
         return self._session
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Finishes the batches in flight."""
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -13,12 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.engine.data_parallel.replicas import average, average_gradients
-from lightning_dist.engine.parallelize.grad_norm import (
-    AsyncGradNorm,
-    FindNorm,
-    exclude_tied,
-    norm_over,
-)
+from lightning_dist.engine.parallelize.clip_grad import AsyncGradNorm, clip_grad_norm_
 from lightning_dist.engine.precision.overflow import AsyncOverflow
 from lightning_dist.strategies.pipelining.session import Session
 
@@ -67,13 +62,17 @@ class StageGradients:
         if self._overflow is not None:
             self._overflow.post(update, gradients.values())
 
-    def find_norm(self, stages: dist.ProcessGroup) -> FindNorm:
-        """Returns the function that computes the norm of the whole model's gradient.
+    def clip(self, stages: dist.ProcessGroup, parameters: list[Tensor], max_norm: float) -> Tensor:
+        """Clips this rank's gradients by the norm of the whole model's gradient.
 
         Args:
             stages: A group of the ranks of all stages, which takes CPU tensors.
+            parameters: This rank's parameters.
+            max_norm: Largest norm.
         """
-        norms = self._norms
-        if norms is None:
-            return exclude_tied(lambda: self._session().counted_elsewhere, norm_over(stages))
-        return lambda _: norms.of(self._session().pipeline.due_update)
+        session = self._session()
+        if self._norms is not None:
+            norm = self._norms.of(session.pipeline.due_update)
+            return clip_grad_norm_(parameters, max_norm, total_norm=norm)
+        exclude = session.counted_elsewhere
+        return clip_grad_norm_(parameters, max_norm, pp_group=stages, exclude=exclude)

@@ -135,7 +135,7 @@ def train_a_step(case: Case) -> Held:
     step = strategy.optimizer_step
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        with Counting(strategy._mesh_of_ranks) as counting:
+        with Counting(strategy.mesh_of_ranks) as counting:
             if case.sizes.get("pp", 1) > 1:
                 channels = strategy.sharded.session.channels
                 links, ties = channels.links, channels.ties

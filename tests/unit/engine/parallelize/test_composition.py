@@ -61,7 +61,9 @@ def made(
 ) -> Iterator[ParallelModule]:
     with fake_rank(rank, shape.world_size):
         config = PipelineConfig(schedule, partition="uniform")
-        asked = Parallelism(config, TensorConfig(), shard, shard.options(None))
+        asked = Parallelism(
+            config if shape.pp > 1 else None, TensorConfig(), shard, shard.options(None)
+        )
         yield parallelize(Module(), build_mesh(shape, "cpu"), asked)
 
 
@@ -78,10 +80,10 @@ class Spread(L.LightningModule):
 def test_a_plan_that_was_found_says_why_a_part_is_left_whole(shape: MeshShape) -> None:
     with fake_rank(0, shape.world_size):
         shard = ShardConfig()
-        asked = Parallelism(PipelineConfig(), TensorConfig(), shard, shard.options(None))
+        asked = Parallelism(None, TensorConfig(), shard, shard.options(None))
         words = parallelize(Spread(), build_mesh(shape, "cpu"), asked).plan
         own = TensorConfig({"mlp.0": "colwise", "mlp.2": "rowwise"})
-        asked = Parallelism(PipelineConfig(), own, shard, shard.options(None))
+        asked = Parallelism(None, own, shard, shard.options(None))
         assert parallelize(Spread(), build_mesh(shape, "cpu"), asked).plan is None
     assert words is not None
     (spread,), (whole,) = words.spread, words.whole
@@ -150,9 +152,7 @@ def test_an_error_of_the_wrap_policy_shows_what_the_user_has_written() -> None:
             self.model[3].inner = self.model[1].inner
 
     policy = ByName(["model.1", "model.3"])
-    asked = Parallelism(
-        PipelineConfig(), TensorConfig(), ShardConfig(wrap=policy), ShardingOptions()
-    )
+    asked = Parallelism(None, TensorConfig(), ShardConfig(wrap=policy), ShardingOptions())
     with (
         fake_rank(0, 2),
         pytest.raises(ValueError, match=r"^ByName\(patterns=\['model.1', 'model.3'\]\) puts the"),

@@ -14,7 +14,6 @@ from lightning_dist.engine.common.device_mesh import build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
-from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
@@ -35,7 +34,7 @@ class Dropping(L.LightningModule):
 
 def sharded() -> ShardedModule:
     config, shard = TensorConfig(PLAN), ShardConfig()
-    asked = Parallelism(PipelineConfig(), config, shard, shard.options(None))
+    asked = Parallelism(None, config, shard, shard.options(None))
     composed = parallelize(Dropping(), build_mesh(MeshShape(tp=2), "cpu"), asked)
     return ShardedModule(composed, None)
 

@@ -1,47 +1,64 @@
-"""The norm of a whole model's gradient, whose parts are on several ranks.
+"""Clip the gradient of a whole model, whose parts are on several ranks.
 
 Shards add up their squared norms over the mesh of their tensors, stages over a group of their own.
+torch's functions take shards or whole tensors, not both together, so parameters are grouped first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn import utils
 from torch.nn.utils import get_total_norm
 
 from lightning_dist.engine.tensors.dtensor import local_part
 
-FindNorm = Callable[[Sequence[Sequence[Tensor]]], Tensor]
-"""Returns the norm of the whole gradient; takes the parameters, grouped by how they are spread."""
 
+def clip_grad_norm_(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    *,
+    pp_group: dist.ProcessGroup | None = None,
+    exclude: Iterable[Tensor] = (),
+    total_norm: Tensor | None = None,
+) -> Tensor:
+    """Clips gradients by the norm of the whole model's gradient.
 
-def norm_over(group: dist.ProcessGroup | None = None) -> FindNorm:
-    """Returns a function that computes the norm of the gradient over all shards and stages.
-
-    Args:
-        group: Group of the stages, for CPU tensors; None if each rank knows all parameters.
-    """
-    return lambda kinds: _norm(kinds, group)
-
-
-def exclude_tied(copies: Callable[[], Iterable[Tensor]], find_norm: FindNorm) -> FindNorm:
-    """Returns a function that leaves the parameters out that another rank counts.
+    Collective: every rank must call it. The mesh of shards is that of the parameters themselves.
 
     Args:
-        copies: Lists the parameters that this rank does not count.
-        find_norm: Computes the norm of the remaining parameters.
+        parameters: This rank's parameters, sharded or whole.
+        max_norm: Largest norm.
+        pp_group: Group of the stages, for CPU tensors; None if this rank has all of them.
+        exclude: Parameters that another stage counts, which are clipped too.
+        total_norm: The norm, if it is known already.
+
+    Returns:
+        The norm of the whole gradient before clipping.
     """
+    alike = _group_alike(parameters)
+    if total_norm is None:
+        total_norm = _total_norm(alike, pp_group, {id(parameter) for parameter in exclude})
+    for group in alike:
+        norm = total_norm.to(group[0].device, group[0].dtype)
+        utils.clip_grads_with_norm_(group, max_norm, norm)
+    return total_norm
 
-    def find(kinds: Sequence[Sequence[Tensor]]) -> Tensor:
-        others = {id(parameter) for parameter in copies()}
-        counted = [[p for p in alike if id(p) not in others] for alike in kinds]
-        return find_norm([alike for alike in counted if alike])
 
-    return find
+def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
+    """Clips each element of the gradients.
+
+    Args:
+        parameters: This rank's parameters, sharded or whole.
+        clip_value: Largest absolute value.
+    """
+    for group in _group_alike(parameters):
+        utils.clip_grad_value_(group, clip_value)
 
 
 class AsyncGradNorm:
@@ -88,8 +105,25 @@ class AsyncGradNorm:
         return squared.sqrt()
 
 
-def _norm(kinds: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None) -> Tensor:
-    squared = [_squared_norm([p.grad for p in alike if p.grad is not None]) for alike in kinds]
+def _group_alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Groups the parameters with a gradient by mesh and placements."""
+    groups: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        key: Any = None
+        if isinstance(parameter, DTensor):
+            key = (parameter.device_mesh, parameter.placements)
+        groups.setdefault(key, []).append(parameter)
+    return list(groups.values())
+
+
+def _total_norm(
+    alike: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None, excluded: set[int]
+) -> Tensor:
+    counted = ([p for p in same if id(p) not in excluded] for same in alike)
+    gradients = ([p.grad for p in same if p.grad is not None] for same in counted)
+    squared = [_squared_norm(own) for own in gradients if own]
     stays = group is None and squared  # the norm moves to the CPU only for an all-reduce
     total = torch.zeros((), dtype=torch.float64, device=squared[0].device if stays else "cpu")
     for summand in squared:

@@ -1,0 +1,233 @@
+"""A run's setup, in the one order that all strategies share.
+
+Lightning calls :meth:`RunSetup.setup` for each fit, validation, test and prediction. It is final; a
+strategy fills in the hooks. Their order:
+
+=========================  =========================================================================
+``check_run``              refuses what the strategy cannot train, on all ranks alike
+``place_model``            parallelizes the module, and puts its values on this rank's device
+(a checkpoint is loaded)   as on a single device, before optimizers and ``on_fit_start``
+``connect_loops``          takes part in Lightning's loops where these call no strategy
+``print_summary``          describes what was placed
+``setup_optimizers``       Lightning's own, while the whole model's structure is in sight
+``keep_own_parameters``    drops the parameters of other ranks from the optimizers
+``gradient_clipping``      clips by the norm of the whole model's gradient
+``open_session``           opens what the steps need: channels, wrappers, logs
+=========================  =========================================================================
+
+``close_session`` undoes all of it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_dist.strategies.base.callback_order import order_callbacks
+from lightning_dist.strategies.base.checkpointing import LayoutFreeCheckpoints
+from lightning_dist.strategies.base.clipping import ClipGradNorm, clip_whole_gradient
+from lightning_dist.strategies.base.ending.stopping import (
+    drain_before_validation,
+    stop_evaluations_together,
+    stop_training_together,
+)
+
+_CPU = torch.device("cpu")
+
+
+class RunSetup(LayoutFreeCheckpoints):
+    """Sets runs up; see the module's docstring."""
+
+    _is_laid_out = False
+    _undo: tuple[Callable[[], None], ...] = ()
+
+    # --- the order ---------------------------------------------------------------------------
+
+    @final
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Sets a run up. Collective: every rank must call it.
+
+        Args:
+            trainer: The trainer, with the module connected.
+        """
+        self.lay_out_once()
+        self.warn_of_part()
+        self.connect_loops(trainer)
+        if self.is_fitting:
+            self.print_summary()
+            with self.whole_structure(_CPU):
+                self.setup_optimizers(trainer)
+                if not self.has_plain_state:
+                    self.name_optimizer_groups()
+            self.keep_own_parameters()
+            clip = self.gradient_clipping(trainer)
+            if clip is not None:
+                self._undo += (clip_whole_gradient(self.precision_plugin, clip),)
+        self.setup_precision_plugin()
+        self.open_session(trainer)
+
+    @final
+    @override
+    def lay_out_once(self) -> None:
+        """Places the model, once per run: in the load of a checkpoint, or else in ``setup``."""
+        if self._is_laid_out:
+            return
+        trainer = self.module.trainer
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.check_run(trainer)
+        self.place_model(trainer)
+        self._is_laid_out = True
+
+    @override
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._is_laid_out = False
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether the run trains."""
+        return self.module.trainer.state.fn == TrainerFn.FITTING
+
+    # --- hooks -------------------------------------------------------------------------------
+
+    def check_run(self, trainer: pl.Trainer) -> None:
+        """Checks that this strategy can run the module. Collective: every rank must call it.
+
+        Args:
+            trainer: The trainer, before it runs.
+
+        Raises:
+            ValueError: The module or the trainer asks for what the strategy cannot do.
+        """
+
+    @abstractmethod
+    def place_model(self, trainer: pl.Trainer) -> None:
+        """Parallelizes the module, and moves this rank's part to its device.
+
+        Collective: every rank must call it.
+
+        Args:
+            trainer: The trainer, before it runs.
+        """
+
+    def connect_loops(self, trainer: pl.Trainer) -> None:
+        """Takes part in Lightning's loops where these call no strategy, until the session ends.
+
+        Args:
+            trainer: The trainer, set up to fit or to evaluate.
+        """
+        self.guard.connect_signals(self.before_reading)
+        if not self.is_fitting:
+            self._undo += (self.connect_evaluation(trainer),)
+            return
+        everyone = self.group(*self.mesh.sizes)
+        self._undo += (
+            drain_before_validation(self.module, self.before_validation),
+            order_callbacks(
+                trainer,
+                show_whole_model=self.summarised_module,
+                on_train_epoch_end=self.end_epoch,
+                on_train_end=self.end_training,
+                on_train_epoch_start=self.begin_epoch,
+            ),
+            stop_training_together(
+                trainer, everyone, self.stop_lag, self.guard.post_vote, self.end_batch
+            ),
+        )
+
+    def connect_evaluation(self, trainer: pl.Trainer) -> Callable[[], None]:
+        """Lets the ranks of an evaluation stop together; returns a function that undoes it.
+
+        Args:
+            trainer: The trainer, set up to evaluate.
+        """
+        return stop_evaluations_together(trainer, self.guard, self.group(*self.mesh.sizes))
+
+    def print_summary(self) -> None:
+        """Prints how the model is placed, on rank 0. Collective: every rank must call it."""
+
+    def whole_structure(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+        """Returns a context manager with the whole model's structure, as on a single device.
+
+        Args:
+            device: Device of the parameters that other ranks have; None for the meta device.
+        """
+        return nullcontext()
+
+    def keep_own_parameters(self) -> None:
+        """Drops the parameters of other ranks from the optimizers."""
+
+    def gradient_clipping(self, trainer: pl.Trainer) -> ClipGradNorm | None:
+        """Returns the function that clips gradients; None if each rank has the whole gradient.
+
+        Args:
+            trainer: The trainer, set up to fit.
+        """
+        return None
+
+    @abstractmethod
+    def open_session(self, trainer: pl.Trainer) -> None:
+        """Opens what the steps of the run need. Collective: every rank must call it.
+
+        Args:
+            trainer: The trainer, set up to fit or to evaluate.
+        """
+
+    @override
+    def close_session(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = ()
+
+    # --- hooks in Lightning's loops, on all ranks --------------------------------------------
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Makes all ranks' parts those of the same update. Collective: every rank must call it.
+
+        Validation, checkpoints and the end of training call it by themselves.
+        """
+
+    def before_reading(self) -> None:
+        """Called before each training batch is read."""
+
+    def begin_epoch(self) -> None:
+        """Called before the callbacks' ``on_train_epoch_start``."""
+
+    def end_batch(self) -> None:
+        """Called behind each training batch, ahead of a validation."""
+
+    def before_validation(self) -> None:
+        """Called before each validation inside of ``fit``."""
+        self.drain()
+
+    def end_epoch(self) -> None:
+        """Called before the callbacks' ``on_train_epoch_end``."""
+
+    def end_training(self) -> None:
+        """Called before the callbacks' ``on_train_end``."""
+        self.drain()
+
+    @contextmanager
+    def summarised_module(self) -> Iterator[None]:
+        """Shows the whole model to the callbacks' ``on_fit_start``.
+
+        Yields:
+            Nothing.
+        """
+        # Only a step can run the parts of all ranks, and an example's forward is none.
+        example, self.module.example_input_array = self.module.example_input_array, None
+        try:
+            with self.whole_structure():
+                yield
+        finally:
+            self.module.example_input_array = example
