@@ -90,3 +90,15 @@ def test_calls_in_a_page_have_arguments_that_exist(path: Path) -> None:
                 continue
             if ... not in [*values, *named.values()]:
                 target(*values, **named)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs").glob("migration_*.md")), ids=lambda p: p.stem
+)
+def test_new_arguments_in_a_migration_page_exist(path: Path) -> None:
+    known = {name for it in CALLABLES.values() for name in inspect.signature(it).parameters}
+    rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    cells = [row.strip("| ").rpartition(" | ")[2] for row in rows]
+    named = {name for cell in cells for name in re.findall(r"`(\w+)=[^`]*`", cell)}
+    assert named
+    assert named <= known
