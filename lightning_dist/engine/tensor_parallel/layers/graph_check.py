@@ -12,11 +12,8 @@ gather and its split.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from traceback import extract_tb
 
 import torch
 from torch import Tensor
@@ -46,12 +43,9 @@ class ShardedActivationCheck:
 
     Attributes:
         is_noting: Whether the first step is still to be checked.
-        is_open: Name of the last layer that computed sharded features, if no layer has summed over
-            them yet; else None.
     """
 
     is_noting: bool = True
-    is_open: str | None = None
     _is_cut: bool = field(default=False, repr=False)
     _has_backward: bool = field(default=False, repr=False)
     _is_compiled: bool = field(default=False, repr=False)
@@ -60,7 +54,6 @@ class ShardedActivationCheck:
     def begin(self) -> None:
         """Begins a step; the last one may have failed."""
         self._is_cut = False
-        self.is_open = None
 
     def begin_backward(self) -> None:
         """Begins the backward, in which blocks may be recomputed, the last block first."""
@@ -80,34 +73,8 @@ class ShardedActivationCheck:
         """
         if torch.compiler.is_compiling():  # compiled features are in no autograd graph
             self._is_compiled = True
-        elif self.is_noting:
-            self.is_open = layer
-            if features.grad_fn is not None:
-                self._features[features.grad_fn] = layer
-
-    def sum_up(self) -> None:
-        """Records that a layer sums over the last layer's sharded features."""
-        if self.is_noting and not torch.compiler.is_compiling():
-            self.is_open = None
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Returns a context manager that explains errors of a first step with sharded features.
-
-        Yields:
-            Nothing.
-        """
-        try:
-            yield
-        except (RuntimeError, IndexError) as error:
-            is_other = isinstance(error, torch.OutOfMemoryError | torch.distributed.DistError)
-            if self.is_open is None or not self.is_noting or is_other or _is_raised_by_user(error):
-                raise
-            raise ValueError(
-                f"Leave {self.is_open!r} and the layers that it goes with out of plan=: it gives"
-                " each rank its own features ('colwise'), and before a layer summed up over them"
-                f" ('rowwise') the step could not go on: {error}."
-            ) from error
+        elif self.is_noting and features.grad_fn is not None:
+            self._features[features.grad_fn] = layer
 
     def cut(self) -> None:
         """Records that the sequence is sharded.
@@ -192,13 +159,6 @@ _BETWEEN = (
     "but is in no block, so the ranks' gradients of it would not be added up. Move what uses it"
     " into the blocks or behind the last one, or leave sequence_parallel out."
 )
-
-
-def _is_raised_by_user(error: Exception) -> bool:
-    """Returns whether an error comes from a ``raise`` outside of torch."""
-    last = extract_tb(error.__traceback__)[-1]
-    is_of_torch = f"{os.sep}torch{os.sep}" in last.filename
-    return not is_of_torch and (last.line or "").startswith("raise")
 
 
 def _leak(what: str, words: tuple[str, str]) -> str:
