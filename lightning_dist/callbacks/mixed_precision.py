@@ -22,8 +22,8 @@ from typing_extensions import override
 from lightning_dist.engine.precision.gradient_range import Ranges, merge
 from lightning_dist.engine.precision.loss_scale import LossScale
 from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
+from lightning_dist.strategies.base.rank_view import Viewable, view_of
 
 Compute = Literal["bf16", "fp16"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -139,10 +139,10 @@ class MixedPrecision(pl.Callback):
         """Logs all ranks' measurements, of several batches if the schedule is asynchronous."""
         own, self._own_ranges = self._own_ranges, {}
         everyone: list[Any] = [own]
-        strategy = trainer.strategy
-        if isinstance(strategy, DistributedStrategy):
-            everyone *= strategy.mesh.world_size
-            dist.all_gather_object(everyone, own, group=strategy.group(*strategy.mesh.sizes))
+        view = view_of(trainer.strategy)
+        if view is not None:
+            everyone *= view.mesh.world_size
+            dist.all_gather_object(everyone, own, group=view.group_of_all(""))
         self._ranges = merge(everyone)
         for layer, found in self._ranges.items():
             metrics = {
@@ -228,7 +228,7 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"Both MixedPrecision and precision={present.precision!r} ({type(present).__name__})"
             " say what to compute in. Leave out Trainer(precision=...), or the callback."
         )
-    known = DistributedStrategy | SingleDeviceStrategy | DDPStrategy
+    known = Viewable | SingleDeviceStrategy | DDPStrategy
     if not isinstance(strategy, known):
         raise ValueError(
             f"MixedPrecision does not know how {type(strategy).__name__} holds parameters. Use a"

@@ -8,17 +8,9 @@ from collections.abc import Iterable
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.planning.memory import (
-    RankMemory,
-    TrainedPart,
-    pipelined,
-    replicated,
-    sharded,
-)
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.engine.profiling.meters.memory import (
     bytes_of,
     gradient_bytes,
@@ -26,41 +18,7 @@ from lightning_dist.engine.profiling.meters.memory import (
 )
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.profiling.record import RankPlace, StepCount
-from lightning_dist.engine.schedules.registry import find_schedules
-from lightning_dist.engine.sharding.wrap_summary import WrapSummary
-from lightning_dist.strategies.base.process_mesh import ProcessMesh
-from lightning_dist.strategies.ddp import DDPStrategy
-from lightning_dist.strategies.fsdp import FSDPStrategy
-from lightning_dist.strategies.mesh import MeshStrategy
-from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
-from lightning_dist.strategies.pipeline import PipelineStrategy
-from lightning_dist.strategies.pipelining.session import Session
-
-
-def pipeline_of(strategy: Strategy) -> Pipeline | None:
-    """Returns this rank's part of a pipeline, while a run is set up.
-
-    Args:
-        strategy: Any strategy.
-
-    Returns:
-        The rank's stages; None if there are no stages.
-    """
-    session = session_of(strategy)
-    return None if session is None else session.pipeline
-
-
-def session_of(strategy: Strategy) -> Session | None:
-    """Returns the parts of a pipeline, while a run is set up; None if there are no stages.
-
-    Args:
-        strategy: Any strategy.
-    """
-    if isinstance(strategy, PipelineStrategy):
-        return strategy.session
-    if isinstance(strategy, MeshStrategy) and isinstance(strategy.sharded, StagedModule):
-        return strategy.sharded.session
-    return None
+from lightning_dist.strategies.base.rank_view import view_of
 
 
 class RankProbe:
@@ -79,26 +37,20 @@ class RankProbe:
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         strategy = trainer.strategy
-        self._trainer, self._module, self._strategy = trainer, module, strategy
-        everyone = MeshShape(dp_replicate=trainer.world_size)
-        self.mesh = strategy.mesh if isinstance(strategy, ProcessMesh) else everyone
+        self._trainer, self._module = trainer, module
+        self._view = view = view_of(strategy)
         self.device: torch.device = strategy.root_device
-        session = session_of(strategy)
-        self.pipeline = None if session is None else session.pipeline
+        self.mesh = MeshShape(dp_replicate=trainer.world_size) if view is None else view.mesh
+        self.pipeline = None if view is None else view.pipeline
         self.group: dist.ProcessGroup | None = None
         if trainer.world_size > 1:
-            self.group = (
-                strategy.group(*self.mesh.sizes, purpose="profile")
-                if isinstance(strategy, ProcessMesh)
-                else dist.new_group(backend="gloo")
-            )
+            gloo = dist.new_group(backend="gloo") if view is None else view.group_of_all("profile")
+            self.group = gloo
 
     @property
     def recorder(self) -> Recorder | None:
         """The strategy's recorder of this rank's steps; None if the strategy has none."""
-        if self.pipeline is not None:
-            return self.pipeline.recorder
-        return self._strategy.recorder if isinstance(self._strategy, DDPStrategy) else None
+        return None if self._view is None else self._view.recorder
 
     @property
     def place(self) -> RankPlace:
@@ -111,7 +63,7 @@ class RankProbe:
             precision=str(self._trainer.precision),
             stage_group=self.mesh.coordinates(rank)["pp"],
             data_index=self.mesh.data_index(rank),
-            strategy=type(self._strategy).__name__,
+            strategy=type(self._trainer.strategy).__name__,
             shape=None if self.pipeline is None else self.pipeline.shape,
         )
 
@@ -174,30 +126,10 @@ class RankProbe:
         """
         states = round(measured.optimizer_state / max(1, measured.parameters))
         part = TrainedPart(measured.parameters, count.forward_bytes, states)
-        strategy, mesh = self._strategy, self.mesh
-        if self.pipeline is not None:
-            is_plain = mesh.dp_shard == mesh.tp == 1
-            return self._predicted_stage(self.pipeline, part) if is_plain else None
-        if isinstance(strategy, FSDPStrategy):
-            summary = strategy.describe()
-            assert isinstance(summary, WrapSummary)
-            whole = TrainedPart(summary.num_bytes, count.forward_bytes, states)
-            largest = max(row.num_bytes for row in summary.rows)
-            return sharded(whole, mesh.dp_shard, summary.peak_whole_bytes, largest)
-        if not (isinstance(strategy, DDPStrategy) or mesh.world_size == 1):
-            return None
         accumulates = self._trainer.accumulate_grad_batches > 1
-        return replicated(part, mesh.data_size, accumulates=accumulates)
-
-    def _predicted_stage(self, pipeline: Pipeline, part: TrainedPart) -> RankMemory:
-        shape, stages = pipeline.shape, pipeline.stages
-        schedules = find_schedules(shape.schedule)
-        count = shape.num_microbatches
-        num_batches = schedules.update_rule.steady_batches(shape.num_stages, count)
-        schedule = schedules.build(shape.rank_of_stage, count, num_batches)
-        in_flight = schedule.in_flight(shape.rank)
-        copies = max(stages.num_copies[stage] for stage in stages)  # none where there are several
-        return pipelined(part, in_flight, 1 + copies, stages.version_bytes)
+        if self._view is not None:
+            return self._view.predict_memory(part, accumulates)
+        return replicated(part, 1, accumulates=accumulates) if self.group is None else None
 
     def allocated_bytes(self) -> int | None:
         """Returns the peak bytes of the device's allocator; None on a CPU."""

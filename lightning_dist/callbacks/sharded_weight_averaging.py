@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.engine.tensors.dtensor import local_part
-from lightning_dist.strategies.ddp import DDPStrategy
+from lightning_dist.strategies.base.rank_view import view_of
 
 
 class ShardedWeightAveraging(pl.Callback):
@@ -63,11 +63,11 @@ class ShardedWeightAveraging(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        strategy = trainer.strategy
-        if isinstance(strategy, DDPStrategy) and strategy.sync_every > 1:
+        view = view_of(trainer.strategy)
+        if view is not None and view.local_steps:
             raise ValueError(
                 f"ShardedWeightAveraging averages what a rank holds, and with sync_every="
-                f"{strategy.sync_every} each replica's weights are its own between two averages of"
+                f"{view.local_steps + 1} each replica's weights are its own between two averages of"
                 " them, so that replicas would end with different ones. Use sync_every=1, or leave"
                 " the callback out."
             )

@@ -28,7 +28,6 @@ from typing_extensions import override
 
 from lightning_dist.callbacks import output
 from lightning_dist.callbacks.output import Media
-from lightning_dist.callbacks.rank_probe import pipeline_of
 from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.measurements import gather_profiles
@@ -37,9 +36,7 @@ from lightning_dist.engine.planning.balance import Balance, find_balance, memory
 from lightning_dist.engine.planning.layer_costs import StepCosts
 from lightning_dist.plotting import plot_balance
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
-from lightning_dist.strategies.base.process_mesh import ProcessMesh
-from lightning_dist.strategies.mesh import MeshStrategy
-from lightning_dist.strategies.pipeline import PipelineStrategy
+from lightning_dist.strategies.base.rank_view import LayerMover, RankView, view_of
 
 
 def tell_balance(
@@ -170,8 +167,7 @@ class StageBalancer(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._num_batches = 0
         if self._moves_layers:
-            assert isinstance(trainer.strategy, PipelineStrategy)
-            trainer.strategy.check_layers_can_move()
+            _layers_of(trainer).check_layers_can_move()
 
     @override
     def on_train_batch_start(
@@ -209,10 +205,9 @@ class StageBalancer(pl.Callback):
     def _report(
         self, trainer: pl.Trainer, module: pl.LightningModule, profiler: LayerProfiler
     ) -> None:
-        strategy, pipeline = trainer.strategy, _pipeline_of(trainer)
-        assert isinstance(strategy, ProcessMesh)
-        states = strategy.optimizers[0].state if strategy.optimizers else {}
-        profiles = gather_profiles(profiler.profile(states), strategy.group(*strategy.mesh.sizes))
+        pipeline, optimizers = _pipeline_of(trainer), trainer.strategy.optimizers
+        states = optimizers[0].state if optimizers else {}
+        profiles = gather_profiles(profiler.profile(states), _view_of(trainer).group_of_all(""))
         steps = [p.step_seconds for p in profiles if p.step_seconds == p.step_seconds]
         measured = median(steps) if steps else float("nan")
         last = self._num_batches - 1
@@ -231,14 +226,11 @@ class StageBalancer(pl.Callback):
                 print_tables=not is_balanced,
             )
         if self._moves_layers and balance.gain >= self._min_gain:
-            self._move(strategy, module, balance.better_cut)
+            self._move(trainer, module, balance.better_cut)
 
-    def _move(
-        self, strategy: ProcessMesh, module: pl.LightningModule, cut: tuple[int, ...]
-    ) -> None:
-        assert isinstance(strategy, PipelineStrategy)
-        done = strategy.repartition(cut)
-        seconds = strategy.broadcast(done.seconds)
+    def _move(self, trainer: pl.Trainer, module: pl.LightningModule, cut: tuple[int, ...]) -> None:
+        done = _layers_of(trainer).repartition(cut)
+        seconds = trainer.strategy.broadcast(done.seconds)
         metrics = {_MOVED_LAYERS: float(len(done.moves)), _MOVE_SECONDS: seconds}
         module.log_dict(metrics, batch_size=1)
 
@@ -282,10 +274,22 @@ class StageBalancer(pl.Callback):
         self._profiler = None
 
 
+def _view_of(trainer: pl.Trainer) -> RankView:
+    view = view_of(trainer.strategy)
+    assert view is not None, "checked before"
+    return view
+
+
 def _pipeline_of(trainer: pl.Trainer) -> Pipeline:
-    pipeline = pipeline_of(trainer.strategy)
+    pipeline = _view_of(trainer).pipeline
     assert pipeline is not None, "checked before"
     return pipeline
+
+
+def _layers_of(trainer: pl.Trainer) -> LayerMover:
+    layers = _view_of(trainer).layers
+    assert layers is not None, "checked before"
+    return layers
 
 
 def _check_stages(strategy: Strategy, moves_layers: bool) -> None:
@@ -294,15 +298,14 @@ def _check_stages(strategy: Strategy, moves_layers: bool) -> None:
     Raises:
         ValueError: There are no stages, or layers should move and cannot.
     """
-    if isinstance(strategy, PipelineStrategy):
-        return
-    if not isinstance(strategy, MeshStrategy) or strategy.mesh.pp == 1:
+    view = view_of(strategy)
+    if view is None or not view.has_stages:
         raise ValueError(
             f"StageBalancer looks at the stages of a pipeline, and {type(strategy).__name__} has"
             " none here. Use PipelineStrategy, or MeshStrategy with pp=2 or more; or leave the"
             " callback out. StepProfiler says where the time goes under any strategy."
         )
-    if moves_layers:
+    if moves_layers and view.layers is None:
         raise ValueError(
             "StageBalancer(action='rebalance') moves layers, and on a mesh each rank has shards of"
             " its layers, or pieces. Use action='report', and restart with"

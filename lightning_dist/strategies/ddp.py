@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -35,12 +36,14 @@ from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.pipeline.measurements import MeasuredTimelines
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.timeline import Timeline
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.loaders.uneven import UnevenInputs
 from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.communication_log import CommunicationLog
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
@@ -167,6 +170,14 @@ class DDPStrategy(DataParallelStrategy):
     def recorder(self) -> Recorder | None:
         """Records this rank's steps from ``setup`` on; needs ``log_communication``."""
         return self._communication.recorder if self._communication is not None else None
+
+    @override
+    def view(self) -> RankView:
+        return replace(super().view(), recorder=self.recorder, local_steps=self._sync_every - 1)
+
+    @override
+    def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory:
+        return replicated(part, self.mesh.data_size, accumulates=accumulates)
 
     # --- setup and teardown ------------------------------------------------------------------
 

@@ -40,7 +40,12 @@ from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.parallelize.clip_grad import AsyncGradNorm
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
-from lightning_dist.engine.pipeline.measurements import MeasuredStages, gather_measurements
+from lightning_dist.engine.pipeline.measurements import (
+    MeasuredStages,
+    gather_measurements,
+    predict_memory,
+)
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
 from lightning_dist.engine.precision.overflow import AsyncOverflow, Overflow, PerStageOverflow
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.schedules.update_rule import WeightVersions
@@ -64,6 +69,7 @@ from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime.data_parallel_checks import check_whole
 from lightning_dist.strategies.mesh_runtime.first_call import FirstCall
 from lightning_dist.strategies.pipelining import checks
@@ -223,6 +229,21 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         num_stages = self.mesh.pp
         count = self._config.training_microbatches(num_stages)
         return 1 + self._config.schedules.update_rule.lag(num_stages, count)
+
+    @override
+    def view(self) -> RankView:
+        pipeline = None if self._session is None else self._session.pipeline
+        return replace(
+            super().view(),
+            has_stages=True,
+            pipeline=pipeline,
+            recorder=None if pipeline is None else pipeline.recorder,
+            layers=self,
+        )
+
+    @override
+    def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory:
+        return predict_memory(self.session.pipeline, part)
 
     # --- setup and teardown ------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Measurements of all ranks, gathered."""
+"""Measurements of all ranks, gathered, and what the planner predicts of a rank's memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.layer_costs import RankProfile
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, pipelined
+from lightning_dist.engine.schedules.registry import find_schedules
 from lightning_dist.engine.schedules.timeline import Span, Timeline
 
 
@@ -123,3 +125,18 @@ def gather_profiles(profile: RankProfile, group: dist.ProcessGroup) -> list[Rank
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, profile, group=group)
     return everyone
+
+
+def predict_memory(pipeline: Pipeline, part: TrainedPart) -> RankMemory:
+    """Returns the planner's prediction of the memory of a rank's stages.
+
+    Args:
+        pipeline: This rank's pipeline.
+        part: This rank's layers.
+    """
+    shape, stages = pipeline.shape, pipeline.stages
+    schedules, count = find_schedules(shape.schedule), shape.num_microbatches
+    num_batches = schedules.update_rule.steady_batches(shape.num_stages, count)
+    in_flight = schedules.build(shape.rank_of_stage, count, num_batches).in_flight(shape.rank)
+    copies = max(stages.num_copies[stage] for stage in stages)  # none where there are several
+    return pipelined(part, in_flight, 1 + copies, stages.version_bytes)

@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_dist.engine.comms.batches.replica_channel import open_channel
 from lightning_dist.engine.comms.failures.parent_watch import ending_with_launcher
 from lightning_dist.engine.comms.store_notes import RankNotes
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.engine.precision.overflow import AllReducedOverflow, Overflow
 from lightning_dist.engine.tensors.rng import seed_all, share_random_state
 from lightning_dist.strategies.base import lightning_internals
@@ -37,6 +38,7 @@ from lightning_dist.strategies.base.ending.shared_failure import SharedFailure
 from lightning_dist.strategies.base.loaders.replica_loaders import ReplicaLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.process_mesh import ProcessMesh
+from lightning_dist.strategies.base.rank_view import RankView
 
 Read = Literal["first", "each"]
 """Which ranks of a data replica read its batches."""
@@ -150,6 +152,23 @@ class DistributedStrategy(ProcessMesh):
             self.make_notes(self.group(*self.mesh.sizes)),
             steps_are_local=self.holds_whole_model,
         )
+
+    def view(self) -> RankView:
+        """Returns what callbacks see of this rank, from ``setup_environment`` on."""
+        return RankView(self.mesh, self._group_of_all, self.predict_memory)
+
+    def _group_of_all(self, purpose: str) -> dist.ProcessGroup:
+        return self.group(*self.mesh.sizes, purpose=purpose)
+
+    def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory | None:
+        """Returns the planner's prediction of this rank's memory; None without a formula.
+
+        Args:
+            part: This rank's part of the model.
+            accumulates: Whether an update has several batches.
+        """
+        is_alone = self.mesh.world_size == 1
+        return replicated(part, 1, accumulates=accumulates) if is_alone else None
 
     def make_notes(self, group: dist.ProcessGroup) -> RankNotes:
         """Creates the notes of some ranks. Collective: every rank must call it.

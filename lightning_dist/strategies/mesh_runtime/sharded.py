@@ -29,6 +29,8 @@ from lightning_dist.engine.parallelize.composition import Parallelism, paralleli
 from lightning_dist.engine.parallelize.mixed_tensors import update_mixed_groups_singly
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.parallelize.used_parts import UsedParts
+from lightning_dist.engine.pipeline.measurements import predict_memory
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, sharded
 from lightning_dist.engine.sharding.deferred_model import DeferredModel
 from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
@@ -54,6 +56,7 @@ from lightning_dist.strategies.base.model_checks import (
     check_sharded_optimizers,
 )
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
+from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import checks as checks
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks
 from lightning_dist.strategies.mesh_runtime.checks import check_precision
@@ -127,6 +130,26 @@ class ShardedStrategy(DataParallelStrategy):
             )
         return self.sharded.tensor_summary or self.sharded.summary
 
+    @override
+    def view(self) -> RankView:
+        view = super().view()
+        if not isinstance(self._sharded, StagedModule):
+            return replace(view, has_stages=self.mesh.pp > 1)
+        pipeline = self._sharded.session.pipeline
+        return replace(view, has_stages=True, pipeline=pipeline, recorder=pipeline.recorder)
+
+    @override
+    def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory | None:
+        if self.mesh.tp > 1 or (self.mesh.pp > 1 and self.mesh.dp_shard > 1):
+            return None
+        if isinstance(self._sharded, StagedModule):
+            return predict_memory(self._sharded.session.pipeline, part)
+        summary = self.sharded.summary
+        largest = max(row.num_bytes for row in summary.rows)
+        whole = replace(part, parameter_bytes=summary.num_bytes)
+        return sharded(whole, self.mesh.dp_shard, summary.peak_whole_bytes, largest)
+
+    @override
     def print_summary(self) -> None:
         """Prints how the model is spread, on rank 0. Collective: every rank must call it."""
         if self.mesh.pp == 1 or self.mesh.dp_shard * self.mesh.tp > 1:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_dist import DDPStrategy
 from lightning_dist.callbacks import ShardedWeightAveraging
 from lightning_dist.checkpoint import load_full
-from tests.helpers.networks.models import make_module, state_of
+from tests.helpers.networks.models import make_module, make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import (
     STEPS_OF_AN_EPOCH,
@@ -187,8 +187,6 @@ def test_layers_may_move_before_the_first_average_only(has_averaged: bool) -> No
 
 def test_replicas_that_step_on_their_own_are_refused() -> None:
     averaging, module = ShardedWeightAveraging(), make_module(Synced)
-    trainer: Any = SimpleNamespace(strategy=DDPStrategy(sync_every=4))
     with pytest.raises(ValueError, match="sync_every=4.*sync_every=1"):
-        averaging.setup(trainer, module, "fit")
-    trainer.strategy = DDPStrategy()
-    averaging.setup(trainer, module, "fit")
+        averaging.setup(make_trainer(strategy=DDPStrategy(sync_every=4)), module, "fit")
+    averaging.setup(make_trainer(strategy=DDPStrategy()), module, "fit")
