@@ -6,16 +6,11 @@ of the parameters, as long as some rank uses each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
-from lightning_dist.engine.comms.store_notes import RankNotes
-from lightning_dist.engine.data_parallel.checks import (
-    check_gradients,
-    parameters_without_gradient,
-)
+from lightning_dist.engine.data_parallel.checks import parameters_without_gradient
 from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
@@ -28,9 +23,7 @@ class UsedParts:
         composed: The user's module, made parallel.
         groups: Two gloo groups: the ranks that hold the same layers, and the ranks that compute a
             forward of these layers together.
-        always: Whether to compare before each unit and in all steps.
-        is_alone: Whether there is no other rank.
-        make_notes: Creates the store for the notes of a group's ranks.
+        always: Whether to compare before each unit in all steps.
     """
 
     def __init__(
@@ -39,8 +32,6 @@ class UsedParts:
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         *,
         always: bool,
-        is_alone: bool,
-        make_notes: Callable[[dist.ProcessGroup], RankNotes],
     ) -> None:
         self._module = composed.module
         self._units = UnitAgreement(composed.module, composed.units, *groups, always=always)
@@ -48,13 +39,7 @@ class UsedParts:
         if composed.split is None and composed.shards:
             (root,) = composed.shards
             if UnusedParameters.are_supported_by(root):
-                # Gradients that are not there must be none before an update that needs them. Steps
-                # of manual optimization leave some out in each backward, and a rank alone may.
-                waits = always or is_alone or composed.is_manual
-                notes = make_notes(groups[0])
-                self._unused = UnusedParameters(
-                    composed.module, root, composed.units, notes, groups[0], always=waits
-                )
+                self._unused = UnusedParameters(composed.module, root, composed.units, groups[0])
 
     def begin_step(self) -> None:
         """Records the sharded parameters; call it before each training step."""
@@ -79,7 +64,7 @@ class UsedParts:
     def without_gradient(self) -> list[str]:
         """Names the parameters without a gradient. Collective: every rank must call it.
 
-        If ranks may use different parameters: those that no rank used in this or the last update.
+        If ranks may use different parameters: those that no rank used in this update.
         """
         if self._unused is None:
             return parameters_without_gradient(self._module)
@@ -89,8 +74,6 @@ class UsedParts:
         """Runs the pending checks between two steps. Collective: every rank must call it.
 
         Raises:
-            ValueError: Ranks have run different units, or no rank has used some parameter.
+            ValueError: Ranks have run different units.
         """
         self._units.run_deferred_checks()
-        if self._unused is not None:
-            check_gradients(self._unused.run_deferred_checks())

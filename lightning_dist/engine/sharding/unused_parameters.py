@@ -4,8 +4,7 @@ FSDP2 reduces the gradients of a unit that exist. If other gradients exist on an
 different parameters meet: the process ends, or silently trains on another parameter's gradient. So
 all of a unit's gradients are reduced, with zeros for the missing ones. Then a gradient does not
 show any more whether its parameter was used. Hooks on each rank record the parameters that a
-backward reaches. Parameters that no rank has reached are found by notes, as in
-:mod:`.data_parallel.missing_gradients`.
+backward reaches. A small all-reduce per update finds the parameters that no rank has reached.
 """
 
 from __future__ import annotations
@@ -13,29 +12,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-
-from lightning_dist.engine.comms.store_notes import RankNotes, finish
-
-_UPDATES_LOOKED_AT = 8
 
 
 class UnusedParameters:
     """Finds the parameters that no rank's backward has reached since the last update.
 
-    In the first updates, or in all of them, the ranks wait for each other's notes, and report an
-    error before the optimizer steps. Later they read the notes after the next update's backward,
-    which has received gradients from all ranks.
-
     Args:
         module: The user's sharded module.
         root: The root, which is called and contains all units.
         units: Names of the other units.
-        notes: Store for the notes of the ranks.
         group: A gloo group of the ranks.
-        always: Whether to wait for the notes in all updates.
     """
 
     def __init__(
@@ -43,21 +33,14 @@ class UnusedParameters:
         module: nn.Module,
         root: FSDPModule,
         units: Sequence[str],
-        notes: RankNotes,
         group: dist.ProcessGroup,
-        *,
-        always: bool,
     ) -> None:
         self._module = module
-        self._notes = notes
         self._group = group
-        self._always = always
         self._sharded: dict[str, nn.Parameter] = {}
         self._units = ["", *units]
         self._not_hooked: dict[str, list[str]] = {}  # in each unit and those inside of it
         self._reached: set[str] = set()
-        self._num_updates = 0
-        self._unsettled: list[int] = []
         root.set_reduce_scatter_unused_params(True)
         assert isinstance(root, nn.Module)
         root.register_forward_pre_hook(partial(self._hook_into, ""))
@@ -91,36 +74,14 @@ class UnusedParameters:
         """Ends the backward that completes an update. Collective: every rank must call it.
 
         Returns:
-            Names of the parameters that no rank has used in this update, or in the update before if
-            the ranks do not wait; the same on all ranks.
+            Names of the parameters that no rank has used in this update; the same on all ranks.
         """
-        before = self._common()
-        self._num_updates += 1
-        rows = enumerate(self._sharded.items())
-        self._unsettled = [i for i, (n, p) in rows if p.requires_grad and n not in self._reached]
+        found = list(self._sharded.items())
+        unused = [p.requires_grad and name not in self._reached for name, p in found]
         self._reached.clear()
-        if self._unsettled:
-            self._notes.leave(self._num_updates, self._unsettled)
-        if self._always or self._num_updates <= _UPDATES_LOOKED_AT:
-            return self.run_deferred_checks()
-        return before
-
-    def run_deferred_checks(self) -> list[str]:
-        """Waits for all ranks' notes, between two steps. Collective: every rank must call it.
-
-        Returns:
-            Names of the parameters that no rank has used in the last update.
-        """
-        dist.barrier(self._group)
-        found, self._unsettled = self._common(), []
-        return found
-
-    def _common(self) -> list[str]:
-        if not self._unsettled:
-            return []
-        names = list(self._sharded)
-        finish(self._sharded[names[0]].device)
-        return [names[i] for i in self._notes.common(self._num_updates, self._unsettled)]
+        by_all = torch.tensor(unused, dtype=torch.uint8)
+        dist.all_reduce(by_all, dist.ReduceOp.MIN, self._group)
+        return [name for (name, _), flag in zip(found, by_all.tolist(), strict=True) if flag]
 
     def _names_in(self, unit: str) -> list[str]:
         return [name for name in self._sharded if not unit or name.startswith(f"{unit}.")]

@@ -324,8 +324,6 @@ class ShardedStrategy(DataParallelStrategy):
             composed,
             (self.stage_group, self.group("dp_shard", "tp")),
             always=self._shard_config.find_unused_parameters,
-            is_alone=self.world_size == 1,
-            make_notes=self.make_notes,
         )
         if composed.split is None:
             return ShardedModule(composed, used)

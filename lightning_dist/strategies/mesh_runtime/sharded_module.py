@@ -342,7 +342,7 @@ class ShardedModule:
         """Checks the units that ran so far. Collective: every rank must call it between two steps.
 
         Raises:
-            ValueError: The ranks have run different units, or no rank has used some parameters.
+            ValueError: The ranks have run different units.
         """
         if self._used is not None:
             self._used.run_deferred_checks()
