@@ -31,21 +31,15 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.compression import Compression
 from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
-from lightning_dist.engine.data_parallel.meter import CommunicationMeter
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
-from lightning_dist.engine.pipeline.measurements import MeasuredTimelines
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
-from lightning_dist.engine.profiling.meters.recorder import Recorder
-from lightning_dist.engine.schedules.timeline import Timeline
 from lightning_dist.strategies.base import lightning_internals
-from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.loaders.uneven import UnevenInputs
 from lightning_dist.strategies.base.process_mesh import StartMethod
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
-from lightning_dist.strategies.mesh_runtime.communication_log import CommunicationLog
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_replicas
 
@@ -66,11 +60,6 @@ class DDPStrategy(DataParallelStrategy):
         overlap: Whether gradients are sent while the backward runs. False sends all gradients when
             the backward is done, whatever ``bucket_megabytes``: to measure the gain of overlap, and
             for links and machines on which sending slows the backward down more than it saves.
-        log_communication: Whether to log ``communication/bytes``, the bytes that this rank sends in
-            a step: gradients, compressed or not, or the weights of local SGD in the step that
-            averages them; and ``communication/waiting_share``, the share of the step in which the
-            rank only waits for communication. :attr:`timeline` shows both. On a GPU each step then
-            waits for the device.
         static_graph: Whether each step uses the same parameters in the same order.
         find_unused_parameters: Whether to allow steps that do not use all parameters on any rank,
             which are an error otherwise. A parameter that only some ranks leave out counts as zero
@@ -107,7 +96,6 @@ class DDPStrategy(DataParallelStrategy):
         static_graph: bool = False,
         find_unused_parameters: bool = False,
         uneven_inputs: bool = False,
-        log_communication: bool = False,
         timeout_s: float = 1800.0,
         save_full: bool | None = None,
         accelerator: Accelerator | None = None,
@@ -144,8 +132,6 @@ class DDPStrategy(DataParallelStrategy):
         )
         self._sync_every = sync_every
         self._sync_warmup_steps = sync_warmup_steps
-        self._log_communication = log_communication
-        self._communication: CommunicationLog | None = None
         self._uneven_inputs = uneven_inputs
         self._uneven: UnevenInputs | None = None
         self._local: LocalSGD | None = None
@@ -160,20 +146,9 @@ class DDPStrategy(DataParallelStrategy):
         """Optimizer steps from one average of the weights to the next; 1 averages gradients."""
         return self._sync_every
 
-    @property
-    def timeline(self) -> Timeline:
-        """All ranks' timeline, gathered at the end of training; needs ``log_communication``."""
-        log = self._communication
-        return (log.timelines if log is not None else MeasuredTimelines([])).whole
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Records this rank's steps from ``setup`` on; needs ``log_communication``."""
-        return self._communication.recorder if self._communication is not None else None
-
     @override
     def view(self) -> RankView:
-        return replace(super().view(), recorder=self.recorder, local_steps=self._sync_every - 1)
+        return replace(super().view(), local_steps=self._sync_every - 1)
 
     @override
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory:
@@ -195,11 +170,6 @@ class DDPStrategy(DataParallelStrategy):
             self._undo += (partial(lightning_internals.revert_layer_sync, self, self.module),)
         self.model_to_device()
         broadcast_state([*self.module.parameters(), *self.module.buffers()], self.data_group)
-        self._communication = None
-        if self.is_fitting and self._log_communication:
-            everyone = self.group(*self.mesh.sizes)
-            self._communication = CommunicationLog(self.global_rank, self.root_device, everyone)
-            self._undo += (add_first_callback(trainer, self._communication),)
         asked = Parallelism(shard=None, replicas=self._replicas if self.is_fitting else None)
         self._replica = parallelize(self.module, self.mesh_of_ranks, asked).replica
 
@@ -211,7 +181,6 @@ class DDPStrategy(DataParallelStrategy):
             group,
             partial(self.make_notes, group),
             lambda: self.module.automatic_optimization,
-            self._meter,
         )
 
     @override
@@ -242,11 +211,7 @@ class DDPStrategy(DataParallelStrategy):
             checks.check_uneven_module(self.module, has_layer_sync=self._layer_sync is not None)
             timeout = timedelta(seconds=self._timeout_seconds)
             self._uneven = UnevenInputs(self.module, group, timeout)
-        self._local = LocalSGD(self.module, group, every, warmup, self._meter)
-
-    @property
-    def _meter(self) -> CommunicationMeter | None:
-        return self._communication.meter if self._communication is not None else None
+        self._local = LocalSGD(self.module, group, every, warmup)
 
     @override
     def drain(self) -> None:
@@ -364,8 +329,6 @@ class DDPStrategy(DataParallelStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         with self.replica.keeping_gradients():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._communication is not None:
-            self._communication.end_update()
         self._local.count_step()
         return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
@@ -99,10 +98,6 @@ def test_each_config_trains(workers: WorkerPool, config: Path, tmp_path: Path) -
     assert (version / "timeline.png").exists() == has_pipeline
     if has_pipeline:
         assert json.loads((version / "trace.json").read_text())["traceEvents"]
-    if config.stem in EARLIER:
-        rows = csv.DictReader(metrics)
-        sent = [float(row["communication/bytes"] or "nan") for row in rows]
-        assert sent[0] == sent[1] > 2 * sent[2]
 
 
 def test_the_digits_are_trained_and_tested_on_two_replicas(

@@ -13,8 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.engine.data_parallel.compression import Compression, make_compressor
-from lightning_dist.engine.data_parallel.meter import CommunicationMeter
+from lightning_dist.engine.data_parallel.compression import Compression, comm_hook
 
 
 class StepModule(nn.Module):
@@ -61,12 +60,11 @@ class GradientExchange:
     static_graph: bool
     find_unused_parameters: bool
 
-    def wrap(self, module: nn.Module, meter: CommunicationMeter | None) -> DistributedDataParallel:
+    def wrap(self, module: nn.Module) -> DistributedDataParallel:
         """Wraps a module, whose replicas are equal already.
 
         Args:
             module: The user's module.
-            meter: Counts the bytes sent and the waits; None to measure nothing.
         """
         ddp = DistributedDataParallel(
             StepModule(module),
@@ -76,16 +74,14 @@ class GradientExchange:
             gradient_as_bucket_view=True,
             init_sync=False,
         )
-        if self.compression == "none" and meter is None:
-            return ddp  # torch's built-in average runs without Python
-        compressor = make_compressor(
-            ddp.process_group,
-            self.compression,
-            powersgd_rank=self.powersgd_rank,
-            powersgd_start_step=self.powersgd_start_step,
-        )
-        hook = compressor.hook if meter is None else meter.watch(compressor)
-        ddp.register_comm_hook(compressor.state, hook)
+        if self.compression != "none":  # torch's built-in average runs without Python
+            state, hook = comm_hook(
+                ddp.process_group,
+                self.compression,
+                powersgd_rank=self.powersgd_rank,
+                powersgd_start_step=self.powersgd_start_step,
+            )
+            ddp.register_comm_hook(state, hook)
         return ddp
 
     def _megabytes(self, module: nn.Module) -> float:

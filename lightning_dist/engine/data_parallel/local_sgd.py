@@ -8,13 +8,10 @@ validation, in each checkpoint and at the end, where an asynchronous pipeline is
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dist.engine.data_parallel.meter import CommunicationMeter
 from lightning_dist.engine.data_parallel.replicas import average
 
 
@@ -27,22 +24,15 @@ class LocalSGD:
         sync_every: Optimizer steps from one average of the weights to the next; 1 averages the
             gradients of each step instead.
         warmup_steps: Steps with averaged gradients at the start.
-        meter: Counts the bytes sent and the waits; None to measure nothing.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup,
-        sync_every: int,
-        warmup_steps: int,
-        meter: CommunicationMeter | None = None,
+        self, module: nn.Module, group: dist.ProcessGroup, sync_every: int, warmup_steps: int
     ) -> None:
         self._module = module
         self._group = group
         self._sync_every = sync_every
         self._warmup_steps = warmup_steps
-        self._meter = meter
         self._is_alone = dist.get_world_size(group) == 1
         self._num_local_steps = 0
         self._stepped: set[nn.Parameter] = set()
@@ -73,6 +63,5 @@ class LocalSGD:
         tensors = [p.data for p in self._module.parameters() if p in self._stepped]
         self._stepped.clear()
         tensors += [b for b in self._module.buffers() if b.is_floating_point()]
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        with torch.no_grad(), self._meter.sending(num_bytes) if self._meter else nullcontext():
+        with torch.no_grad():
             average(tensors, self._group)

@@ -28,7 +28,6 @@ from lightning_dist.engine.data_parallel.ddp_internals import (
     remove_gradient_hooks,
 )
 from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
-from lightning_dist.engine.data_parallel.meter import CommunicationMeter
 from lightning_dist.engine.data_parallel.missing_gradients import MissingGradients
 from lightning_dist.engine.data_parallel.trainable_set import TrainableSet, average_left_gradients
 
@@ -42,14 +41,12 @@ class ReplicaOptions:
         group: A gloo group of the replicas.
         make_notes: Creates the store for the replicas' notes.
         is_automatic: Returns whether the loop calls backward after a step, not the step itself.
-        meter: Counts the bytes sent and the waits; None to measure nothing.
     """
 
     exchange: GradientExchange
     group: dist.ProcessGroup
     make_notes: Callable[[], RankNotes]
     is_automatic: Callable[[], bool]
-    meter: CommunicationMeter | None = None
 
 
 class WrappedReplica:
@@ -65,7 +62,6 @@ class WrappedReplica:
         self._module = module
         self._exchange = exchange
         self._group = options.group
-        self._meter = options.meter
         self._is_automatic = options.is_automatic
         self._ddp = self._first_wrapper()
         self._keeps_gradients = False
@@ -78,13 +74,13 @@ class WrappedReplica:
     def ddp(self) -> DistributedDataParallel:
         """The module in its present wrapper. With a static graph, every rank must read it."""
         if self._ddp is None:
-            self._ddp = self._exchange.wrap(self._module, self._meter)
+            self._ddp = self._exchange.wrap(self._module)
         return self._ddp
 
     def _first_wrapper(self) -> DistributedDataParallel | None:
         if self._exchange.static_graph:
             return None
-        return self._exchange.wrap(self._module, self._meter)
+        return self._exchange.wrap(self._module)
 
     def _unwrap(self) -> None:
         if self._ddp is not None:
@@ -162,10 +158,7 @@ class WrappedReplica:
     def _complete_gradients(self) -> list[str]:
         if self._missing is None:  # a static graph waits only for the gradients that it knows
             return parameters_without_gradient(self._module)
-        without = self._missing.end_backward()
-        if self._meter is not None:
-            self._meter.end_backward()
-        return without
+        return self._missing.end_backward()
 
     @contextmanager
     def keeping_gradients(self) -> Iterator[None]:

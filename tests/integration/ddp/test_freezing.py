@@ -112,7 +112,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
         (FREEZE, {}),
         (FREEZE, {"static_graph": True}),
         (UNFREEZE, {"uneven_inputs": True}),
-        (UNFREEZE, {"overlap": False, "log_communication": True}),
+        (UNFREEZE, {"overlap": False}),
         (FREEZE, {"find_unused_parameters": True}),
     ],
 )
