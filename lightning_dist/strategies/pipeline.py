@@ -18,8 +18,8 @@ validation, when a checkpoint is taken, and at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -30,15 +30,12 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
-from lightning_dist.engine.parallelize.clip_grad import AsyncGradNorm
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.pipeline.measurements import (
     MeasuredStages,
@@ -46,7 +43,6 @@ from lightning_dist.engine.pipeline.measurements import (
     predict_memory,
 )
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
-from lightning_dist.engine.precision.overflow import AsyncOverflow, Overflow, PerStageOverflow
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
@@ -63,7 +59,6 @@ from lightning_dist.engine.splitting.config import (
 from lightning_dist.engine.splitting.tracing.example import CallExample
 from lightning_dist.strategies.base import lightning_internals, model_checks
 from lightning_dist.strategies.base.callback_order import add_first_callback
-from lightning_dist.strategies.base.clipping import ClipGradNorm
 from lightning_dist.strategies.base.distributed import Read
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
@@ -73,9 +68,8 @@ from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime.data_parallel_checks import check_whole
 from lightning_dist.strategies.mesh_runtime.first_call import FirstCall
 from lightning_dist.strategies.pipelining import checks
-from lightning_dist.strategies.pipelining.movable_layers import MovableLayers
 from lightning_dist.strategies.pipelining.session import open_session, run_context
-from lightning_dist.strategies.pipelining.stage_gradients import StageGradients
+from lightning_dist.strategies.pipelining.stage_updates import StageUpdates
 from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness
 from lightning_dist.strategies.pipelining.start_line import StartLine
 
@@ -86,7 +80,7 @@ def _ignore() -> None:
     """Does nothing."""
 
 
-class PipelineStrategy(MeasuredStages, MovableLayers):
+class PipelineStrategy(MeasuredStages, StageUpdates):
     """Cuts a model into stages, one per rank, and trains it unchanged.
 
     The world size is the number of stages, over the stages per rank, times the data replicas.
@@ -199,9 +193,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         )
         self._num_stages = num_stages
         self._num_microbatches = num_microbatches
-        self._gradients: StageGradients | None = None
-        self._ahead: AsyncOverflow | None = None
-        self._accumulating = False
         self._begun = BegunLoaders()
         self._statistics: tuple[str, ...] = ()
         self._log_staleness = log_staleness
@@ -212,11 +203,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:
         return share_among_stages(world_size, self._num_stages, self._config)
-
-    @property
-    def config(self) -> PipelineConfig:
-        """The arguments of the pipeline."""
-        return self._config
 
     @property
     def asynchronous(self) -> bool:
@@ -310,24 +296,13 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             keep_own_parameters(optimizer, self.module)
 
     @override
-    def gradient_clipping(self, trainer: pl.Trainer) -> ClipGradNorm | None:
-        if not self._config.schedules.update_rule.is_joint:
-            return None  # by each stage's own norm: the stages' updates are of different batches
-        return self._clip_grad_norm
-
-    def _clip_grad_norm(self, parameters: list[Tensor], max_norm: float) -> Tensor:
-        assert self._gradients is not None
-        return self._gradients.clip(self.group("pp"), parameters, max_norm)
-
-    @override
     def open_session(self, trainer: pl.Trainer) -> None:
-        self._gradients = gradients = self._stage_gradients(trainer)
         self._session = open_session(
             self.module,
             self._split.layers,
             self._split.layers_per_stage,
             self._config,
-            run_context(self, gradients.complete, gradients.complete_early),
+            run_context(self, self.complete_gradients, self.complete_early),
             optimizer=next(iter(self.optimizers), None),
             logged=self._logged_staleness(),
         )
@@ -337,27 +312,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         return super().process_dataloader(self._begun.resume(dataloader))
-
-    @override
-    def overflow(self) -> Overflow:
-        rule = self._config.schedules.update_rule
-        if not rule.is_asynchronous:
-            return super().overflow()
-        group = self.group(*self.mesh.sizes, purpose="overflow")
-        if not rule.is_joint:
-            return PerStageOverflow(group, lambda: self.session.pipeline)
-        self._ahead = AsyncOverflow(group, lambda: self.session.pipeline.due_update)
-        return self._ahead
-
-    def _stage_gradients(self, trainer: pl.Trainer) -> StageGradients:
-        is_early = self._config.schedules.update_rule.completes_early
-        finds_ahead = is_early and checks.clips_by_norm(trainer, self.module)
-        return StageGradients(
-            lambda: self.session,
-            self.data_group if self.mesh.data_size > 1 else None,
-            AsyncGradNorm(self.group("pp", purpose="norms")) if finds_ahead else None,
-            self._ahead,
-        )
 
     def _logged_staleness(self) -> LoggedStaleness | None:
         if not (self._log_staleness or self._log_discrepancy):
@@ -371,7 +325,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
     @override
     def close_session(self) -> None:
-        session, self._session, self._ahead = self._session, None, None
+        session, self._session = self._session, None
         super().close_session()
         if session is not None:
             session.close(failed=not self.is_running)
@@ -393,49 +347,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         if session.staleness_log is not None:
             session.staleness_log.log()
         return result
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
-
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        self.holds_gradients = self._accumulating
-        return self.session.updates.backward(closure_loss, accumulating=self._accumulating)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        def apply() -> Any:
-            return super(PipelineStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
-
-        return self.session.updates.step(optimizer, closure, apply)
-
-    @override
-    def drain(self) -> None:
-        """Finishes the batches in flight, so that all stages have updated for the same batches.
-
-        The first replica's buffers (running statistics) are broadcast. Collective: every rank must
-        call it. Validation, checkpoints and the end of training call it by themselves.
-        """
-        if self._session is None or not self.optimizers:
-            return
-        self.check_peers()
-        if self.is_running:
-            self._session.updates.drain(self.optimizers[0])
-            broadcast_state(self.module.buffers(), self.data_group)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -465,33 +376,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         return _ignore  # each step asks
 
     @override
-    def end_epoch(self) -> None:
-        self.session.runner.catch_up()
-
-    @override
-    def before_validation(self) -> None:
-        with lightning_internals.as_of_training_step(self.module):  # hooks of updates may log
-            self.drain()
-        self._check_group_values()
-        self.session.runner.catch_up()
-
-    def _forget_batches_in_flight(self) -> None:
-        """Drains the batches before a load, and drops their outcomes."""
-        session = self._session
-        if session is None or not (self.asynchronous and session.pipeline.batches_since_drain):
-            return
-        with lightning_internals.as_of_training_step(self.module):  # hooks of updates may log
-            self.drain()
-        session.runner.forget()
-
-    def _check_group_values(self) -> None:
-        if self.mesh.pp > 1:
-            model_checks.check_group_values(self.optimizers, self.group(*self.mesh.sizes))
-
-    @override
     def end_training(self) -> None:
-        self.drain()
-        self._check_group_values()
+        super().end_training()
         if self.session.staleness_log is not None:
             self.session.staleness_log.finish()
         self._measurements = gather_measurements(
@@ -502,7 +388,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._forget_batches_in_flight()
+        self.forget_batches_in_flight()
         super().load_model_state_dict(checkpoint, strict)
 
     @override
