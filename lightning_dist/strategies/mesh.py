@@ -34,7 +34,7 @@ from lightning_dist.strategies.mesh_runtime.checks import (
     check_precision,
     check_sizes,
 )
-from lightning_dist.strategies.mesh_runtime.dry_run import DryRun
+from lightning_dist.strategies.mesh_runtime.dry.run import DryRun
 from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
 
 
@@ -143,7 +143,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
 
         The step runs on tensors without values, on one rank of each place in a pipeline; weights
         take no memory. The docstring of
-        :mod:`.mesh_runtime.dry_run` says what is counted and what is not. The precision is
+        :mod:`.mesh_runtime.dry.run` says what is counted and what is not. The precision is
         that of ``precision_plugin``, or, once a Trainer has been built with this strategy, the
         Trainer's.
 

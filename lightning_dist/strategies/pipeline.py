@@ -265,9 +265,9 @@ class PipelineStrategy(MeasuredStages, StageUpdates):
         if self.is_fitting and self._config.partition == "profile":
             self.check_layers_can_move()
         self.model_to_device()
-        module = self.module
-        broadcast_state([*module.parameters(), *module.buffers()], self.data_group)
-        broadcast_state(split.tensors_outside(module), self.group("pp"))
+        state = [*self.module.parameters(), *self.module.buffers()]
+        broadcast_state(state, self.data_group)
+        broadcast_state(split.tensors_outside(self.module), self.group("pp"))
 
     def _example(self, trainer: pl.Trainer, half: HalfPrecision | None) -> CallExample:
         """Returns the sources of an example call, should the module have to be traced."""
@@ -320,10 +320,6 @@ class PipelineStrategy(MeasuredStages, StageUpdates):
         return LoggedStaleness(group, self._log_staleness, self._log_discrepancy)
 
     @override
-    def model_to_device(self) -> None:
-        self.module.to(self.root_device)
-
-    @override
     def close_session(self) -> None:
         session, self._session = self._session, None
         super().close_session()
@@ -340,8 +336,7 @@ class PipelineStrategy(MeasuredStages, StageUpdates):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = checks.arguments_of_step(args, kwargs)
-        session = self.session
+        arguments, session = checks.arguments_of_step(args, kwargs), self.session
         with self.stepping():
             result = session.runner.train(arguments, self.precision_plugin.train_step_context)
         if session.staleness_log is not None:

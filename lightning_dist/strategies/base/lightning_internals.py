@@ -4,7 +4,7 @@ Each function says which name, and why no public one serves. The tests call each
 objects, so that a renamed attribute fails there and not in a user's run. Of Lightning's names only
 the launcher's are elsewhere, in :mod:`.base.launcher`. A private name of
 torch that one module needs, most often below the strategies, stands in that module:
-:mod:`.mesh_runtime.fake_ranks`, :mod:`.sharding.fully_shard` and others.
+:mod:`.mesh_runtime.dry.fake_ranks`, :mod:`.sharding.fully_shard` and others.
 """
 
 from __future__ import annotations

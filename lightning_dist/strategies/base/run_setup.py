@@ -119,6 +119,10 @@ class RunSetup(LayoutFreeCheckpoints):
             trainer: The trainer, before it runs.
         """
 
+    @override
+    def model_to_device(self) -> None:
+        self.module.to(self.root_device)
+
     def connect_loops(self, trainer: pl.Trainer) -> None:
         """Takes part in Lightning's loops where these call no strategy, until the session ends.
 

@@ -132,10 +132,6 @@ class DataParallelStrategy(RunSetup):
         return super().lightning_module_state_dict()
 
     @override
-    def model_to_device(self) -> None:
-        self.module.to(self.root_device)
-
-    @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         if self.module.trainer.training:

@@ -22,6 +22,7 @@ from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtensor_error
 from lightning_dist.engine.parallelize.used_parts import UsedParts
 from lightning_dist.engine.pipeline.measurements import Measurements
+from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
 from lightning_dist.engine.sharding.fully_shard import forget_step, move_rest, reshard
 from lightning_dist.engine.sharding.manual_steps import ManualSteps
@@ -351,6 +352,11 @@ class ShardedModule:
         """Reshards the module's parameters, whatever has run last."""
         for root in self._roots:
             reshard(root)
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """This rank's stages; None without stages, and outside of a run."""
+        return None
 
     def whole_structure(self, device: torch.device | None = None) -> AbstractContextManager[None]:
         """Returns a context manager that shows the whole model, without other ranks' values.

@@ -26,6 +26,7 @@ from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtenso
 from lightning_dist.engine.parallelize.used_parts import UsedParts
 from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, StageBackwards
 from lightning_dist.engine.pipeline.measurements import Measurements, gather_measurements
+from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule, StepContext
@@ -71,6 +72,11 @@ class StagedModule(ShardedModule):
         """The parts of the pipeline during a run."""
         assert self._session is not None, "the pipeline exists from setup to teardown"
         return self._session
+
+    @property
+    @override
+    def pipeline(self) -> Pipeline | None:
+        return None if self._session is None else self._session.pipeline
 
     @property
     @override

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.rank_table import RankRow, RankTable, gather_rank_table
 from lightning_dist.engine.tensors.dtensor import cut
-from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
+from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 
 MESH = MeshShape(pp=2, dp_shard=2, tp=2)
 

@@ -16,7 +16,7 @@ from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, 
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions, shard
 from lightning_dist.engine.sharding.wrap import Unit
-from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
+from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SIZE = 4

@@ -25,7 +25,7 @@ from lightning_dist.engine.sharding.fully_shard import (
 )
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.tensors.dtensor import cut, stacked
-from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
+from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

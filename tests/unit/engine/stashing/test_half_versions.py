@@ -21,7 +21,7 @@ from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.stashing.half_versions import HalfWeights, HalfWeightStore
 from lightning_dist.engine.stashing.policy import Stashed
 from lightning_dist.engine.stashing.versions import WeightVersion, version_bytes
-from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
+from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 from tests.helpers.half_reference import Reference
 from tests.helpers.networks.models import make_optimizer
 from tests.helpers.processes.threads import run_ranks, shapes_of, train_with

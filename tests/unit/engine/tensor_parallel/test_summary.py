@@ -9,7 +9,7 @@ from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, Te
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.summary import TensorRow, summarise
 from lightning_dist.engine.tensors.dtensor import cut
-from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
+from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 from recipes.gpt import build_gpt
 
 PLAN = {

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
 from lightning_dist.strategies.base.distributed import DistributedStrategy
-from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
+from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, PipelineStrategy])

@@ -15,7 +15,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
-from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank
+from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 
 PLAN = {"model.0": "colwise", "model.2": "rowwise"}

@@ -4,8 +4,8 @@ Nothing is estimated, and no rule of thumb stands beside the code that trains. T
 made parallel by :func:`.parallelize`, and the step is run by the same
 classes as in a training. Collectives are counted where torch dispatches them. Only the layer
 underneath differs: a process group without other processes, tensors without values
-(:mod:`.mesh_runtime.fake_ranks`), and channels to stages that are tried before and after
-(:mod:`.mesh_runtime.dry_channel`).
+(:mod:`.mesh_runtime.dry.fake_ranks`), and channels to stages that are tried before and after
+(:mod:`.mesh_runtime.dry.channel`).
 
 One rank of each place in a pipeline is tried, the first along all other axes. Tensor-parallel
 places are alike, for the dimensions that they shard are divisible by their number. So are places
@@ -41,9 +41,9 @@ from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.rng import python_state_kept
 from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.mesh_runtime.checks import check_automatic, check_shardable
-from lightning_dist.strategies.mesh_runtime.dry_channel import Sent
-from lightning_dist.strategies.mesh_runtime.dry_step import DryStep
-from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank, without_values
+from lightning_dist.strategies.mesh_runtime.dry.channel import Sent
+from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank, without_values
+from lightning_dist.strategies.mesh_runtime.dry.step import DryStep
 
 _CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from lightning_dist.engine.comms.channel import MemoryChannel
-from lightning_dist.strategies.mesh_runtime.dry_channel import DryLinks, DryMessage, DrySender
+from lightning_dist.strategies.mesh_runtime.dry.channel import DryLinks, DryMessage, DrySender
 
 
 def test_what_is_sent_comes_out_as_shapes() -> None:

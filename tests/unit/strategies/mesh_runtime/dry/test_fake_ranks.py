@@ -17,7 +17,7 @@ from lightning_dist.engine.profiling.meters.traffic_counter import (
     TrafficCounter,
     ranks_of_collective,
 )
-from lightning_dist.strategies.mesh_runtime.fake_ranks import fake_rank, without_values
+from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank, without_values
 
 
 def ignore(*_: Any) -> None:

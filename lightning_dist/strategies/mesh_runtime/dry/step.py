@@ -21,7 +21,7 @@ from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums, TieLinks
 from lightning_dist.engine.planning.traffic import MessageKind, TrafficLedger
 from lightning_dist.engine.tensors.dtensor import local_part
-from lightning_dist.strategies.mesh_runtime.dry_channel import DryLinks, Sent
+from lightning_dist.strategies.mesh_runtime.dry.channel import DryLinks, Sent
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule, StepContext
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 

@@ -1,0 +1,1 @@
+"""A training step tried in one process, on tensors without values."""
