@@ -75,6 +75,11 @@ class DataParallelStrategy(RunSetup):
             self._undo += (lightning_internals.replace_loader_hooks(trainer, wrap),)
 
     @override
+    def close_session(self) -> None:
+        super().close_session()
+        self._ends = self._early_ends = None  # a copy of the Trainer has no notes of a run
+
+    @override
     def before_reading(self) -> None:
         self.seed_data_rank(reading=True)
 
