@@ -16,7 +16,6 @@ from lightning_dist.engine.profiling.meters.memory import (
     gradient_bytes,
     optimizer_bytes,
 )
-from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.profiling.record import RankPlace, StepCount
 from lightning_dist.strategies.base.rank_view import view_of
 
@@ -46,11 +45,6 @@ class RankProbe:
         if trainer.world_size > 1:
             gloo = dist.new_group(backend="gloo") if view is None else view.group_of_all("profile")
             self.group = gloo
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """The strategy's recorder of this rank's steps; None if the strategy has none."""
-        return None if self._view is None else self._view.recorder
 
     @property
     def place(self) -> RankPlace:

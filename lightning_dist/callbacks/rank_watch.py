@@ -38,12 +38,13 @@ class RankWatch:
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, probe: RankProbe) -> None:
         self._trainer, self._probe = trainer, probe
-        found = probe.recorder
-        self._recorder = found or Recorder(trainer.global_rank, probe.device)
-        users = profiler_of(trainer)
-        self.loop = LoopProfiler(users, self._recorder, records_steps=found is None)
-        self._counter: StepCounter | None = StepCounter(probe.mesh, module.parameters())
         pipeline = probe.pipeline
+        self._recorder = (
+            Recorder(trainer.global_rank, probe.device) if pipeline is None else pipeline.recorder
+        )
+        users = profiler_of(trainer)
+        self.loop = LoopProfiler(users, self._recorder, records_steps=pipeline is None)
+        self._counter: StepCounter | None = StepCounter(probe.mesh, module.parameters())
         self._layers: LayerProfiler | None = None
         is_traced = isinstance(users, PyTorchProfiler)  # torch runs one at a time
         wants_trace = pipeline is None and probe.group is not None and not is_traced

@@ -219,13 +219,7 @@ class PipelineStrategy(MeasuredStages, StageUpdates):
     @override
     def view(self) -> RankView:
         pipeline = None if self._session is None else self._session.pipeline
-        return replace(
-            super().view(),
-            has_stages=True,
-            pipeline=pipeline,
-            recorder=None if pipeline is None else pipeline.recorder,
-            layers=self,
-        )
+        return replace(super().view(), has_stages=True, pipeline=pipeline, layers=self)
 
     @override
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory:

@@ -16,7 +16,6 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.rebalance.repartition import Repartition
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
-from lightning_dist.engine.profiling.meters.recorder import Recorder
 
 
 class LayerMover(Protocol):
@@ -43,7 +42,6 @@ class RankView:
         predict_memory: The planner's prediction of this rank's memory.
         has_stages: Whether the model is cut into stages.
         pipeline: This rank's stages; None without stages, and before the run is set up.
-        recorder: Records this rank's steps; None if the strategy records none.
         layers: Moves layers between stages; None if they cannot move.
         local_steps: Most optimizer steps in which replicas differ from each other.
     """
@@ -53,7 +51,6 @@ class RankView:
     predict_memory: PredictMemory
     has_stages: bool = False
     pipeline: Pipeline | None = None
-    recorder: Recorder | None = None
     layers: LayerMover | None = None
     local_steps: int = 0
 

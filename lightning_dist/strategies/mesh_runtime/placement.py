@@ -111,12 +111,7 @@ class ShardedPlacement(DataParallelStrategy):
     @override
     def view(self) -> RankView:
         pipeline = None if self._sharded is None else self._sharded.pipeline
-        return replace(
-            super().view(),
-            has_stages=self.mesh.pp > 1,
-            pipeline=pipeline,
-            recorder=None if pipeline is None else pipeline.recorder,
-        )
+        return replace(super().view(), has_stages=self.mesh.pp > 1, pipeline=pipeline)
 
     @override
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory | None:

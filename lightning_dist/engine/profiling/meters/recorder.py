@@ -142,17 +142,15 @@ class Recorder:
         """Reads the clock, for :meth:`record`."""
         return self._clock.mark()
 
-    def record(self, kind: SpanKind, action: Action, start: Any, end: Any | None = None) -> None:
-        """Records a span that has ended.
+    def record(self, kind: SpanKind, action: Action, start: Any) -> None:
+        """Records a span that ends now.
 
         Args:
             kind: What the rank did.
             action: The action of the schedule.
             start: Mark from :meth:`mark` at the begin of the span.
-            end: Mark from :meth:`mark` at the end of the span; None means now.
         """
-        end = self.mark() if end is None else end
-        self._marks.append((self._stretch, kind, action, start, end))
+        self._marks.append((self._stretch, kind, action, start, self.mark()))
 
     def seconds(self, mark: Any) -> float:
         """Turns a mark from :meth:`mark` into seconds since the epoch."""
