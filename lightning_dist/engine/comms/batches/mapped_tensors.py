@@ -5,6 +5,11 @@ Most stages never read the batch. Here a batch is written once, and a message na
 rank does not touch a tensor's elements, the tensor costs that rank a mapping, whatever its size.
 
 Mappings are private: no other rank sees a rank's writes into its batch.
+
+A file has no name, so nothing is left behind when a process is killed. Another process opens the
+file by its number in the process that created it. On another host, in another container, as another
+user or without Linux that fails. If it does not fail there, a secret at the begin of the file shows
+whether the file is the right one.
 """
 
 from __future__ import annotations
@@ -19,12 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.engine.comms.batches.memory_file import (
-    SECRET_BYTES,
-    can_make_files,
-    open_file,
-    path_of,
-)
 from lightning_dist.engine.comms.packet import PacketLayout, TensorInfo
 
 MOST_UNREAD_FILES = 64
@@ -34,8 +33,9 @@ LARGE_BYTES = 1 << 20
 """Smaller tensors travel in their message: a file costs more than their bytes."""
 
 _NAME = "lightning_dist_batch"
+_SECRET_BYTES = 16
 # Offset after the secret, in the packet's header: whether all ranks have mapped the file.
-_MAPPED_BY_ALL = SECRET_BYTES
+_MAPPED_BY_ALL = _SECRET_BYTES
 _HEADER_STEP_BYTES = 1024  # so that most headers are as long as the one before
 
 
@@ -66,12 +66,15 @@ class MappedFile:
             OSError: This process cannot open the file, or it is another file.
         """
         layout = PacketLayout(self.infos)
-        descriptor = open_file(self.process, self.descriptor, _NAME)
+        path = f"/proc/{self.process}/fd/{self.descriptor}"
+        # Checked first, since opening a file of another kind may wait for ever, or have effects.
+        if os.readlink(path).split(" ")[0] != f"/memfd:{_NAME}":
+            raise OSError(f"{path} is another file.")
+        descriptor = os.open(path, os.O_RDWR)
         try:
-            if os.pread(descriptor, SECRET_BYTES, 0) != self.secret:
+            if os.pread(descriptor, _SECRET_BYTES, 0) != self.secret:
                 raise OSError(f"File {self.descriptor} is of another process.")
             # Private, and by torch: Python's own mapping would keep a file open.
-            path = path_of(self.process, self.descriptor)
             pages = torch.from_file(path, size=layout.num_bytes, dtype=torch.uint8)
             if is_last:
                 os.pwrite(descriptor, b"\1", _MAPPED_BY_ALL)
@@ -88,7 +91,7 @@ class TensorFiles:
     """
 
     def __init__(self) -> None:
-        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self.secret = secrets.token_bytes(_SECRET_BYTES)
         self._unread: list[int] = []
 
     def write(self, tensors: Sequence[Tensor]) -> MappedFile | None:
@@ -101,7 +104,7 @@ class TensorFiles:
             The file; None if this system has no such files, or no room for one more.
         """
         self._unread = [descriptor for descriptor in self._unread if not _close_read(descriptor)]
-        if not can_make_files() or len(self._unread) >= MOST_UNREAD_FILES:
+        if not hasattr(os, "memfd_create") or len(self._unread) >= MOST_UNREAD_FILES:
             return None
         infos = tuple(TensorInfo.of(tensor) for tensor in tensors)
         try:

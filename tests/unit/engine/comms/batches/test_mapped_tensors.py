@@ -117,4 +117,10 @@ def test_another_file_is_refused() -> None:
         replace(file, secret=bytes(16)).map()
     with open(os.devnull) as other, pytest.raises(OSError, match="another file"):
         replace(file, descriptor=other.fileno()).map()
+    named = os.memfd_create("lightning_dist_batch_else")
+    with pytest.raises(OSError, match="another file"):
+        replace(file, descriptor=named).map()
+    os.close(named)
+    with pytest.raises(FileNotFoundError):
+        replace(file, descriptor=named).map()
     files.close()
