@@ -51,14 +51,17 @@ class DistributedReceiver:
         cause_seconds: float = 2.0,
     ) -> None:
         self._cause_seconds = cause_seconds
-        self._group = group
         self._peer = peer
         self._timeout_seconds = timeout_seconds
         self._reader = TreeReader(device)
         self._arrived: queue.SimpleQueue[Message | Failed] = queue.SimpleQueue()
         self._inbox = Inbox(self._next)
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
+        # The group goes with the thread. Kept in a reference cycle, it could be freed in a forked
+        # process, where gloo would wait for threads that are not there.
+        self._thread = threading.Thread(
+            target=self._run, args=(group,), name=f"receive-from-{peer}", daemon=True
+        )
         self._thread.start()
 
     def receive(self, *, tag: int = 0) -> Any:
@@ -115,32 +118,34 @@ class DistributedReceiver:
         """Waits until the far end has closed the channel."""
         self._thread.join(_CLOSE_SECONDS)
 
-    def _run(self) -> None:
+    def _run(self, group: dist.ProcessGroup) -> None:
         try:
             # Posted before the packet comes, so that its data need not wait for this thread.
-            while (header := self._receive_packet()).kind is not PacketKind.CLOSE:
+            while (header := self._receive_packet(group)).kind is not PacketKind.CLOSE:
                 if header.kind is PacketKind.SCHEMA:
-                    self._receive_schema(header.num_bytes)
-            raise ChannelClosedError(f"Rank {self._peer} has closed the channel.")
+                    self._receive_schema(group, header.num_bytes)
         except Exception as error:  # a waiting thread must learn of it
             self._arrived.put(Failed(error))
+        else:
+            closed = ChannelClosedError(f"Rank {self._peer} has closed the channel.")
+            self._arrived.put(Failed(closed))
 
-    def _receive_packet(self) -> PacketHeader:
+    def _receive_packet(self, group: dist.ProcessGroup) -> PacketHeader:
         memory = self._reader.take_memory()
-        self._receive_into(as_bytes(memory))
+        self._receive_into(as_bytes(memory), group)
         header = read_header(memory)
         if header.kind is PacketKind.TREE:
             self._arrived.put(Message(self._reader.read(memory), header.tag))
         return header
 
-    def _receive_schema(self, num_bytes: int) -> None:
+    def _receive_schema(self, group: dist.ProcessGroup, num_bytes: int) -> None:
         schema = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._receive_into(schema)
+        self._receive_into(schema, group)
         self._reader.expect(schema.numpy().tobytes())
 
-    def _receive_into(self, memory: Tensor) -> None:
+    def _receive_into(self, memory: Tensor, group: dist.ProcessGroup) -> None:
         with self._losing_peer():
-            work = dist.irecv(memory, src=self._peer, group=self._group)
+            work = dist.irecv(memory, src=self._peer, group=group)
             assert work is not None
             work.wait()
 

@@ -53,7 +53,7 @@ class DistributedSender:
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._peer = peer
         # The schema that the receiver knows, and the layout for which it has posted a receive.
         self._schema, self._layout = NO_SCHEMA, PacketLayout()
@@ -104,9 +104,13 @@ class DistributedSender:
             self._transmit([_packed(self._layout, [], PacketHeader(PacketKind.CLOSE))])
         self._pending.put(_Closed())
         self._thread.join(_CLOSE_SECONDS)
+        # Kept in a reference cycle, a group could be freed in a forked process, where gloo would
+        # wait for threads that are not there.
+        self._group = None
 
     def _transmit(self, parts: list[Tensor]) -> None:
         self._refuse_after_failure()
+        assert self._group is not None, "the channel is closed"
         try:
             works = [dist.isend(part, dst=self._peer, group=self._group) for part in parts]
         except RuntimeError as error:

@@ -39,14 +39,14 @@ class Channels:
         links: Channels to the neighbours.
         results_out: Channels from the last stage's rank to each other rank; empty elsewhere.
         results_in: Channel from the last stage's rank; None on that rank.
-        groups: The communicators.
+        groups: The communicators, until they are closed.
         ties: Channels to ranks that hold the same parameters.
     """
 
     links: Links
     results_out: tuple[Sender, ...]
     results_in: Receiver | None
-    groups: tuple[dist.ProcessGroup, ...]
+    groups: list[dist.ProcessGroup]
     ties: TieLinks
 
     def interrupt(self, error: BaseException) -> None:
@@ -66,8 +66,8 @@ class Channels:
         self.links.close()
         for receiver in self._other_receivers():
             receiver.close()
-        for group in self.groups:
-            dist.destroy_process_group(group)
+        while self.groups:
+            dist.destroy_process_group(self.groups.pop())
 
     def _other_receivers(self) -> list[Receiver]:
         results = [] if self.results_in is None else [self.results_in]
@@ -163,7 +163,7 @@ def connect(
         ),
         tuple(DistributedSender(results, peer) for peer in others) if rank == last else (),
         None if rank == last else receiver(results, last),
-        tuple(own),
+        own,
         _tie_links(ranks, pairs, of_ties, DistributedSender, receiver),
     )
 

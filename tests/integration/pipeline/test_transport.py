@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from lightning_dist.engine.comms.channel import ChannelClosedError
 from lightning_dist.engine.comms.receiver import DistributedReceiver
 from lightning_dist.engine.comms.sender import DistributedSender
+from lightning_dist.engine.pipeline.connect import connect
 from tests.helpers.processes.workers import WorkerPool
 
 
@@ -123,3 +126,19 @@ def send_unreadable() -> None:
 
 def test_what_cannot_be_read_is_an_error_where_it_is_awaited(workers: WorkerPool) -> None:
     workers.run(2, send_unreadable)
+
+
+def close_channels() -> int:
+    dist.init_process_group("gloo")
+    channels = connect([[0, 1]], torch.device("cpu"), 60.0)
+    groups = [weakref.ref(group) for group in channels.groups]
+    gc.disable()
+    channels.close()
+    alive = sum(group() is not None for group in groups)
+    gc.enable()
+    return alive
+
+
+def test_closed_channels_keep_no_group(workers: WorkerPool) -> None:
+    """A group in a reference cycle may be freed in a forked loader's process, which it crashes."""
+    assert workers.run(2, close_channels) == [0, 0]
