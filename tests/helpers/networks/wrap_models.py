@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_dist.engine.sharding.wrap import WrapPolicy
+
 
 class Attention(nn.Module):
     def __init__(self, width: int) -> None:
@@ -132,3 +134,8 @@ def shared_modules(draw: st.DrawFn) -> nn.Module:
     if draw(st.booleans()):
         draw(pick).weight = draw(pick).weight
     return root
+
+
+def names(policy: WrapPolicy, module: nn.Module) -> list[str]:
+    """Lists the units that a policy selects."""
+    return [unit.name for unit in policy.select(module)]
