@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import time
 
+from tests.differential.dials.strategies import STRATEGIES
 from tests.differential.fuzz import Fuzzer
 from tests.differential.script import script_of
-from tests.differential.strategies import STRATEGIES
 from tests.helpers.processes.workers import WorkerPool
 
 

@@ -22,19 +22,19 @@ class Case:
     """A run that a strategy must not change.
 
     Attributes:
-        strategy: Key of ``strategies.STRATEGIES``.
-        model: Key of ``models.MODELS``.
-        optimizer: Key of ``optimizers.OPTIMIZERS``.
-        scheduler: Key of ``optimizers.SCHEDULERS``.
+        strategy: Key of ``dials.strategies.STRATEGIES``.
+        model: Key of ``dials.models.MODELS``.
+        optimizer: Key of ``dials.optimizers.OPTIMIZERS``.
+        scheduler: Key of ``dials.optimizers.SCHEDULERS``.
         precision: ``"double"`` is a float64 module under Lightning's default, ``"half"`` one under
             ``MixedPrecision``; others are Lightning's.
         accumulate: Batches for each update.
         clip: Algorithm and value of gradient clipping; by hand the module does it, by value.
-        callbacks: Keys of ``callbacks.CALLBACKS``.
-        logs: Keys of ``logs.LOGS``.
-        parameter_hooks: Keys of ``models.PARAMETER_HOOKS``.
+        callbacks: Keys of ``dials.callbacks.CALLBACKS``.
+        logs: Keys of ``dials.module.LOGS``.
+        parameter_hooks: Keys of ``dials.models.PARAMETER_HOOKS``.
         returns: What ``training_step`` returns.
-        data: Key of ``data.LOADERS``.
+        data: Key of ``dials.data.LOADERS``.
         batch_size: Samples of a global batch.
         num_batches: Global batches of an epoch.
         last_batch: Samples of an epoch's last global batch.

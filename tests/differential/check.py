@@ -8,9 +8,9 @@ from shutil import copytree
 
 from tests.differential.case import Case
 from tests.differential.compare import differences
+from tests.differential.dials.strategies import STRATEGIES
 from tests.differential.observe import files_in
 from tests.differential.run import begin_on_one_device, run_rank, run_reference
-from tests.differential.strategies import STRATEGIES
 from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 
 TIMEOUT_SECONDS = 60.0

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.differential.callbacks import OWN
 from tests.differential.case import ROUGH_PRECISIONS, Case
+from tests.differential.dials.callbacks import OWN
+from tests.differential.dials.strategies import STRATEGIES, Entry
 from tests.differential.observe import Observation
-from tests.differential.strategies import STRATEGIES, Entry
 
 # Hooks of the update, which a stage of an asynchronous pipeline makes some batches later.
 UPDATE_HOOKS = (

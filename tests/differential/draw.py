@@ -6,19 +6,19 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.differential.callbacks import CALLBACKS
 from tests.differential.case import ROUGH_PRECISIONS, Case
-from tests.differential.data import LOADERS, OF_ONE_READER
-from tests.differential.models import MODELS, PARAMETER_HOOKS
-from tests.differential.module import (
+from tests.differential.dials.callbacks import CALLBACKS
+from tests.differential.dials.data import LOADERS, OF_ONE_READER
+from tests.differential.dials.models import MODELS, PARAMETER_HOOKS
+from tests.differential.dials.module import (
     LOGS,
     OF_OUTPUTS,
     OF_PIECES,
     OF_STAGES,
     OF_WHOLE_BATCHES,
 )
-from tests.differential.optimizers import OPTIMIZERS, SCHEDULERS
-from tests.differential.strategies import STRATEGIES, Entry
+from tests.differential.dials.optimizers import OPTIMIZERS, SCHEDULERS
+from tests.differential.dials.strategies import STRATEGIES, Entry
 
 # What needs the whole model on each rank.
 OF_WHOLE_MODELS = ("finetune", "ema", "swa")

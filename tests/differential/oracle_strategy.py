@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_dist.engine.planning.partition import uniform_partition
 from tests.differential.case import Case
-from tests.differential.models import MODELS
-from tests.differential.strategies import STRATEGIES
+from tests.differential.dials.models import MODELS
+from tests.differential.dials.strategies import STRATEGIES
 
 
 def staleness_of(case: Case, versions: str) -> Callable[[str], int]:

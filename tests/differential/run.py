@@ -19,10 +19,11 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
 from lightning_dist.callbacks import MixedPrecision
-from tests.differential.callbacks import WRITING, make_callbacks
 from tests.differential.case import Case
-from tests.differential.data import Place, make_loader, make_validation_loader
-from tests.differential.module import Task, make_task
+from tests.differential.dials.callbacks import WRITING, make_callbacks
+from tests.differential.dials.data import Place, make_loader, make_validation_loader
+from tests.differential.dials.module import Task, make_task
+from tests.differential.dials.strategies import STRATEGIES
 from tests.differential.observe import (
     CALLBACK_HOOKS,
     MODULE_HOOKS,
@@ -31,7 +32,6 @@ from tests.differential.observe import (
     recording,
 )
 from tests.differential.oracle_strategy import CatchUp, OracleStrategy, staleness_of
-from tests.differential.strategies import STRATEGIES
 
 HANDOVER = "handover.ckpt"
 ENOUGH_BATCHES = 15

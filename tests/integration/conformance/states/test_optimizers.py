@@ -27,7 +27,7 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.engine.splitting.config import PipelineConfig
-from tests.differential.optimizers import OneEstimate
+from tests.differential.dials.optimizers import OneEstimate
 from tests.helpers.networks.models import (
     Classifier,
     make_data,

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import (
 from torch.optim import Optimizer
 
 from lightning_dist.callbacks import ShardedWeightAveraging
-from tests.differential.strategies import STRATEGIES
+from tests.differential.dials.strategies import STRATEGIES
 
 STOPPING_STEP = 3
 OWN = "own"

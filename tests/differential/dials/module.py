@@ -13,10 +13,17 @@ from torch.optim import Optimizer
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.differential.case import Case
-from tests.differential.data import inputs_and_targets
-from tests.differential.models import CLASSES, MODELS, OF_TOKENS, PARAMETER_HOOKS, TOKENS, logits_of
-from tests.differential.optimizers import configure
-from tests.differential.strategies import STRATEGIES
+from tests.differential.dials.data import inputs_and_targets
+from tests.differential.dials.models import (
+    CLASSES,
+    MODELS,
+    OF_TOKENS,
+    PARAMETER_HOOKS,
+    TOKENS,
+    logits_of,
+)
+from tests.differential.dials.optimizers import configure
+from tests.differential.dials.strategies import STRATEGIES
 
 OF_WHOLE_BATCHES = ("sum", "max", "min", "callable")
 """Logs of means over a batch that are reduced over batches by something other than a mean.

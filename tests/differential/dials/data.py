@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from tests.differential.case import Case
-from tests.differential.models import CLASSES, FEATURES, OF_TOKENS, TOKENS
+from tests.differential.dials.models import CLASSES, FEATURES, OF_TOKENS, TOKENS
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What a case may name: models, data, optimizers, callbacks, strategies."""
