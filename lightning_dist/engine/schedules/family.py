@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lightning_dist.engine.schedules.orders import Order
-from lightning_dist.engine.schedules.placement import Placement, looped, seats
+from lightning_dist.engine.schedules.actions import Action
+from lightning_dist.engine.schedules.placement import Placement, RankStages, looped, seats
 from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.update_rule import FLUSHED, UpdateRule
+
+Order = Callable[[RankStages, int], Iterator[Action]]
+"""Takes a rank's place and the number of micro-batches; yields the rank's actions in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""The orders of work, as short functions that yield one rank's compute actions.
+"""The orders of work, as short functions that yield one rank's compute actions; and their families.
+
+A new schedule is an order and a family, both in this file.
 
 With one stage per rank; four micro-batches on three ranks, a column per unit of time (``F`` and
 ``B`` equally long here):
@@ -47,15 +49,14 @@ rank's span).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
-from lightning_dist.engine.schedules.placement import RankStages
+from lightning_dist.engine.schedules.family import MicrobatchRule, ScheduleFamily
+from lightning_dist.engine.schedules.placement import RankStages, v_placement
+from lightning_dist.engine.schedules.update_rule import DoubleBufferedUpdate, PerBackwardUpdate
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
-
-Order = Callable[[RankStages, int], Iterator[Action]]
-"""Takes a rank's place and the number of micro-batches; yields the rank's actions in order."""
 
 
 def forward_only(seat: RankStages, count: int) -> Iterator[Action]:
@@ -210,3 +211,46 @@ class _Arm:
 
     def done(self, kind: ActionKind) -> int:
         return self._done[kind]
+
+
+# --- the families --------------------------------------------------------------------------------
+
+_ROUNDS = MicrobatchRule(
+    lambda num_ranks, count: count % max(1, count // num_ranks) == 0,
+    "they pass the ranks in equal rounds, each of at least as many as there are ranks",
+)
+_AHEAD = MicrobatchRule(
+    lambda num_ranks, count: count >= num_ranks - 1,
+    "with fewer than the ranks after the first, a batch would need weights that its predecessor"
+    " has not yet made",
+)
+
+KNOWN_FAMILIES = (
+    ScheduleFamily("gpipe", gpipe),
+    ScheduleFamily("1f1b", one_forward_one_backward),
+    ScheduleFamily(
+        "interleaved_1f1b",
+        interleaved,
+        fewest_stages=2,
+        most_stages=None,
+        microbatch_rule=_ROUNDS,
+    ),
+    ScheduleFamily("looped_bfs", looped_bfs, fewest_stages=2, most_stages=None),
+    ScheduleFamily("zb_h1", zb_h1, splits_backward=True),
+    ScheduleFamily(
+        "zbv",
+        zbv,
+        place=v_placement,
+        fewest_stages=2,
+        most_stages=2,
+        splits_backward=True,
+    ),
+    ScheduleFamily("pipedream", one_forward_one_backward, update_rule=PerBackwardUpdate()),
+    ScheduleFamily(
+        "pipedream_2bw",
+        one_forward_one_backward,
+        update_rule=DoubleBufferedUpdate(),
+        microbatch_rule=_AHEAD,
+    ),
+)
+"""All kinds of schedules, in the order in which they are listed to users."""

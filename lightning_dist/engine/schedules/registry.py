@@ -1,6 +1,6 @@
 """The schedules by name: the order, the placement of the stages, and the sizes of each.
 
-The orders themselves are drawn in :mod:`.schedules.orders`.
+The orders themselves are drawn in :mod:`.schedules.orders`, and their families are listed there.
 
 ====================  ===============  =======================================================
 name                  stages per rank  in short
@@ -25,63 +25,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 
-from lightning_dist.engine.schedules import orders
 from lightning_dist.engine.schedules.csv_file import ScheduleFile, read_schedule
-from lightning_dist.engine.schedules.family import MicrobatchRule, ScheduleFamily
-from lightning_dist.engine.schedules.placement import seats, v_placement
+from lightning_dist.engine.schedules.family import ScheduleFamily
+from lightning_dist.engine.schedules.orders import KNOWN_FAMILIES, forward_only
+from lightning_dist.engine.schedules.placement import seats
 from lightning_dist.engine.schedules.schedule import Schedule
-from lightning_dist.engine.schedules.update_rule import DoubleBufferedUpdate, PerBackwardUpdate
 
 _FILE = "file:"
 
-
-_ROUNDS = MicrobatchRule(
-    lambda num_ranks, count: count % max(1, count // num_ranks) == 0,
-    "they pass the ranks in equal rounds, each of at least as many as there are ranks",
-)
-_AHEAD = MicrobatchRule(
-    lambda num_ranks, count: count >= num_ranks - 1,
-    "with fewer than the ranks after the first, a batch would need weights that its predecessor"
-    " has not yet made",
-)
-
-
-FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
-    {
-        family.name: family
-        for family in (
-            ScheduleFamily("gpipe", orders.gpipe),
-            ScheduleFamily("1f1b", orders.one_forward_one_backward),
-            ScheduleFamily(
-                "interleaved_1f1b",
-                orders.interleaved,
-                fewest_stages=2,
-                most_stages=None,
-                microbatch_rule=_ROUNDS,
-            ),
-            ScheduleFamily("looped_bfs", orders.looped_bfs, fewest_stages=2, most_stages=None),
-            ScheduleFamily("zb_h1", orders.zb_h1, splits_backward=True),
-            ScheduleFamily(
-                "zbv",
-                orders.zbv,
-                place=v_placement,
-                fewest_stages=2,
-                most_stages=2,
-                splits_backward=True,
-            ),
-            ScheduleFamily(
-                "pipedream", orders.one_forward_one_backward, update_rule=PerBackwardUpdate()
-            ),
-            ScheduleFamily(
-                "pipedream_2bw",
-                orders.one_forward_one_backward,
-                update_rule=DoubleBufferedUpdate(),
-                microbatch_rule=_AHEAD,
-            ),
-        )
-    }
-)
-
+FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType({f.name: f for f in KNOWN_FAMILIES})
 SCHEDULE_NAMES = tuple(FAMILIES)
 
 
@@ -148,9 +100,7 @@ def build_forward_schedule(rank_of_stage: tuple[int, ...], num_microbatches: int
         rank_of_stage: The rank of each stage.
         num_microbatches: Number of micro-batches of the batch.
     """
-    ranks = tuple(
-        tuple(orders.forward_only(seat, num_microbatches)) for seat in seats(rank_of_stage)
-    )
+    ranks = tuple(tuple(forward_only(seat, num_microbatches)) for seat in seats(rank_of_stage))
     return Schedule("forward", len(rank_of_stage), num_microbatches, ranks)
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DistributedSampler
 
 from lightning_dist import PipelineStrategy
-from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, find_schedules
+from lightning_dist.engine.schedules.registry import FAMILIES, SCHEDULE_NAMES, find_schedules
 from tests.helpers.networks.models import (
     Classifier,
     make_data,
@@ -56,7 +56,7 @@ def single_device(trainer_args: dict[str, Any], **module: Any) -> Any:
         return fit(None, 1, trainer_args, **module)
 
 
-SYNCHRONOUS = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zbv"]
+SYNCHRONOUS = [n for n, f in FAMILIES.items() if not f.update_rule.is_asynchronous]
 
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)

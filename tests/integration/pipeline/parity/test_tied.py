@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.checkpoint import load_full
+from lightning_dist.engine.schedules.registry import FAMILIES
 from tests.helpers.networks.models import make_module, make_optimizer, make_trainer, state_of
 from tests.helpers.oracle import foresee, train_late
 from tests.helpers.processes.workers import WorkerPool
@@ -120,7 +121,7 @@ def assert_equal_to(expected: dict[str, Tensor], ranks: list[dict[str, Tensor]])
     assert found.keys() == expected.keys()
 
 
-SYNCHRONOUS = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zbv"]
+SYNCHRONOUS = [n for n, f in FAMILIES.items() if not f.update_rule.is_asynchronous]
 
 
 @pytest.mark.parametrize(("devices", "schedules"), [(2, SYNCHRONOUS), (4, ["1f1b", "zbv"])])
