@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebooks docs test lint unit integration all-pairs all-modules bench bench-memory bench-profiler bench-network fuzz clean
+.PHONY: help install demo notebooks docs test test-all lint unit integration all-pairs all-modules bench bench-memory bench-profiler bench-network fuzz clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,9 @@ test: install $(DOCS_STAMP)  ## Run the whole test suite
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit docs
 	$(MAKE) --no-print-directory integration
 
+test-all: install  ## As `test`, with the long tests, all pairs of layouts and all modules; hours
+	$(MAKE) --no-print-directory test ALL=--all
+
 $(DOCS_STAMP): $(STAMP)
 	$(PIP_INSTALL) furo myst-nb sphinx
 	touch $@
@@ -50,10 +53,10 @@ lint: install
 	$(BIN)/python -m tests.helpers.words
 
 unit: install
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest tests/unit $(ALL)
 
 integration: install
-	$(BIN)/python -m pytest tests/integration tests/differential --durations=40
+	$(BIN)/python -m pytest tests/integration tests/differential --durations=40 $(ALL)
 
 all-pairs: install  ## Let each layout resume each other's checkpoint, where the tests have some pairs
 	$(BIN)/python -m pytest tests/integration/conformance/states/test_checkpoints.py --all-pairs

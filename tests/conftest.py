@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.helpers.long_tests import left_out
 from tests.helpers.processes.forked_runs import WarmPython
 from tests.helpers.processes.workers import NAMED_WARNINGS, WorkerPool
 
@@ -18,6 +19,11 @@ settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run the long tests too, and all cells of the matrices of which some run otherwise",
+    )
     parser.addoption(
         "--all-pairs",
         action="store_true",
@@ -37,6 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     for category, message in NAMED_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_named = any("::" in argument for argument in config.args)
+    if config.getoption("all") or is_named:
+        return
+    left = set(left_out(items))
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.hookimpl(wrapper=True)

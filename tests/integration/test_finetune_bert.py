@@ -102,6 +102,7 @@ def alone(
     return losses, val_loss
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_replicas"),
     [

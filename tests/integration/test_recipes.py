@@ -167,6 +167,7 @@ def test_the_same_config_runs_on_one_device(workers: WorkerPool, tmp_path: Path)
     assert "bubble fraction" not in output
 
 
+@pytest.mark.long
 def test_the_same_config_runs_under_torchrun(tmp_path: Path) -> None:
     config = Path("recipes/configs/gpt_pipedream.yaml")
     command = [
@@ -194,6 +195,7 @@ def test_help_reads_well(workers: WorkerPool) -> None:
     assert "takes those of the batch's forward" in " ".join(text.split())
 
 
+@pytest.mark.long
 def test_the_study_of_stale_weights_goes_on_where_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

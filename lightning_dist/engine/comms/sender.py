@@ -99,7 +99,9 @@ class DistributedSender:
         self._transmit([*parts, packet])
 
     def close(self) -> None:
-        """Waits until everything has been sent, and closes the channel."""
+        """Waits until everything has been sent, and closes the channel; again, does nothing."""
+        if self._group is None:
+            return
         with contextlib.suppress(PeerLostError):
             self._transmit([_packed(self._layout, [], PacketHeader(PacketKind.CLOSE))])
         self._pending.put(_Closed())

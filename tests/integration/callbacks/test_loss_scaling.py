@@ -101,7 +101,7 @@ def test_replicas_and_shards(workers: WorkerPool, name: str) -> None:
     check([run for (run,) in ranks], reference(shares=2))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "traced 1f1b"])
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("traced 1f1b", marks=pytest.mark.long)])
 def test_synchronous_stages(workers: WorkerPool, name: str) -> None:
     trainer = {**TRAINER, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     asked = Asked(PRECISION, TRAINER), Asked(PRECISION, trainer)
@@ -192,7 +192,9 @@ def oracle(name: str) -> Run:
     return Run(state, late.history(), {})
 
 
-@pytest.mark.parametrize("name", ["pipedream", "2bw", "traced pipedream"])
+@pytest.mark.parametrize(
+    "name", ["pipedream", "2bw", pytest.param("traced pipedream", marks=pytest.mark.long)]
+)
 def test_asynchronous_stages(workers: WorkerPool, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "middle.ckpt")
     middle = Asked(PRECISION, {"max_epochs": 2}, save=path)

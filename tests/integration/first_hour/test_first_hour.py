@@ -25,7 +25,7 @@ SOME = ("MLP, BatchNorm", "nanoGPT", "VAE", "ResNet-18")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"module", "strategy"} <= set(metafunc.fixturenames):
-        everything = metafunc.config.getoption("all_modules")
+        everything = any(map(metafunc.config.getoption, ("all", "all_modules")))
         cells = [
             (module, strategy)
             for module, strategy in product(MODULES, STRATEGIES)
@@ -39,6 +39,7 @@ def table() -> dict[tuple[str, str], str]:
     return read_table()
 
 
+@pytest.mark.each_value
 def test_a_newcomers_module(
     workers: WorkerPool, table: dict[tuple[str, str], str], module: str, strategy: str
 ) -> None:

@@ -259,6 +259,7 @@ def large(workers: WorkerPool) -> DryRunSummary:
     return said
 
 
+@pytest.mark.long
 def test_bytes_of_seven_billion_parameters(large: DryRunSummary) -> None:
     matrices = 12 * WIDTH * WIDTH / LARGE["tp"]
     block = matrices + 2 * WIDTH

@@ -38,7 +38,22 @@ def fitted(workers: WorkerPool) -> Callable[[str], list[Fitted]]:
     return lambda name: [rank[name] for rank in on_mesh(name_of(CASES[name].sizes))]
 
 
-@pytest.mark.parametrize("name", CASES)
+# Meshes whose sizes the conformance tests have, too.
+ALSO_THERE = (
+    "4 tensor ranks",
+    "2 shards x 2 tensor ranks",
+    "2 replicas x 2 tensor ranks",
+    "4 shards",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name.startswith(ALSO_THERE) else [])
+        for name in CASES
+    ],
+)
 def test_equals_a_single_device(
     fitted: Callable[[str], list[Fitted]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

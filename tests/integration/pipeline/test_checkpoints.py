@@ -74,6 +74,7 @@ def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> di
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", ["sharded", "full", "plain", "v_placement"])
 @pytest.mark.parametrize(
     ("devices", "strategy"),

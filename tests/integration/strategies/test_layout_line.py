@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, TensorParallelStrategy
 from lightning_dist.strategies import ddp
 from lightning_dist.strategies.base.process_mesh import ProcessMesh
-from lightning_dist.strategies.mesh_runtime import data_parallel, sharded
+from lightning_dist.strategies.mesh_runtime import data_parallel, placement
 from tests.helpers.networks.models import make_optimizer, make_trainer
 from tests.helpers.processes.workers import WorkerPool
 
@@ -45,7 +45,7 @@ def told_by(strategy: ProcessMesh, *, normed: bool = False, **options: Any) -> l
     told: list[str] = []
     trainer = make_trainer(devices=2, strategy=strategy, max_steps=1, **options)
     with pytest.MonkeyPatch.context() as patch:
-        for place in (data_parallel, ddp, sharded):
+        for place in (data_parallel, ddp, placement):
             patch.setattr(place, "rank_zero_info", told.append)
         trainer.fit(Blocks(normed=normed), DataLoader(list(torch.ones(4, 4)), batch_size=2))
     return [line for line in told if "\n" not in line]  # the others are tables

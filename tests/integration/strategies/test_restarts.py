@@ -82,6 +82,7 @@ def test_restarts_end_with_the_weights_of_an_uninterrupted_run(
     assert_equal_to_uninterrupted(workers, tmp_path, name)
 
 
+@pytest.mark.long
 def test_torchrun_itself(workers: WorkerPool, tmp_path: Path) -> None:
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     script = ["-m", "tests.helpers.processes.restarted_fit", "ddp", str(tmp_path), "sigkill"]

@@ -123,10 +123,12 @@ ALL_PAIRS = list(permutations([SINGLE, *LAYOUTS], 2))
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"before", "after"} <= set(metafunc.fixturenames):
-        pairs = ALL_PAIRS if metafunc.config.getoption("all_pairs") else PAIRS
+        everything = any(map(metafunc.config.getoption, ("all", "all_pairs")))
+        pairs = ALL_PAIRS if everything else PAIRS
         metafunc.parametrize(("before", "after"), pairs)
 
 
+@pytest.mark.each_value
 def test_resumes_under_any_other(
     workers: WorkerPool,
     saved_by: Callable[[str], Path],

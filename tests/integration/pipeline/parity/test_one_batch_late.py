@@ -71,6 +71,7 @@ def oracle(
     return {f"model.{n}": p.detach() for n, p in model.named_parameters()}, losses[-epoch:]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("extra", [0, 1, 2])
 @pytest.mark.parametrize(("num_stages", "optimizer"), [(2, "adamw"), (3, "sgd"), (4, "adamw")])
 def test_equals_the_oracle_over_drains(
@@ -113,6 +114,7 @@ def test_clips_by_the_norm_of_the_whole_gradient(workers: WorkerPool, num_stages
     assert largest_difference(actual, oracle()[0]) > 1e-6
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("extra", [0, 1])
 @pytest.mark.parametrize(("num_stages", "optimizer"), [(2, "sgd"), (3, "adamw"), (4, "sgd")])
 def test_batches_see_where_the_optimizer_goes(

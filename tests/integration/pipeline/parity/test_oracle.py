@@ -75,6 +75,7 @@ def oracle(
     return {f"model.{n}": p.detach() for n, p in flat.named_parameters()}, losses[-epoch:]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("versions", ["stash", "vertical_sync", "none"])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
@@ -128,6 +129,7 @@ def fit_predicting(num_stages: int, optimizer: str) -> tuple[Fitted, tuple[int, 
     return (state_of(module), 0.0), strategy.peak_stash_bytes
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_forwards_see_where_the_optimizer_goes(

@@ -59,6 +59,7 @@ def single_device(trainer_args: dict[str, Any], **module: Any) -> Any:
 SYNCHRONOUS = [n for n, f in FAMILIES.items() if not f.update_rule.is_asynchronous]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.parametrize(("num_ranks", "optimizer"), [(2, "adamw"), (3, "sgd"), (4, "adamw")])
 def test_fit_equals_a_single_device(

@@ -142,6 +142,7 @@ def saved_in(directory: Path) -> list[int]:
     return [load_full(path)["global_step"] for path in found]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["checkpoint", "on exception"])
 def test_an_error_in_a_hook_of_all_ranks_is_saved(
@@ -154,6 +155,7 @@ def test_an_error_in_a_hook_of_all_ranks_is_saved(
         assert "saved checkpoint to" in results[0][1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["checkpoint", "on exception"])
 def test_an_error_of_one_rank_is_not_said_to_be_saved(
