@@ -45,7 +45,6 @@ from lightning_dist.engine.pipeline.measurements import (
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.schedules.update_rule import WeightVersions
-from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
 from lightning_dist.engine.splitting.batch_statistics import (
     find_batch_statistics,
     with_whole_batches,
@@ -251,17 +250,11 @@ class PipelineStrategy(MeasuredStages, StageUpdates):
         asked = Parallelism(
             self._config, shard=None, half=half, example=self._example(trainer, half)
         )
-        self._early = EarlyParameters(self.module)
         split = parallelize(self.module, self.mesh_of_ranks, asked).split
-        self._early.forget_present()
         assert split is not None
         self._split = split
         if self.is_fitting and self._config.partition == "profile":
             self.check_layers_can_move()
-        self.model_to_device()
-        state = [*self.module.parameters(), *self.module.buffers()]
-        broadcast_state(state, self.data_group)
-        broadcast_state(split.tensors_outside(self.module), self.group("pp"))
 
     def _example(self, trainer: pl.Trainer, half: HalfPrecision | None) -> CallExample:
         """Returns the sources of an example call, should the module have to be traced."""
@@ -281,13 +274,18 @@ class PipelineStrategy(MeasuredStages, StageUpdates):
         with checks.one_optimizer():
             super().setup_optimizers(trainer)
         model_checks.check_optimizers(self.optimizers)
-        self._early.replace_in(self.optimizers)
 
     @override
-    def keep_own_parameters(self) -> None:
+    def keep_own_part(self) -> None:
+        self._split.cut()  # not before, for `configure_optimizers` may read any parameter's value
         for optimizer in self.optimizers:
             lightning_internals.mark_optimizer_called(optimizer)
             keep_own_parameters(optimizer, self.module)
+        self.model_to_device()
+        lightning_internals.move_optimizers(self.optimizers, self.root_device)
+        state = [*self.module.parameters(), *self.module.buffers()]
+        broadcast_state(state, self.data_group)
+        broadcast_state(self._split.tensors_outside(self.module), self.group("pp"))
 
     @override
     def open_session(self, trainer: pl.Trainer) -> None:

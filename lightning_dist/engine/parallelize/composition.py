@@ -72,7 +72,8 @@ class Parallelism:
     Attributes:
         pipeline: How the model is cut into stages; None for no stages.
         tensor: How tensor parallelism shards the layers.
-        shard: How FSDP shards the parameters over the data axes; None leaves them whole.
+        shard: How FSDP shards the parameters over the data axes; None leaves them whole, and the
+            cut to :class:`.Pipeline`, so that an optimizer can first see the whole model.
         sharding: FSDP's options, from ``shard`` and the precision.
         half: The modules that compute in half precision, from ``MixedPrecision``.
         is_manual: Whether a step calls backward and updates by itself.
@@ -147,7 +148,9 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
     if split is not None and data_mesh is not None:
         refuse_ties(split.ties_within_a_rank, _TWO_SHARDS)
 
-    roots = (StepModule(module),) if split is None else _cut(split)
+    if split is not None and asked.shard is not None:
+        split.cut()
+    roots = (StepModule(module),) if split is None else _stages(split)
     own = [unit for unit in units if keeps(unit.name)]
     sharding = asked.sharding if split is None else _kept_whole(asked.sharding)
     summary = _describe(module, own, sharding)
@@ -184,21 +187,18 @@ def _find_split(
     """Finds the layers by name, or else by a trace if there is an example of a call."""
     stages = axis(mesh, "pp")
     size, rank = (1, 0) if stages is None else (stages.size(), stages.get_local_rank())
-    if asked.example is None:
-        try:
-            return find_split(module, config, size, rank)
-        except LayersNotFoundError as error:
-            raise ValueError(
-                f"Use PipelineStrategy(num_stages={size}), which finds layers in other modules by"
-                f" tracing them, or leave out pp={size}. To cut it on a mesh: {error}"
-            ) from None
-    not_found: LayersNotFoundError | None = None
     goes_on = config.layers == "auto" and is_traced(module)
-    if not (config.is_traced or goes_on):
+    not_found: LayersNotFoundError | None = None
+    if asked.example is None or not (config.is_traced or goes_on):
         try:
             return find_split(module, config, size, rank)
         except LayersNotFoundError as error:
             not_found = error
+    if asked.example is None:
+        raise ValueError(
+            f"Use PipelineStrategy(num_stages={size}), which finds layers in other modules by"
+            f" tracing them, or leave out pp={size}. To cut it on a mesh: {not_found}"
+        )
     try:
         return find_traced_split(module, config, size, rank, asked.half, asked.example)
     except ValueError as error:
@@ -229,8 +229,7 @@ def _compile(
             part.forward = torch.compile(part.forward)
 
 
-def _cut(split: PipelineSplit) -> tuple[nn.Module, ...]:
-    split.cut()
+def _stages(split: PipelineSplit) -> tuple[nn.Module, ...]:
     return tuple(layers_of(split.layers, split.layers_per_stage, own) for own in split.stages)
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
@@ -70,6 +71,16 @@ def set_device(module: pl.LightningModule, device: torch.device) -> None:
         device: The device that the module computes on.
     """
     _update_properties(module, device=device)
+
+
+def move_optimizers(optimizers: list[Optimizer], device: torch.device) -> None:
+    """Moves optimizers' initial states to a device, which in public only ``Strategy.setup`` does.
+
+    Args:
+        optimizers: The optimizers; their step counters are not moved.
+        device: The device of the parameters.
+    """
+    _optimizers_to_device(optimizers, device)
 
 
 def replace_sigterm_protocol(

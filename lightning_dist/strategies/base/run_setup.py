@@ -10,7 +10,7 @@ strategy fills in the hooks. Their order:
 ``connect_loops``          takes part in Lightning's loops where these call no strategy
 ``print_summary``          describes what was placed
 ``setup_optimizers``       Lightning's own, while the whole model's structure is in sight
-``keep_own_parameters``    drops the parameters of other ranks from the optimizers
+``keep_own_part``          drops what other ranks have, from the optimizers at least
 ``gradient_clipping``      clips by the norm of the whole model's gradient
 ``open_session``           opens what the steps need: channels, wrappers, logs
 =========================  =========================================================================
@@ -59,7 +59,6 @@ class RunSetup(LayoutFreeCheckpoints):
             trainer: The trainer, with the module connected.
         """
         self.lay_out_once()
-        self.warn_of_part()
         self.connect_loops(trainer)
         if self.is_fitting:
             self.print_summary()
@@ -67,7 +66,9 @@ class RunSetup(LayoutFreeCheckpoints):
                 self.setup_optimizers(trainer)
                 if not self.has_plain_state:
                     self.name_optimizer_groups()
-            self.keep_own_parameters()
+        self.keep_own_part()
+        self.warn_of_part()
+        if self.is_fitting:
             clip = self.gradient_clipping(trainer)
             if clip is not None:
                 self._undo += (clip_whole_gradient(self.precision_plugin, clip),)
@@ -167,8 +168,11 @@ class RunSetup(LayoutFreeCheckpoints):
         """
         return nullcontext()
 
-    def keep_own_parameters(self) -> None:
-        """Drops the parameters of other ranks from the optimizers."""
+    def keep_own_part(self) -> None:
+        """Drops the parameters of other ranks from the optimizers, which are none in evaluations.
+
+        A strategy that has shown the real model to ``setup_optimizers`` drops its other parts here.
+        """
 
     def gradient_clipping(self, trainer: pl.Trainer) -> ClipGradNorm | None:
         """Returns the function that clips gradients; None if each rank has the whole gradient.

@@ -81,7 +81,9 @@ class ShardedStrategy(ShardedPlacement):
             self.sharded.early.replace_in(self.optimizers)
 
     @override
-    def keep_own_parameters(self) -> None:
+    def keep_own_part(self) -> None:
+        if not self.is_fitting:
+            return
         for optimizer in self.optimizers:
             self.sharded.keep_own_parameters(optimizer)
             update_mixed_groups_singly(optimizer)

@@ -81,7 +81,6 @@ def fitted(workers: WorkerPool) -> Callable[[str], list[dict[tuple[str, str], An
     return cache(lambda name: workers.run(ENTRIES[name].devices, fit_each, name, timeout=120.0))
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "options", "optimizer"), CASES)
 def test_equals_a_single_device(
     fitted: Callable[[str], list[dict[tuple[str, str], Any]]],

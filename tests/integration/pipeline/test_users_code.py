@@ -20,7 +20,14 @@ from torch.utils.data import DataLoader
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.checkpoint import load_full
-from tests.helpers.networks.models import Classifier, ConvLayer, make_data, make_loader, make_module
+from tests.helpers.networks.models import (
+    Classifier,
+    ConvLayer,
+    make_data,
+    make_loader,
+    make_module,
+    state_of,
+)
 from tests.helpers.networks.models import make_trainer as plain_trainer
 from tests.helpers.processes.workers import WorkerPool
 
@@ -63,6 +70,36 @@ def test_lists_with_an_entry_per_sample_are_cut_and_joined(
     assert [len(batch["names"]) for batch in expected] == [4, 4, 3]
     for found in workers.run(2, predict_names, 2, schedule):
         assert found == expected
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+class LooksAtWeights(Classifier):
+    """Chooses its rate by the values of all parameters, as layer-wise rates do."""
+
+    rate = 0.0
+
+    def configure_optimizers(self) -> Any:
+        self.rate = 1.0 / sum(float(p.detach().norm()) for p in self.parameters())
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+def fit_looking(devices: int, layers: str) -> tuple[float, dict[str, Tensor]]:
+    strategy: Any = PipelineStrategy(layers=layers) if devices > 1 else "auto"
+    module = make_module(LooksAtWeights)
+    trainer = plain_trainer(devices=devices, strategy=strategy)
+    trainer.fit(module, make_loader(16), make_loader(4))
+    return module.rate, state_of(module)
+
+
+@pytest.mark.parametrize("layers", ["auto", "trace"])
+def test_an_optimizer_may_depend_on_all_weights(workers: WorkerPool, layers: str) -> None:
+    rate, expected = fit_looking(1, layers)
+    for found, state in workers.run(2, fit_looking, 2, layers):
+        assert found == rate
+        for name, value in state.items():
+            assert float((value - expected[name]).abs().max()) < 1e-12, name
 
 
 # --- random numbers ------------------------------------------------------------------------------

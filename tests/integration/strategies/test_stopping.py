@@ -38,6 +38,7 @@ STRATEGIES: dict[str, Any] = {
     "pipeline 2x2": lambda: PipelineStrategy(num_stages=2),
     "mesh 2x2": lambda: MeshStrategy(pp=2, dp_shard=2),
     "pipedream of 4": lambda: PipelineStrategy(schedule="pipedream"),
+    "2bw of 4": lambda: PipelineStrategy(schedule="pipedream_2bw"),
 }
 
 
@@ -169,7 +170,7 @@ FAR = ["skip", "step", "batch end"]
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("strategy", ["pipeline 2x2", "mesh 2x2", "pipedream of 4"])
+@pytest.mark.parametrize("strategy", ["pipeline 2x2", "mesh 2x2", "pipedream of 4", "2bw of 4"])
 @pytest.mark.parametrize("rank", [0, 2, 3])
 def test_all_of_four_ranks_stop_at_the_same_batch(
     workers: WorkerPool, strategy: str, rank: int

@@ -218,7 +218,6 @@ def single_device(optimizer: str) -> dict[str, Tensor]:
         return state
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trains_and_resumes_as_on_one_device(

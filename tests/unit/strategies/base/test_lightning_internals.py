@@ -55,6 +55,14 @@ def test_a_validation_that_is_due_can_be_put_off() -> None:
     assert vars(loop) == before
 
 
+def test_state_that_was_made_early_moves_but_its_counter() -> None:
+    optimizer = torch.optim.Adagrad(nn.Linear(2, 2).parameters())
+    lightning_internals.move_optimizers([optimizer], torch.device("meta"))
+    for state in optimizer.state.values():
+        assert state["sum"].is_meta
+        assert not state["step"].is_meta
+
+
 def test_slurms_signal_saves_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = quiet_trainer()
     did: list[Any] = []
