@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lightning_dist.engine.schedules.actions import Action
-from lightning_dist.engine.schedules.placement import Placement, RankStages, looped, seats
+from lightning_dist.engine.schedules.placement import Placement, RankStages, looped, rank_places
 from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.update_rule import FLUSHED, UpdateRule
 
@@ -148,5 +148,5 @@ class ScheduleFamily:
             num_batches: Number of batches between two drains.
         """
         count = num_microbatches * num_batches
-        ranks = tuple(tuple(self.order(seat, count)) for seat in seats(rank_of_stage))
+        ranks = tuple(tuple(self.order(place, count)) for place in rank_places(rank_of_stage))
         return Schedule(self.name, len(rank_of_stage), count, ranks, self.update_rule, num_batches)

@@ -1,6 +1,6 @@
 """The orders of work, as short functions that yield one rank's compute actions; and their families.
 
-A new schedule is an order and a family, both in this file.
+A new synchronous schedule is an order and a family, both in this file.
 
 With one stage per rank; four micro-batches on three ranks, a column per unit of time (``F`` and
 ``B`` equally long here):
@@ -54,54 +54,53 @@ from collections.abc import Iterator
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.family import MicrobatchRule, ScheduleFamily
 from lightning_dist.engine.schedules.placement import RankStages, v_placement
-from lightning_dist.engine.schedules.update_rule import DoubleBufferedUpdate, PerBackwardUpdate
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
-def forward_only(seat: RankStages, count: int) -> Iterator[Action]:
+def forward_only(place: RankStages, count: int) -> Iterator[Action]:
     """Yields each stage's forwards.
 
     Args:
-        seat: The rank.
+        place: The rank.
         count: Number of micro-batches.
     """
-    yield from (Action(stage, F, index) for stage in seat.stages for index in range(count))
+    yield from (Action(stage, F, index) for stage in place.stages for index in range(count))
 
 
-def gpipe(seat: RankStages, count: int) -> Iterator[Action]:
+def gpipe(place: RankStages, count: int) -> Iterator[Action]:
     """Yields all forwards, then all backwards.
 
     Args:
-        seat: The rank, with one stage.
+        place: The rank, with one stage.
         count: Number of micro-batches.
     """
-    (stage,) = seat.stages
+    (stage,) = place.stages
     yield from (Action(stage, F, index) for index in range(count))
     yield from (Action(stage, B, index) for index in range(count))
 
 
-def looped_bfs(seat: RankStages, count: int) -> Iterator[Action]:
+def looped_bfs(place: RankStages, count: int) -> Iterator[Action]:
     """Yields all micro-batches of a stage before the next stage's, and back.
 
     Args:
-        seat: The rank.
+        place: The rank.
         count: Number of micro-batches.
     """
-    yield from forward_only(seat, count)
-    for stage in reversed(seat.stages):
+    yield from forward_only(place, count)
+    for stage in reversed(place.stages):
         yield from (Action(stage, B, index) for index in reversed(range(count)))
 
 
-def one_forward_one_backward(seat: RankStages, count: int) -> Iterator[Action]:
+def one_forward_one_backward(place: RankStages, count: int) -> Iterator[Action]:
     """Yields one forward per later stage first, then forwards and backwards in turn.
 
     Args:
-        seat: The rank, with one stage.
+        place: The rank, with one stage.
         count: Number of micro-batches.
     """
-    (stage,) = seat.stages
-    warmup = min(seat.num_ranks - 1 - seat.rank, count)
+    (stage,) = place.stages
+    warmup = min(place.num_ranks - 1 - place.rank, count)
     yield from (Action(stage, F, index) for index in range(warmup))
     for index in range(warmup, count):
         yield Action(stage, F, index)
@@ -109,18 +108,18 @@ def one_forward_one_backward(seat: RankStages, count: int) -> Iterator[Action]:
     yield from (Action(stage, B, index) for index in range(count - warmup, count))
 
 
-def interleaved(seat: RankStages, count: int) -> Iterator[Action]:
+def interleaved(place: RankStages, count: int) -> Iterator[Action]:
     """Yields a round of micro-batches of a stage, then of the rank's next stage.
 
     Args:
-        seat: The rank.
+        place: The rank.
         count: Number of micro-batches; they run in equal rounds, each of at least as many as ranks.
     """
-    size = count // max(1, count // seat.num_ranks)
-    forwards = list(_in_rounds(F, seat.stages, size, count))
-    backwards = list(_in_rounds(B, seat.stages[::-1], size, count))
+    size = count // max(1, count // place.num_ranks)
+    forwards = list(_in_rounds(F, place.stages, size, count))
+    backwards = list(_in_rounds(B, place.stages[::-1], size, count))
     # The first backward is the last stage's, so the laps before it are forwards only.
-    laps, hops = len(seat.stages) - 1, seat.num_ranks - 1 - seat.rank
+    laps, hops = len(place.stages) - 1, place.num_ranks - 1 - place.rank
     warmup = min(laps * size + 2 * hops, len(forwards))
     yield from forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
@@ -140,43 +139,43 @@ def _in_rounds(
 F, I, W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
 
 
-def zb_h1(seat: RankStages, count: int) -> Iterator[Action]:
+def zb_h1(place: RankStages, count: int) -> Iterator[Action]:
     """Yields 1F1B, with each weights' part delayed by one micro-batch per earlier rank.
 
     So each rank has as many micro-batches in flight as the first rank. The weights' parts of the
     last micro-batches fill the time in which 1F1B drains.
 
     Args:
-        seat: The rank, with one stage.
+        place: The rank, with one stage.
         count: Number of micro-batches.
     """
-    (stage,) = seat.stages
-    warmup = min(seat.num_ranks - 1 - seat.rank, count)
+    (stage,) = place.stages
+    warmup = min(place.num_ranks - 1 - place.rank, count)
     yield from (Action(stage, F, index) for index in range(warmup))
     for index in range(count):
         if index + warmup < count:
             yield Action(stage, F, index + warmup)
         yield Action(stage, I, index)
-        if index >= seat.rank:
-            yield Action(stage, W, index - seat.rank)
-    yield from (Action(stage, W, index) for index in range(max(0, count - seat.rank), count))
+        if index >= place.rank:
+            yield Action(stage, W, index - place.rank)
+    yield from (Action(stage, W, index) for index in range(max(0, count - place.rank), count))
 
 
-def zbv(seat: RankStages, count: int) -> Iterator[Action]:
+def zbv(place: RankStages, count: int) -> Iterator[Action]:
     """Yields the actions of the V schedule, down one arm of the V and up the other.
 
     Args:
-        seat: The rank, with two stages.
+        place: The rank, with two stages.
         count: Number of micro-batches.
     """
     # With too few micro-batches to fill the pipeline: the full order without the missing ones.
-    full = max(2 * seat.num_ranks - 1, count)
-    return (action for action in _full_vee(seat, full) if action.microbatch_index < count)
+    full = max(2 * place.num_ranks - 1, count)
+    return (action for action in _full_v(place, full) if action.microbatch_index < count)
 
 
-def _full_vee(seat: RankStages, count: int) -> Iterator[Action]:
-    down, up = (_Arm(stage) for stage in seat.stages)
-    before, behind = seat.rank, seat.num_ranks - seat.rank  # `behind` includes this rank
+def _full_v(place: RankStages, count: int) -> Iterator[Action]:
+    down, up = (_Arm(stage) for stage in place.stages)
+    before, behind = place.rank, place.num_ranks - place.rank  # `behind` includes this rank
     for _ in range(2 * behind - 1):
         yield down.next(F)
     for _ in range(before):
@@ -219,13 +218,8 @@ _ROUNDS = MicrobatchRule(
     lambda num_ranks, count: count % max(1, count // num_ranks) == 0,
     "they pass the ranks in equal rounds, each of at least as many as there are ranks",
 )
-_AHEAD = MicrobatchRule(
-    lambda num_ranks, count: count >= num_ranks - 1,
-    "with fewer than the ranks after the first, a batch would need weights that its predecessor"
-    " has not yet made",
-)
 
-KNOWN_FAMILIES = (
+SYNCHRONOUS = (
     ScheduleFamily("gpipe", gpipe),
     ScheduleFamily("1f1b", one_forward_one_backward),
     ScheduleFamily(
@@ -245,12 +239,5 @@ KNOWN_FAMILIES = (
         most_stages=2,
         splits_backward=True,
     ),
-    ScheduleFamily("pipedream", one_forward_one_backward, update_rule=PerBackwardUpdate()),
-    ScheduleFamily(
-        "pipedream_2bw",
-        one_forward_one_backward,
-        update_rule=DoubleBufferedUpdate(),
-        microbatch_rule=_AHEAD,
-    ),
 )
-"""All kinds of schedules, in the order in which they are listed to users."""
+"""The synchronous kinds of schedules, in the order in which they are listed to users."""

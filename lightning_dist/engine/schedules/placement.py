@@ -48,7 +48,7 @@ class RankStages:
     stages: tuple[int, ...]
 
 
-def seats(rank_of_stage: tuple[int, ...]) -> tuple[RankStages, ...]:
+def rank_places(rank_of_stage: tuple[int, ...]) -> tuple[RankStages, ...]:
     """Returns each rank's place.
 
     Args:

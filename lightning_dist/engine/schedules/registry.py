@@ -1,6 +1,7 @@
 """The schedules by name: the order, the placement of the stages, and the sizes of each.
 
-The orders themselves are drawn in :mod:`.schedules.orders`, and their families are listed there.
+The orders are drawn in :mod:`.schedules.orders`. Families are listed there, and in
+:mod:`.schedules.asynchronous`.
 
 ====================  ===============  =======================================================
 name                  stages per rank  in short
@@ -25,15 +26,18 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 
+from lightning_dist.engine.schedules.asynchronous import ASYNCHRONOUS
 from lightning_dist.engine.schedules.csv_file import ScheduleFile, read_schedule
 from lightning_dist.engine.schedules.family import ScheduleFamily
-from lightning_dist.engine.schedules.orders import KNOWN_FAMILIES, forward_only
-from lightning_dist.engine.schedules.placement import seats
+from lightning_dist.engine.schedules.orders import SYNCHRONOUS, forward_only
+from lightning_dist.engine.schedules.placement import rank_places
 from lightning_dist.engine.schedules.schedule import Schedule
 
 _FILE = "file:"
 
-FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType({f.name: f for f in KNOWN_FAMILIES})
+FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
+    {family.name: family for family in SYNCHRONOUS + ASYNCHRONOUS}
+)
 SCHEDULE_NAMES = tuple(FAMILIES)
 
 
@@ -100,7 +104,9 @@ def build_forward_schedule(rank_of_stage: tuple[int, ...], num_microbatches: int
         rank_of_stage: The rank of each stage.
         num_microbatches: Number of micro-batches of the batch.
     """
-    ranks = tuple(tuple(forward_only(seat, num_microbatches)) for seat in seats(rank_of_stage))
+    ranks = tuple(
+        tuple(forward_only(place, num_microbatches)) for place in rank_places(rank_of_stage)
+    )
     return Schedule("forward", len(rank_of_stage), num_microbatches, ranks)
 
 

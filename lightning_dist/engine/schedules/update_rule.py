@@ -3,7 +3,7 @@
 A rule names the delay of an update on each rank, in batches, and whether all stages update
 together. From these two follow the places of the updates in a schedule, the weights that a batch
 uses, and whether stages can agree about an update. Other modules ask for these facts, and never
-which rule they have. So an asynchronous schedule is one class, and a family that uses it.
+which rule they have. So a new rule is one class, beside the family of schedules that uses it.
 
 =============================  ==============  ===============  ====================================
 rule                           delay on rank   stages update    from
@@ -227,40 +227,6 @@ class FlushedUpdate(UpdateRule):
         stages = sorted({action.stage_index for action in actions})
         yield from (Action(stage, ActionKind.REDUCE_GRAD, 0) for stage in stages)
         yield from (Action(stage, ActionKind.STEP, 0) for stage in stages)
-
-
-@dataclass(frozen=True, slots=True)
-class PerBackwardUpdate(UpdateRule):
-    """An update of a stage after each of its backwards (SOSP 2019, section 3.2).
-
-    A batch meets weights that are ``n - 1 - r`` updates old on rank ``r``, as many as there are
-    batches in flight behind it. Its backward uses the same weights (weight stashing, section 3.3).
-    When the first stage updates for a batch, the last stage has done so long ago. So each stage
-    clips by the norm of its own gradients and skips its own updates, and no weight can be tied.
-    """
-
-    is_joint: ClassVar[bool] = False
-    splits_batches: ClassVar[bool] = False
-
-    @override
-    def delay(self, rank: int, num_ranks: int, num_microbatches: int) -> int:
-        return num_ranks - 1 - rank
-
-
-@dataclass(frozen=True, slots=True)
-class DoubleBufferedUpdate(UpdateRule):
-    """An update after the next batch's forwards, on all stages alike (ICML 2021, section 3.1).
-
-    Each batch meets the version before the newest, so two versions suffice: ``w[t+1] = w[t] - lr *
-    gradient(w[t-1])``. A batch needs at least as many micro-batches as there are stages after the
-    first. Otherwise the gradients of its predecessor are not complete when they are due.
-    """
-
-    is_joint: ClassVar[bool] = True
-
-    @override
-    def delay(self, rank: int, num_ranks: int, num_microbatches: int) -> int:
-        return 1
 
 
 FLUSHED = FlushedUpdate()

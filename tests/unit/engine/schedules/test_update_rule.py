@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.actions import ActionKind
+from lightning_dist.engine.schedules.asynchronous import DoubleBufferedUpdate, PerBackwardUpdate
 from lightning_dist.engine.schedules.family import ScheduleFamily
 from lightning_dist.engine.schedules.lowering import lower
 from lightning_dist.engine.schedules.registry import FAMILIES, PipelineShape
@@ -21,9 +22,7 @@ from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.stash_depth import num_copies
 from lightning_dist.engine.schedules.update_rule import (
     BackwardWeights,
-    DoubleBufferedUpdate,
     FlushedUpdate,
-    PerBackwardUpdate,
     StageWeights,
     UpdateRule,
 )
