@@ -28,10 +28,9 @@ from lightning_dist.engine.pipeline.step_hook import (
     check_no_side_losses,
 )
 from lightning_dist.engine.splitting.whole_step import StepInterceptor
-from lightning_dist.engine.stashing.policy import WeightPolicy
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
 from lightning_dist.engine.stashing.swapped_weights import SwappedWeights
-from lightning_dist.engine.stashing.versions import WeightVersion
+from lightning_dist.engine.stashing.versions import WeightPolicy, WeightVersion
 from lightning_dist.engine.tensors.rng import seed_python, seeded
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 

@@ -30,8 +30,9 @@ from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 from lightning_dist.engine.splitting.whole_step import StepInterceptor, WholeStep
 from lightning_dist.engine.stashing.half_versions import HalfWeights
-from lightning_dist.engine.stashing.policy import Predict, WeightPolicy, choose_policy
+from lightning_dist.engine.stashing.policy import Predict, choose_policy
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
+from lightning_dist.engine.stashing.versions import WeightPolicy
 
 _CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dist.engine.stashing.versions import WeightStore, WeightVersion, version_bytes
+from lightning_dist.engine.stashing.versions import Stashed, WeightVersion, version_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class HalfWeights:
         return parameter.to(self.dtype_of(parameter))
 
 
-class HalfWeightStore(WeightStore):
+class StashedHalf(Stashed):
     """Creates versions by casting.
 
     Args:
         parameters: The stage's parameters with their names, trainable or not.
         half: How the parameters are cast.
-        max_age: Steps by which forwards stay behind, as for :class:`WeightStore`.
+        max_age: Steps by which forwards stay behind, as for :class:`.Stashed`.
     """
 
     def __init__(
@@ -105,5 +105,38 @@ class HalfWeightStore(WeightStore):
         return self._frozen[name]
 
     @override
-    def _part_from_current(self) -> None:
+    def _leave_current(self) -> None:
         """Does nothing, since the optimizer writes to the masters."""
+
+
+class UnstashedHalf(StashedHalf):
+    """Casts masters, and lets a backward see the newest cast, as :class:`.Unstashed`.
+
+    Args:
+        parameters: The stage's parameters with their names, trainable or not.
+        half: How the parameters are cast.
+        remembers: Whether a micro-batch keeps its forward's weights, for comparisons.
+    """
+
+    recomputes = True
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        half: HalfWeights,
+        *,
+        remembers: bool,
+    ) -> None:
+        super().__init__(parameters, half)
+        self._remembers = remembers
+
+    @override
+    def acquire(self) -> WeightVersion:
+        version = super().acquire()
+        super().release(version)  # the backward uses another version
+        copies = version.aliases if self._remembers else {}
+        return WeightVersion(version.index, version.aliases, copies=copies)
+
+    @override
+    def release(self, version: WeightVersion) -> None:
+        """Does nothing, since the version was released at once."""

@@ -4,32 +4,29 @@
 policy              forward of b                       backward of b
 ==================  =================================  ============================
 :class:`Current`    the parameters themselves          the same (nothing moved)
-:class:`Stashed`    the newest version, or one that    the version of its forward
+:class:`.Stashed`   the newest version, or one that    the version of its forward
                     all stages have (vertical sync)
 :class:`Unstashed`  the newest version                 the newest version then
-:class:`Predicted`  the newest version, extrapolated   the version of its forward
+:class:`.Predicted` the newest version, extrapolated   the version of its forward
                     to the update of b
 ==================  =================================  ============================
 
 In half precision with masters forwards and backwards see casts of these, since no micro-batch
-computes with the parameters themselves. Then synchronous schedules use :class:`Stashed`, and
-:class:`UnstashedHalf` replaces :class:`Unstashed`.
-
-A stage asks its policy; the schedule decides which policy is needed.
+computes with the parameters themselves. Then synchronous schedules use :class:`.StashedHalf`, and
+:class:`.UnstashedHalf` replaces :class:`Unstashed`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dist.engine.schedules.update_rule import BackwardWeights, StageWeights
-from lightning_dist.engine.stashing.half_versions import HalfWeights, HalfWeightStore
+from lightning_dist.engine.stashing.half_versions import HalfWeights, StashedHalf, UnstashedHalf
 from lightning_dist.engine.stashing.prediction import Predicted
-from lightning_dist.engine.stashing.versions import WeightStore, WeightVersion
+from lightning_dist.engine.stashing.versions import Stashed, WeightPolicy, WeightVersion
 from lightning_dist.engine.tensors.patch import has_gradient_hooks
 
 Predict = Callable[[Mapping[str, nn.Parameter], int], Mapping[str, Tensor]]
@@ -37,79 +34,25 @@ Predict = Callable[[Mapping[str, nn.Parameter], int], Mapping[str, Tensor]]
 Parameters = Callable[[], Mapping[str, nn.Parameter]]
 
 
-class WeightPolicy(Protocol):
-    """Decides which weights a micro-batch sees."""
-
-    recomputes: bool
-
-    def acquire(self) -> WeightVersion:
-        """Returns the weights for a forward; no aliases mean the parameters themselves."""
-
-    def look(self) -> WeightVersion:
-        """Returns the weights for a forward that has no backward."""
-
-    def release(self, version: WeightVersion) -> None:
-        """Releases weights from :meth:`acquire` after the backward."""
-
-    def before_step(self) -> None:
-        """Prepares for the optimizer's writes."""
-
-    def restart(self) -> None:
-        """Restarts with no micro-batch in flight, after a drain."""
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps seen: the index of the newest version."""
-
-    @property
-    def version_bytes(self) -> int:
-        """Bytes of one version beyond the parameters."""
-
-    @property
-    def stash_bytes(self) -> int:
-        """Bytes held beyond the parameters."""
-
-    @property
-    def peak_stash_bytes(self) -> int:
-        """The most bytes held beyond the parameters."""
-
-
-class Current:
+class Current(WeightPolicy):
     """Policy of synchronous schedules: nothing is written while a micro-batch is in flight.
+
+    A micro-batch sees the parameters themselves, but aliases of hooked ones.
 
     Args:
         hooked: Returns the parameters whose hooks must not run for each micro-batch.
     """
 
-    recomputes = False
-    version_bytes = 0
-    stash_bytes = 0
-    peak_stash_bytes = 0
-
     def __init__(self, hooked: Parameters = dict) -> None:
-        self.num_steps = 0
+        super().__init__()
         self._hooked = hooked
 
+    @override
     def acquire(self) -> WeightVersion:
-        """Returns the parameters themselves, but aliases of hooked ones."""
         return WeightVersion(self.num_steps, self._aliases())
 
     def _aliases(self) -> Mapping[str, Tensor]:
         return {name: p.data.requires_grad_() for name, p in self._hooked().items()}
-
-    def look(self) -> WeightVersion:
-        """Returns the parameters themselves."""
-        return WeightVersion(self.num_steps)
-
-    def release(self, version: WeightVersion) -> None:
-        """Does nothing."""
-
-    def before_step(self) -> None:
-        """Counts the step."""
-        self.num_steps += 1
-
-    def restart(self) -> None:
-        """Does nothing."""
 
 
 class Unstashed(Current):
@@ -132,88 +75,8 @@ class Unstashed(Current):
 
     @override
     def acquire(self) -> WeightVersion:
-        """Returns the parameters themselves, but aliases of hooked ones."""
         copies = {name: p.detach().clone() for name, p in self._remembered().items()}
         return WeightVersion(self.num_steps, self._aliases(), copies=copies)
-
-
-class Stashed:
-    """PipeDream's weight stashing: the backward sees the version of its forward.
-
-    Args:
-        store: Keeps the versions, and chooses the one for a forward.
-    """
-
-    recomputes = False
-
-    def __init__(self, store: WeightStore) -> None:
-        self.store = store
-
-    def acquire(self) -> WeightVersion:
-        """Returns the store's version for a forward."""
-        return self.store.acquire()
-
-    def look(self) -> WeightVersion:
-        """Returns the newest weights."""
-        return self.store.look()
-
-    def release(self, version: WeightVersion) -> None:
-        """Releases a version."""
-        self.store.release(version)
-
-    def before_step(self) -> None:
-        """Moves the parameters to fresh memory if a micro-batch still uses the present memory."""
-        self.store.before_step()
-
-    def restart(self) -> None:
-        """Restarts with the newest version."""
-        self.store.restart()
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps seen."""
-        return self.store.num_steps
-
-    @property
-    def version_bytes(self) -> int:
-        """Bytes of one version."""
-        return self.store.version_bytes
-
-    @property
-    def stash_bytes(self) -> int:
-        """Bytes held beyond the parameters."""
-        return self.store.stash_bytes
-
-    @property
-    def peak_stash_bytes(self) -> int:
-        """The most bytes held beyond the parameters."""
-        return self.store.peak_stash_bytes
-
-
-class UnstashedHalf(Stashed):
-    """Policy like :class:`Unstashed`, on casts of masters.
-
-    Args:
-        store: Casts the newest version, once for each update.
-        remembers: Whether a micro-batch keeps its forward's weights, for comparisons.
-    """
-
-    recomputes = True
-
-    def __init__(self, store: HalfWeightStore, *, remembers: bool) -> None:
-        super().__init__(store)
-        self._remembers = remembers
-
-    @override
-    def acquire(self) -> WeightVersion:
-        version = self.store.acquire()
-        self.store.release(version)  # the backward uses another version
-        copies = version.aliases if self._remembers else {}
-        return WeightVersion(version.index, version.aliases, copies=copies)
-
-    @override
-    def release(self, version: WeightVersion) -> None:
-        """Does nothing."""
 
 
 def choose_policy(
@@ -257,11 +120,11 @@ def choose_policy(
             half,
         )
     if half is not None:
-        store = HalfWeightStore(layers.named_parameters(), half, weights.age)
-        is_newest = weights.of_backward is BackwardWeights.NEWEST
-        return UnstashedHalf(store, remembers=remembers) if is_newest else Stashed(store)
+        if weights.of_backward is BackwardWeights.NEWEST:
+            return UnstashedHalf(layers.named_parameters(), half, remembers=remembers)
+        return StashedHalf(layers.named_parameters(), half, weights.age)
     if weights.of_backward is BackwardWeights.UNCHANGED:
         return Current(hidden)
     if weights.of_backward is BackwardWeights.NEWEST:
         return Unstashed(trainable if remembers else dict, hidden)
-    return Stashed(WeightStore(layers.named_parameters(), weights.age))
+    return Stashed(layers.named_parameters(), weights.age)

@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, NAdam, Optimizer, RAdam
+from typing_extensions import override
 
 from lightning_dist.engine.stashing.half_versions import HalfWeights
-from lightning_dist.engine.stashing.versions import WeightVersion, version_bytes
+from lightning_dist.engine.stashing.versions import WeightPolicy, WeightVersion, version_bytes
 
 _ADAMS = (Adam, NAdam, RAdam)  # AdamW is an Adam
 
@@ -105,7 +106,7 @@ def _go_on(
     weight.addcdiv_(state["exp_avg"], spread, value=-rate)
 
 
-class Predicted:
+class Predicted(WeightPolicy):
     """Policy under which a forward sees weights predicted for the time of its update.
 
     Args:
@@ -115,8 +116,6 @@ class Predicted:
         half: Casts the weights; None if layers compute in the parameters' own precision.
     """
 
-    recomputes = False
-
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
@@ -124,6 +123,7 @@ class Predicted:
         batch_size: int = 1,
         half: HalfWeights | None = None,
     ) -> None:
+        super().__init__()
         self._parameters = dict(parameters)
         self._half = half
         self._predict = predict
@@ -132,9 +132,8 @@ class Predicted:
         self._steps_before_restart = 0
         self._newest: WeightVersion | None = None
         self._copied_bytes: dict[WeightVersion, int] = {}
-        self.num_steps = 0
-        self._peak_stash_bytes = 0
 
+    @override
     def acquire(self) -> WeightVersion:
         """Returns weights predicted over the pending updates before the batch's own."""
         batch, place = divmod(self._num_acquired, self._batch_size)
@@ -150,13 +149,13 @@ class Predicted:
         aliases = self._aliases(copies)
         version = WeightVersion(self.num_steps, aliases)
         self._copied_bytes[version] = sum(aliases[name].nbytes for name in copies)
-        self._peak_stash_bytes = max(self._peak_stash_bytes, self.stash_bytes)
+        self.peak_stash_bytes = max(self.peak_stash_bytes, self.stash_bytes)
         return version
 
+    @override
     def look(self) -> WeightVersion:
-        """Returns the present parameters."""
         if self._half is None:
-            return WeightVersion(self.num_steps)
+            return super().look()
         return WeightVersion(self.num_steps, self._aliases({}))
 
     def _aliases(self, copies: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -171,33 +170,25 @@ class Predicted:
     def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         return parameter.dtype if self._half is None else self._half.dtype_of(parameter)
 
+    @override
     def release(self, version: WeightVersion) -> None:
-        """Releases a version."""
         version.num_users -= 1
         has_more = version is self._newest and self._num_acquired % self._batch_size > 0
         if not version.num_users and not has_more:
             del self._copied_bytes[version]
             self._newest = None if version is self._newest else self._newest
 
-    def before_step(self) -> None:
-        """Counts the step; micro-batches in flight have weights of their own."""
-        self.num_steps += 1
-
+    @override
     def restart(self) -> None:
         """Restarts the count: no other update comes before the next batch's own."""
         self._num_acquired, self._steps_before_restart = 0, self.num_steps
 
     @property
+    @override
     def version_bytes(self) -> int:
-        """Bytes of the copies for a batch."""
         return version_bytes(self._parameters.values(), self._dtype_of)
 
     @property
+    @override
     def stash_bytes(self) -> int:
-        """Bytes held beyond the parameters."""
         return sum(self._copied_bytes.values())
-
-    @property
-    def peak_stash_bytes(self) -> int:
-        """The most bytes held beyond the parameters."""
-        return self._peak_stash_bytes

@@ -17,12 +17,14 @@ norms, which save their weights without a version check through ``.data``.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_dist.engine.tensors.dtensor import local_part
 
@@ -68,35 +70,79 @@ class WeightVersion:
         return self.copies or self.aliases
 
 
-class WeightStore:
+class WeightPolicy(ABC):
+    """Decides which weights the micro-batches of a stage see.
+
+    The schedule determines the policy, see :func:`.choose_policy`. A subclass has
+    :meth:`acquire`, and overrides what it does otherwise.
+
+    Attributes:
+        recomputes: Whether a backward runs the layers again, on other weights than its forward's.
+        num_steps: Optimizer steps seen: the index of the newest version.
+        peak_stash_bytes: The most that :attr:`stash_bytes` has been.
+    """
+
+    recomputes = False
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.peak_stash_bytes = 0
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of one version beyond the parameters."""
+        return 0
+
+    @property
+    def stash_bytes(self) -> int:
+        """Bytes held beyond the parameters."""
+        return 0
+
+    @abstractmethod
+    def acquire(self) -> WeightVersion:
+        """Returns the weights for a forward; no aliases mean the parameters themselves."""
+
+    def look(self) -> WeightVersion:
+        """Returns the newest weights, for a forward without a backward, so without a release."""
+        return WeightVersion(self.num_steps)
+
+    def release(self, version: WeightVersion) -> None:
+        """Releases weights from :meth:`acquire` after the backward that needed them."""
+        del version
+
+    def before_step(self) -> None:
+        """Prepares for the optimizer's writes; call it right before them.
+
+        If the optimizer then skips the step, there still is a new version, since versions are
+        counted in batches.
+        """
+        self.num_steps += 1
+
+    def restart(self) -> None:  # noqa: B027
+        """Restarts with no micro-batch in flight, after a drain."""
+
+
+class Stashed(WeightPolicy):
     """Returns the newest version to forwards, and keeps the older versions that are in use.
 
     Args:
         parameters: The stage's parameters with their names, trainable or not.
         max_age: Number of steps by which forwards stay behind the newest version, as soon as there
             were that many since the last :meth:`restart`.
+
+    Attributes:
+        num_copies: Times that the parameters were copied.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], max_age: int = 0) -> None:
+        super().__init__()
+        self.num_copies = 0
         self._parameters = dict(parameters)
         self._max_age = max_age
         self._aging: deque[WeightVersion] = deque()
         self._num_bytes = version_bytes(self._parameters.values())
         self._current: WeightVersion | None = None
         self._stashed: list[WeightVersion] = []
-        self._num_steps = 0
-        self._num_copies = 0
-        self._peak_stash_bytes = 0
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps seen: the index of the newest version."""
-        return self._num_steps
-
-    @property
-    def num_copies(self) -> int:
-        """Times that the parameters were copied."""
-        return self._num_copies
 
     @property
     def num_live_versions(self) -> int:
@@ -104,66 +150,50 @@ class WeightStore:
         return 1 + len(self._stashed)
 
     @property
+    @override
     def version_bytes(self) -> int:
-        """Bytes of one version."""
         return self._num_bytes
 
     @property
+    @override
     def stash_bytes(self) -> int:
-        """Bytes held beyond the parameters themselves."""
         return len(self._stashed) * self._num_bytes
 
-    @property
-    def peak_stash_bytes(self) -> int:
-        """The most that :attr:`stash_bytes` has been."""
-        return self._peak_stash_bytes
-
+    @override
     def acquire(self) -> WeightVersion:
-        """Returns the version for a forward; call :meth:`release` after the backward."""
         version = self._aging[0] if self._aging else self._newest()
         version.num_users += 1
         return version
 
-    def look(self) -> WeightVersion:
-        """Returns the weights for a forward that has no backward, so without :meth:`release`."""
-        return WeightVersion(self._num_steps)
-
+    @override
     def release(self, version: WeightVersion) -> None:
-        """Releases a version after the backward that needed it.
-
-        Args:
-            version: A version from :meth:`acquire`.
-        """
         assert version.num_users > 0
         version.num_users -= 1
         self._drop_if_unused(version)
 
+    @override
     @torch.no_grad()
     def before_step(self) -> None:
-        """Moves the parameters to fresh memory if a micro-batch in flight uses the present memory.
-
-        Call it right before the optimizer writes. If the optimizer then skips the step, there still
-        is a new version, since versions are counted in minibatches.
-        """
+        """Moves the parameters to fresh memory if a micro-batch in flight uses the present one."""
         if self._max_age > 0:
             self._aging.append(self._newest())
         if len(self._aging) > self._max_age:  # before the copy, so that there is one less
             self._drop_if_unused(self._aging.popleft())
         if self._current is not None and (self._current.num_users > 0 or self._max_age > 0):
             self._stashed.append(self._current)
-            self._part_from_current()
-            self._peak_stash_bytes = max(self._peak_stash_bytes, self.stash_bytes)
+            self._leave_current()
+            self.peak_stash_bytes = max(self.peak_stash_bytes, self.stash_bytes)
         self._current = None
-        self._num_steps += 1
+        super().before_step()
 
+    @override
     def restart(self) -> None:
-        """Restarts with the newest version, after a drain."""
         while self._aging:
             self._drop_if_unused(self._aging.popleft())
 
     def _newest(self) -> WeightVersion:
         if self._current is None:
-            self._current = WeightVersion(self._num_steps, self._aliases())
+            self._current = WeightVersion(self.num_steps, self._aliases())
         return self._current
 
     def _aliases(self) -> Mapping[str, Tensor]:
@@ -172,12 +202,12 @@ class WeightStore:
             name: p.data.requires_grad_(p.requires_grad) for name, p in self._parameters.items()
         }
 
-    def _part_from_current(self) -> None:
+    def _leave_current(self) -> None:
         """Moves the parameters to fresh memory, away from the newest version's."""
         for parameter in self._parameters.values():
             if parameter.requires_grad:
                 parameter.data = parameter.data.clone()
-        self._num_copies += 1
+        self.num_copies += 1
 
     def _drop_if_unused(self, version: WeightVersion) -> None:
         is_needed = version.num_users > 0 or version in self._aging

@@ -17,9 +17,8 @@ from lightning_dist.engine.pipeline.stage import Stage
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.stash_depth import num_copies
 from lightning_dist.engine.stashing.half_versions import HalfWeights
-from lightning_dist.engine.stashing.policy import Stashed
 from lightning_dist.engine.stashing.prediction import extrapolated
-from lightning_dist.engine.stashing.versions import WeightVersion
+from lightning_dist.engine.stashing.versions import Stashed, WeightVersion
 from tests.helpers.processes.threads import run_ranks, shapes_of
 
 WIDTH = 8
@@ -49,10 +48,8 @@ def watch(stage: Stage) -> Callable[[], int]:
     seen: list[weakref.ref[Tensor]] = []
     (name, parameter), *_ = stage.named_parameters().items()
     policy: Any = stage.policy
-    maker, method = (
-        (policy.store, "_newest") if isinstance(policy, Stashed) else (policy, "acquire")
-    )
-    make = getattr(maker, method)
+    method = "_newest" if isinstance(policy, Stashed) else "acquire"
+    make = getattr(policy, method)
 
     def watched() -> WeightVersion:
         version = make()
@@ -60,7 +57,7 @@ def watch(stage: Stage) -> Callable[[], int]:
             seen.append(weakref.ref(version.aliases[name]))
         return version
 
-    setattr(maker, method, watched)
+    setattr(policy, method, watched)
 
     def count() -> int:
         alive = [ref() for ref in seen]

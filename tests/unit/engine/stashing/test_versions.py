@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from lightning_dist.engine.comms.codec import BufferPool
-from lightning_dist.engine.stashing.versions import WeightStore
+from lightning_dist.engine.stashing.versions import Stashed
 
 
-def store_of(module: nn.Module) -> WeightStore:
-    return WeightStore(module.named_parameters())
+def store_of(module: nn.Module) -> Stashed:
+    return Stashed(module.named_parameters())
 
 
 def test_a_version_keeps_its_values_and_costs_one_copy() -> None:
@@ -51,7 +51,7 @@ def test_users_of_one_version_share_it() -> None:
 
 def test_forwards_stay_behind_by_some_steps() -> None:
     module = nn.Linear(2, 2)
-    store = WeightStore(module.named_parameters(), max_age=2)
+    store = Stashed(module.named_parameters(), max_age=2)
     seen, held = [], []
     for step in range(5):
         module.weight.data.fill_(float(step))
@@ -70,7 +70,7 @@ def test_forwards_stay_behind_by_some_steps() -> None:
 
 def test_a_version_in_use_outlives_its_age() -> None:
     module = nn.Linear(2, 2)
-    store = WeightStore(module.named_parameters(), max_age=1)
+    store = Stashed(module.named_parameters(), max_age=1)
     first = store.acquire()
     for _ in range(3):
         store.before_step()
