@@ -83,11 +83,7 @@ class Inbox:
         self._waiting: dict[int, deque[Message]] = {}
 
     def next(self, tag: int) -> Message:
-        """Waits for the next message with a tag, and keeps messages with other tags for later.
-
-        Args:
-            tag: The tag.
-        """
+        """Waits for the next message with a tag, and keeps messages with other tags for later."""
         while not self._waiting.get(tag):
             message = self._take()
             self._waiting.setdefault(message.tag, deque()).append(message)

@@ -31,11 +31,7 @@ def _references(buffer: Memory) -> int:
 
 
 def _references_of_a_free_buffer() -> int:
-    """Counts the references that :meth:`BufferPool.take` itself holds to a free buffer.
-
-    These are the pool's list, the loop variable and two arguments. Not every interpreter counts all
-    of them.
-    """
+    """Counts the references that :meth:`BufferPool.take` itself holds to a free buffer."""
     count = 0
     for buffer in [_fresh(1)]:
         count = _references(buffer)
@@ -80,12 +76,7 @@ class BufferPool:
 
 
 def schema_of(skeleton: Any, infos: Sequence[TensorInfo]) -> bytes:
-    """Returns the schema of a message.
-
-    Args:
-        skeleton: A tree without its tensors.
-        infos: Infos of the tree's tensors.
-    """
+    """Returns the schema of a message."""
     return pickle.dumps((skeleton, list(infos)))
 
 
@@ -110,11 +101,7 @@ class TreeReader:
         self.layout = PacketLayout()
 
     def expect(self, schema: bytes) -> None:
-        """Sets the schema of the next packets.
-
-        Args:
-            schema: The schema.
-        """
+        """Sets the schema of the next packets."""
         self._skeleton, infos = pickle.loads(schema)
         self.layout = PacketLayout(infos)
 
@@ -123,11 +110,7 @@ class TreeReader:
         return self._pool.take(self.layout.num_bytes)
 
     def read(self, packet: Memory) -> Any:
-        """Returns the tree of a packet.
-
-        Args:
-            packet: A packet in this reader's memory, which is reused when the tree is gone.
-        """
+        """Returns the tree of a packet."""
         tensors = [
             host.to(self._device).requires_grad_(info.requires_grad)
             for info, host in zip(self.layout.infos, self.layout.tensors(packet), strict=True)

@@ -45,11 +45,7 @@ class GroupPool:
         self._meshes: dict[tuple[MeshShape, str], DeviceMesh] = {}
 
     def take(self, kind: GroupKind) -> dist.ProcessGroup:
-        """Returns this rank's group of a kind. Collective: every rank must call it alike.
-
-        Args:
-            kind: Kind of the group.
-        """
+        """Returns this rank's group of a kind. Collective: every rank must call it alike."""
         free = self._free[kind]
         if free:
             return free.pop()
@@ -72,23 +68,14 @@ class GroupPool:
         self._free[kind].append(group)
 
     def mesh(self, shape: MeshShape, device_type: str) -> DeviceMesh:
-        """Returns torch's mesh of all ranks. Collective: every rank must call it alike.
-
-        Args:
-            shape: Sizes of the mesh.
-            device_type: ``"cpu"`` or ``"cuda"``.
-        """
+        """Returns torch's mesh of all ranks. Collective: every rank must call it alike."""
         key = shape, device_type
         if key not in self._meshes:
             self._meshes[key] = build_mesh(shape, device_type)
         return self._meshes[key]
 
     def forget_mesh(self, mesh: DeviceMesh) -> None:
-        """Drops a mesh whose groups are in an unknown state.
-
-        Args:
-            mesh: A mesh from :meth:`mesh`.
-        """
+        """Drops a mesh whose groups are in an unknown state."""
         self._meshes = {key: other for key, other in self._meshes.items() if other is not mesh}
 
 

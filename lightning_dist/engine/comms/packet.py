@@ -43,11 +43,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
-        """Creates the info of a tensor.
-
-        Args:
-            tensor: Any tensor.
-        """
+        """Creates the info of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     @property
@@ -102,14 +98,7 @@ class PacketLayout:
             self.num_bytes = _aligned(self.num_bytes + info.num_bytes)
 
     def tensors(self, memory: Memory) -> Iterator[Tensor]:
-        """Yields the tensors of a packet.
-
-        Args:
-            memory: Memory of at least :attr:`num_bytes`; each tensor holds a reference to it.
-
-        Yields:
-            A tensor of its own: to autograd a write into one tensor does not change the others.
-        """
+        """Yields the tensors of a packet."""
         for info, begin in zip(self.infos, self.begins, strict=True):
             count = math.prod(info.shape)
             if count == 0:
@@ -120,43 +109,24 @@ class PacketLayout:
 
 
 def write_header(memory: Memory, header: PacketHeader) -> None:
-    """Writes the header into a packet.
-
-    Args:
-        memory: Memory of the packet.
-        header: The header.
-    """
+    """Writes the header into a packet."""
     _HEADER.pack_into(memory.data, 0, header.kind, header.num_bytes, header.tag)
 
 
 def fill(layout: PacketLayout, memory: Memory, tensors: Sequence[Tensor]) -> None:
-    """Copies tensors into a packet.
-
-    Args:
-        layout: Layout of the packet.
-        memory: Memory of the packet.
-        tensors: Tensors of the layout; if empty, only the header's room is used.
-    """
+    """Copies tensors into a packet."""
     for place, tensor in zip(layout.tensors(memory), tensors, strict=False):
         place.copy_(tensor.detach())
 
 
 def read_header(memory: Memory) -> PacketHeader:
-    """Returns the header of a packet.
-
-    Args:
-        memory: Memory of the packet.
-    """
+    """Returns the header of a packet."""
     kind, num_bytes, tag = _HEADER.unpack_from(memory.data)
     return PacketHeader(PacketKind(kind), num_bytes, tag)
 
 
 def as_bytes(memory: Memory) -> Tensor:
-    """Returns a whole packet as a tensor of bytes, in the same memory.
-
-    Args:
-        memory: Memory of the packet.
-    """
+    """Returns a whole packet as a tensor of bytes, in the same memory."""
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

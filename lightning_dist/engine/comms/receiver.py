@@ -107,11 +107,7 @@ class DistributedReceiver:
         return error
 
     def interrupt(self, error: BaseException) -> None:
-        """Raises an error in the present and each later :meth:`receive`.
-
-        Args:
-            error: What to raise.
-        """
+        """Raises an error in the present and each later :meth:`receive`."""
         self._arrived.put(Failed(error))
 
     def close(self) -> None:

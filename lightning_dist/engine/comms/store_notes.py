@@ -36,12 +36,7 @@ class RankNotes:
         self._own: list[str] = []
 
     def leave(self, round_index: int, numbers: Sequence[int]) -> None:
-        """Leaves a note, and deletes this rank's notes of rounds before the previous one.
-
-        Args:
-            round_index: Index of the round, larger than that of the last note.
-            numbers: Numbers in the note.
-        """
+        """Leaves a note, and deletes this rank's notes of rounds before the previous one."""
         store, key = self._store, self._key(round_index, self._rank)
         store.set(key, json.dumps(list(numbers)))
         store.check([key])  # the answer comes when other ranks can see the note
@@ -51,12 +46,7 @@ class RankNotes:
         del self._own[:-_NUM_KEPT]
 
     def common(self, round_index: int, numbers: Sequence[int]) -> list[int]:
-        """Returns the numbers that are in the notes of all ranks.
-
-        Args:
-            round_index: Round of the notes.
-            numbers: Numbers in this rank's note.
-        """
+        """Returns the numbers that are in the notes of all ranks."""
         found = set(numbers)
         for key in (self._key(round_index, rank) for rank in self._ranks):
             if not found or not self._store.check([key]):
@@ -65,25 +55,14 @@ class RankNotes:
         return sorted(found)
 
     def await_common(self, round_index: int, numbers: Sequence[int], seconds: float) -> list[int]:
-        """Waits for notes that may never come; see :meth:`common`.
-
-        Args:
-            round_index: Round of the notes.
-            numbers: Numbers in this rank's note.
-            seconds: How long to wait at most.
-        """
+        """Waits for notes that may never come; see :meth:`common`."""
         deadline = time.monotonic() + seconds
         while not (found := self.common(round_index, numbers)) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return found
 
     def decide(self, round_index: int, proposal: bool) -> bool:
-        """Returns the proposal that came first in a round, the same on all ranks.
-
-        Args:
-            round_index: Round of the decision.
-            proposal: This rank's proposal.
-        """
+        """Returns the proposal that came first in a round, the same on all ranks."""
         key = f"{self._name}/{round_index}/decision"
         return self._store.compare_set(key, "", str(proposal)) == str(True).encode()
 
@@ -92,10 +71,6 @@ class RankNotes:
 
 
 def finish(device: torch.device) -> None:
-    """Waits for the collectives queued on a device; on a CPU the calling thread has waited already.
-
-    Args:
-        device: Device on which the collectives run.
-    """
+    """Waits for the collectives queued on a device; on a CPU they are over already."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

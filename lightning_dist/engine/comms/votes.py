@@ -76,11 +76,7 @@ class StopAgreement:
         return max((StopReason.NONE, *self._asked))
 
     def request(self, reason: StopReason) -> None:
-        """Asks all ranks to stop; safe in a signal handler.
-
-        Args:
-            reason: Why to stop.
-        """
+        """Asks all ranks to stop; safe in a signal handler."""
         self._asked.add(reason)
 
     def at_boundary(self) -> StopReason:
@@ -157,9 +153,6 @@ class JointDecision:
     def at_boundary(self, wanted: bool) -> bool:
         """Posts this rank's vote. Collective: every rank must call it at the same boundaries.
 
-        Args:
-            wanted: This rank's vote.
-
         Returns:
             Whether to act here, the same on all ranks: all vote yes now, or some did ``lag``
             boundaries ago.
@@ -175,9 +168,6 @@ class JointDecision:
 
     def settle(self, wanted: bool) -> bool:
         """Decides at once, where ranks wait for each other anyway. Collective.
-
-        Args:
-            wanted: This rank's vote.
 
         Returns:
             Whether any rank votes yes, or has voted yes at a boundary that is not decided yet.

@@ -8,14 +8,7 @@ from torch import nn
 
 
 def check_gradients(without: Sequence[str]) -> None:
-    """Checks that the backward has reached each trainable parameter.
-
-    Args:
-        without: Names of the parameters without a gradient, the same on all ranks.
-
-    Raises:
-        ValueError: A parameter has no gradient.
-    """
+    """Checks that the backward has reached each trainable parameter."""
     if without:
         raise ValueError(
             f"The loss does not depend on {some_names(without)}. Freeze what is not trained with"
@@ -26,23 +19,12 @@ def check_gradients(without: Sequence[str]) -> None:
 
 
 def parameters_without_gradient(module: nn.Module) -> list[str]:
-    """Names the trainable parameters that this rank's backward has not reached.
-
-    Args:
-        module: The module after a synchronised backward.
-    """
+    """Names the trainable parameters that this rank's backward has not reached."""
     return [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
 
 
 def check_toggled(toggled: Sequence[str]) -> None:
-    """Checks that a step has frozen no parameter whose gradient the replicas wait for.
-
-    Args:
-        toggled: Names of the parameters that the step has frozen for a while.
-
-    Raises:
-        ValueError: The step has frozen a parameter.
-    """
+    """Checks that a step has frozen no parameter whose gradient the replicas wait for."""
     if toggled:
         raise ValueError(
             f"The step has frozen {some_names(toggled)}, as `toggle_optimizer` does, and called"
@@ -52,9 +34,5 @@ def check_toggled(toggled: Sequence[str]) -> None:
 
 
 def some_names(names: Sequence[str]) -> str:
-    """Lists the first eight names, for an error.
-
-    Args:
-        names: Names of parameters.
-    """
+    """Lists the first eight names, for an error."""
     return f"{list(names[:8])}{' and more' if len(names) > 8 else ''}"

@@ -12,12 +12,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 
 def prepare_for_backward(ddp: DistributedDataParallel, outputs: object) -> None:
-    """Makes the reducer expect a backward, as the wrapper's forward does when it returns.
-
-    Args:
-        ddp: The wrapper that averages gradients in this backward.
-        outputs: The tensors at which the backward begins.
-    """
+    """Makes the reducer expect a backward, as the wrapper's forward does when it returns."""
     if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
         return
     ddp.require_forward_param_sync = True
@@ -27,9 +22,5 @@ def prepare_for_backward(ddp: DistributedDataParallel, outputs: object) -> None:
 
 
 def remove_gradient_hooks(ddp: DistributedDataParallel) -> None:
-    """Removes a wrapper's hooks from its parameters.
-
-    Args:
-        ddp: The wrapper, which must not be used again.
-    """
+    """Removes a wrapper's hooks from its parameters."""
     ddp._remove_autograd_hooks()

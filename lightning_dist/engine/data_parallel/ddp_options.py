@@ -28,13 +28,7 @@ class StepModule(nn.Module):
         self.module = module
 
     def forward(self, step: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Runs a step.
-
-        Args:
-            step: The function that computes with the module's parameters.
-            arguments: The step's positional arguments.
-            keywords: The step's keyword arguments.
-        """
+        """Runs a step."""
         return step(*arguments, **keywords)
 
 
@@ -61,11 +55,7 @@ class GradientExchange:
     find_unused_parameters: bool
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        """Wraps a module, whose replicas are equal already.
-
-        Args:
-            module: The user's module.
-        """
+        """Wraps a module, whose replicas are equal already."""
         ddp = DistributedDataParallel(
             StepModule(module),
             bucket_cap_mb=self._megabytes(module),

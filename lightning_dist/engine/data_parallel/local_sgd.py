@@ -38,11 +38,7 @@ class LocalSGD:
         self._stepped: set[nn.Parameter] = set()
 
     def is_local(self, step: int) -> bool:
-        """Returns whether a step's gradients are not averaged; a single replica never averages.
-
-        Args:
-            step: Optimizer steps before this one, those of a resumed run included.
-        """
+        """Returns whether a step's gradients are not averaged; a single replica never averages."""
         return self._is_alone or (self._sync_every > 1 and step >= self._warmup_steps)
 
     def count_step(self) -> None:

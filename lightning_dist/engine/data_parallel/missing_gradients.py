@@ -78,10 +78,6 @@ class MissingGradients:
 
 
 def zero_loss(parameters: Sequence[Tensor]) -> Tensor:
-    """Returns a loss of zero whose gradients are zeros.
-
-    Args:
-        parameters: The parameters that the loss depends on, at least one.
-    """
+    """Returns a loss of zero whose gradients are zeros."""
     # Sums of no elements: zero even if a weight is not finite.
     return torch.stack([p.reshape(-1)[:0].sum().float() for p in parameters]).sum()

@@ -71,9 +71,6 @@ class TrainableSet:
         Args:
             exactly: Whether a frozen parameter is an error too. Steps that call backward themselves
                 freeze one optimizer's parameters while another's are trained.
-
-        Raises:
-            ValueError: The step has changed the set.
         """
         flags = self._read()
         changed = self._changed(flags)
@@ -93,11 +90,7 @@ class TrainableSet:
         return [n for n, p, was in rows if was and not p.requires_grad and p.grad is None]
 
     def close(self, *, failed: bool) -> None:
-        """Waits for the pending all-reduce.
-
-        Args:
-            failed: Whether a rank has failed, so that the all-reduce may never end.
-        """
+        """Waits for the pending all-reduce."""
         if self._pending is not None and not failed:
             self._pending[0].wait()
         self._pending = None

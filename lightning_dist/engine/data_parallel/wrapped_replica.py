@@ -106,13 +106,7 @@ class WrappedReplica:
         self._ddp = self._first_wrapper()
 
     def run(self, step: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Runs a training step.
-
-        Args:
-            step: The user's step.
-            arguments: The step's positional arguments.
-            keywords: The step's keyword arguments.
-        """
+        """Runs a training step."""
         if self._ddp is None and self._keeps_gradients:
             return step(*arguments, **keywords)
         if self._is_automatic():
@@ -125,12 +119,7 @@ class WrappedReplica:
             self.ddp.require_backward_grad_sync = True
 
     def begin_backward(self, loss: Tensor, *, is_local: bool) -> None:
-        """Prepares for a backward.
-
-        Args:
-            loss: The tensor at which the backward begins.
-            is_local: As for :meth:`begin_batch`.
-        """
+        """Prepares for a backward."""
         if not self._is_automatic() and not is_local:
             self.ddp.require_backward_grad_sync = True
             prepare_for_backward(self.ddp, loss)
@@ -140,9 +129,6 @@ class WrappedReplica:
 
     def end_backward(self, *, is_local: bool) -> None:
         """Completes the gradients, if this backward was to average them.
-
-        Args:
-            is_local: As for :meth:`begin_batch`.
 
         Raises:
             ValueError: The step has changed the trainable parameters, or one of them has no
@@ -162,11 +148,7 @@ class WrappedReplica:
 
     @contextmanager
     def keeping_gradients(self) -> Iterator[None]:
-        """Returns a context manager in which a backward averages no gradients.
-
-        Yields:
-            Nothing.
-        """
+        """Returns a context manager in which a backward averages no gradients."""
         self._keeps_gradients = True
         try:
             with nullcontext() if self._ddp is None else self._ddp.no_sync():
@@ -175,11 +157,7 @@ class WrappedReplica:
             self._keeps_gradients = False
 
     def close(self, *, failed: bool) -> None:
-        """Removes the wrapper.
-
-        Args:
-            failed: Whether a rank has failed, so that a pending all-reduce may never end.
-        """
+        """Removes the wrapper."""
         self._unwrap()
         self._trainable.close(failed=failed)
         if self._missing is not None:

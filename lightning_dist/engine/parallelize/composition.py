@@ -264,10 +264,8 @@ def _keep_all(_: str) -> bool:
 
 
 def _kept_whole(sharding: ShardingOptions) -> ShardingOptions:
-    """Turns ``reshard_after_forward`` off, unless the user has set it.
-
-    Else each micro-batch would gather the parameters twice (as torchtitan found, too).
-    """
+    """Turns ``reshard_after_forward`` off, unless the user has set it."""
+    # Else each micro-batch would gather the parameters twice (as torchtitan found, too).
     if sharding.reshard_after_forward is not None:
         return sharding
     return replace(sharding, reshard_after_forward=False)

@@ -69,14 +69,7 @@ _TORCH_SAYS = "got mixed torch.Tensor and DTensor"
 
 @contextmanager
 def reraise_mixed_dtensor_error() -> Iterator[None]:
-    """Raises torch's error about mixed DTensors and plain tensors again, with advice.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        ValueError: The body has computed with a DTensor and a plain tensor together.
-    """
+    """Raises torch's error about mixed DTensors and plain tensors again, with advice."""
     try:
         yield
     except RuntimeError as error:

@@ -55,9 +55,6 @@ class UsedParts:
         """Returns the context manager for a step's forward.
 
         Collective: every rank that takes part in the forward must enter it.
-
-        Args:
-            training: Whether the step's result will be differentiated.
         """
         return self._units.step(training=training)
 

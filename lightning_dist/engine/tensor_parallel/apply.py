@@ -255,14 +255,7 @@ class TensorParallelModule:
 
 
 def refuse_spread(module: nn.Module) -> None:
-    """Checks that no parameter of a module is a DTensor already.
-
-    Args:
-        module: The model.
-
-    Raises:
-        ValueError: A parameter is a DTensor.
-    """
+    """Checks that no parameter of a module is a DTensor already."""
     name = next((name for name, p in module.named_parameters() if is_spread(p)), None)
     if name is not None:
         raise ValueError(
@@ -272,17 +265,7 @@ def refuse_spread(module: nn.Module) -> None:
 
 
 def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_parallel: bool) -> None:
-    """Checks that the ranks divide all sizes.
-
-    Args:
-        module: The model.
-        styles: Styles by module name.
-        tp_size: Number of tensor-parallel ranks.
-        sequence_parallel: As in :class:`TensorParallelOptions`.
-
-    Raises:
-        ValueError: The ranks do not divide a size, or a style does not fit.
-    """
+    """Checks that the ranks divide all sizes."""
     for name in attentions(styles):
         check_heads(name, module.get_submodule(name), tp_size)
     for name, style in styles.items():

@@ -142,13 +142,7 @@ class TensorSummary:
 def summarise(
     module: nn.Module, styles: Mapping[str, Style], plan: PlanSummary | None = None
 ) -> TensorSummary:
-    """Returns the summary of a sharded module.
-
-    Args:
-        module: The model.
-        styles: Styles by module name, with which the model was sharded.
-        plan: Summary of an automatic plan; None for a user's plan.
-    """
+    """Returns the summary of a sharded module."""
     rows: dict[TensorRow, int] = {}
     for name, parameter in module.named_parameters():
         style, own = styles.get(name.rpartition(".")[0]), local_part(parameter)

@@ -59,9 +59,6 @@ class MappedFile:
     def map(self, *, is_last: bool = False) -> list[Tensor]:
         """Maps the tensors into this process; they may be written to.
 
-        Args:
-            is_last: Whether no other process will map the file: its owner may close it then.
-
         Raises:
             OSError: This process cannot open the file, or it is another file.
         """
@@ -96,9 +93,6 @@ class TensorFiles:
 
     def write(self, tensors: Sequence[Tensor]) -> MappedFile | None:
         """Copies tensors into a file.
-
-        Args:
-            tensors: CPU tensors.
 
         Returns:
             The file; None if this system has no such files, or no room for one more.
@@ -149,11 +143,7 @@ class MessageFiles:
         self._files = files
 
     def put(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Creates a message for the next rank.
-
-        Args:
-            tensors: Any tensors.
-        """
+        """Creates a message for the next rank."""
         places: list[int] = []
         if self._files.secret in self._mappable:
             places = [place for place, tensor in enumerate(tensors) if _is_large(tensor)]
@@ -164,11 +154,7 @@ class MessageFiles:
         return [_as_tensor(_Absent(file, tuple(places))), *left]
 
     def get(self, message: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
-        """Returns the tensors of a message, and whether the next rank can use it unchanged.
-
-        Args:
-            message: A message from :meth:`put` of an earlier rank.
-        """
+        """Returns the tensors of a message, and whether the next rank can use it unchanged."""
         absent: _Absent = pickle.loads(message[0].numpy().tobytes())
         tensors = list(message[1:])
         if absent.file is None:
@@ -186,12 +172,7 @@ class MessageFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Absent:
-    """The header of a message.
-
-    Attributes:
-        file: File with tensors that are not in the message.
-        places: Indices of those tensors among all.
-    """
+    """The header of a message."""
 
     file: MappedFile | None
     places: tuple[int, ...]

@@ -93,9 +93,6 @@ class ReplicaChannel:
     def send(self, reading: Reading) -> None:
         """Sends a report of this rank, the reader; returns at once.
 
-        Args:
-            reading: The report; its tensors may be written to afterwards.
-
         Raises:
             ValueError: A batch cannot be pickled.
         """
@@ -115,10 +112,6 @@ class ReplicaChannel:
         """Waits for the reader's next report on a loader.
 
         Reports on iterators that this rank has left earlier than the reader are dropped.
-
-        Args:
-            loader: Number of the loader.
-            epoch: Number of the loader's iterator.
 
         Raises:
             ValueError: The reader has read another loader.
@@ -147,11 +140,7 @@ class ReplicaChannel:
         return reading
 
     def interrupt(self, error: BaseException) -> None:
-        """Raises an error in each waiting or later receive.
-
-        Args:
-            error: What to raise.
-        """
+        """Raises an error in each waiting or later receive."""
         if self._receiver is not None:
             self._receiver.interrupt(error)
 

@@ -71,11 +71,7 @@ class Rhythm:
 
     @classmethod
     def for_timeout(cls, timeout_seconds: float) -> Rhythm:
-        """Returns the rhythm of a run.
-
-        Args:
-            timeout_seconds: The run's ``timeout_s``.
-        """
+        """Returns the rhythm of a run."""
         patience = min(_PATIENCE_SECONDS, timeout_seconds / 2)
         return cls(patience / _BEATS_IN_PATIENCE, patience, timeout_seconds)
 
@@ -96,11 +92,7 @@ class RankProcess:
 
     @classmethod
     def own(cls, rank: int) -> RankProcess:
-        """Creates the description of this process.
-
-        Args:
-            rank: This rank.
-        """
+        """Creates the description of this process."""
         return cls(rank, socket.gethostname(), os.getpid())
 
     def __str__(self) -> str:
@@ -193,9 +185,6 @@ class Silence:
     def heard(self, beat: Beat) -> Resumption | None:
         """Takes a beat.
 
-        Args:
-            beat: The successor's beat.
-
         Returns:
             The message to report, or None.
         """
@@ -270,11 +259,7 @@ class Pulse:
 
 
 def may_wait_for_rank(frame: FrameType | None) -> bool:
-    """Returns whether an idle thread may be waiting for another rank.
-
-    Args:
-        frame: Innermost frame of the thread.
-    """
+    """Returns whether an idle thread may be waiting for another rank."""
     for caller in _outwards(frame):
         name: str = caller.f_globals.get("__name__", "")
         if not _is_in(name, _WAITS):
@@ -283,11 +268,7 @@ def may_wait_for_rank(frame: FrameType | None) -> bool:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Returns where a thread is: its innermost function, and the innermost one of the user's code.
-
-    Args:
-        frame: Innermost frame of the thread; None if the thread has ended.
-    """
+    """Names a thread's innermost function, and the innermost one of the user's code."""
     if frame is None:
         return "which has ended"
     users = next((caller for caller in _outwards(frame) if _is_users(caller)), frame)

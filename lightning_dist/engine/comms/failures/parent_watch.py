@@ -20,11 +20,7 @@ _POLL_SECONDS = 0.5
 
 @contextmanager
 def known_to_children() -> Iterator[None]:
-    """Passes this process's ID to the child processes that are started inside.
-
-    Yields:
-        Nothing.
-    """
+    """Passes this process's ID to the child processes that are started inside."""
     os.environ[_LAUNCHER] = str(os.getpid())
     try:
         yield
@@ -34,11 +30,7 @@ def known_to_children() -> Iterator[None]:
 
 @contextmanager
 def ending_with_launcher() -> Iterator[None]:
-    """Ends this process if its launcher is lost meanwhile, or was before.
-
-    Yields:
-        Nothing.
-    """
+    """Ends this process if its launcher is lost meanwhile, or was before."""
     launcher, has_met = os.environ.get(_LAUNCHER), threading.Event()
     if launcher is not None:
         arguments = (int(launcher), has_met)

@@ -85,24 +85,14 @@ class Failure:
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException) -> Failure:
-        """Creates the failure of an exception in this process.
-
-        Args:
-            rank: This rank.
-            error: The exception.
-        """
+        """Creates the failure of an exception in this process."""
         summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
         details = "".join(traceback.format_exception(error))
         return cls(rank, summary, details, isinstance(error, ValueError))
 
     @classmethod
     def from_standstill(cls, standstill: Standstill, details: str = "") -> Failure:
-        """Creates the failure of a rank that all others have waited for in vain.
-
-        Args:
-            standstill: Standstill of the rank.
-            details: The traceback of a rank that has waited.
-        """
+        """Creates the failure of a rank that all others have waited for in vain."""
         process = standstill.process
         unanswering = process if standstill.is_silent else None
         return cls(process.rank, str(standstill), details, unanswering=unanswering)
@@ -181,19 +171,11 @@ class FailureRing:
         return next(iter(self._standstills.copy().values()), None)
 
     def wait_for_news(self, seconds: float) -> None:
-        """Waits until another rank's failure is known, for a limited time.
-
-        Args:
-            seconds: How long to wait at most.
-        """
+        """Waits until another rank's failure is known, for a limited time."""
         self._has_news.wait(seconds)
 
     def announce(self, failure: Failure) -> None:
-        """Sends a failure to the other ranks, unless an earlier failure is known.
-
-        Args:
-            failure: This rank's failure.
-        """
+        """Sends a failure to the other ranks, unless an earlier failure is known."""
         if self._is_first(failure):
             self._send(failure)
             self._say_goodbye()
@@ -294,12 +276,7 @@ _POLL_SECONDS = 0.1
 
 
 def exit_after_grace(failure: Failure, has_left: Callable[[], bool]) -> None:
-    """Ends the process after a grace period, unless its run has ended by then.
-
-    Args:
-        failure: The failure to print.
-        has_left: Returns whether the run has ended by itself.
-    """
+    """Ends the process after a grace period, unless its run has ended by then."""
     thread = threading.Thread(
         target=_wait_and_exit, args=(failure, has_left), name="last-resort", daemon=True
     )

@@ -87,11 +87,7 @@ _OUT = Way(_SUMMAND, _SAME, _SAME, _SAME)
 
 
 def way_of(node: Node) -> Way | None:
-    """Returns the way of a node in an autograd graph; None for other nodes.
-
-    Args:
-        node: Any node.
-    """
+    """Returns the way of a node in an autograd graph; None for other nodes."""
     way = getattr(node, "way", None)
     return way if isinstance(way, Way) else None
 
@@ -141,13 +137,7 @@ def gather(x: Tensor, mesh: DeviceMesh, dim: int = -1, *, of_sequence: bool = Fa
 
 
 def split(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Returns this rank's shard of the sequence; the inverse of :func:`gather`.
-
-    Args:
-        x: The activation, the same on all ranks.
-        mesh: Mesh of the tensor-parallel ranks.
-        dim: Dim to shard.
-    """
+    """Returns this rank's shard of the sequence; the inverse of :func:`gather`."""
     return _cross(x, mesh, Way(_SAME, Shard(dim), Shard(dim), _SAME, True))
 
 

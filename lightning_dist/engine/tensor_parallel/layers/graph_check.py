@@ -65,32 +65,19 @@ class ShardedActivationCheck:
         self._features.clear()
 
     def give(self, features: Tensor, layer: str) -> None:
-        """Records sharded features.
-
-        Args:
-            features: The features that a layer has just computed.
-            layer: Name of the layer.
-        """
+        """Records sharded features."""
         if torch.compiler.is_compiling():  # compiled features are in no autograd graph
             self._is_compiled = True
         elif self.is_noting and features.grad_fn is not None:
             self._features[features.grad_fn] = layer
 
     def cut(self) -> None:
-        """Records that the sequence is sharded.
-
-        Raises:
-            ValueError: The sequence was sharded already.
-        """
+        """Records that the sequence is sharded; `ValueError` if it was already."""
         self._refuse_if(self._is_cut)
         self._is_cut = True
 
     def join(self) -> None:
-        """Records that the sequence is gathered.
-
-        Raises:
-            ValueError: The sequence was whole already.
-        """
+        """Records that the sequence is gathered; `ValueError` if it was whole."""
         self._refuse_if(not self._is_cut)
         self._is_cut = False
 
@@ -180,13 +167,7 @@ _SUMS_UP, _ENTERS, _CUTS, _JOINS = map(_is, ("sums_up", "enters", "cuts", "joins
 def _sides(
     roots: Collection[Node], goes_in: Callable[[Node], bool], comes_out: Callable[[Node], bool]
 ) -> tuple[dict[Node, None], dict[Node, None]]:
-    """Returns the nodes that are reached outside of regions, and those reached inside.
-
-    Args:
-        roots: Nodes outside of regions, from which to walk.
-        goes_in: Returns whether the walk enters a region beneath a node.
-        comes_out: Returns whether the walk leaves a region beneath a node.
-    """
+    """Returns the nodes that are reached outside of regions, and those reached inside."""
     sides: tuple[dict[Node, None], dict[Node, None]] = (dict.fromkeys(roots), {})
     waiting = [(root, 0) for root in roots]
     while waiting:

@@ -49,11 +49,7 @@ def show_own_width(attention: nn.Module, features: int, tp_size: int) -> None:
 
 
 def behind(x: Tensor) -> Tensor:
-    """Returns the tensor that a stand-in stands for, or else the argument itself.
-
-    Args:
-        x: Input of a projection.
-    """
+    """Returns the tensor that a stand-in stands for, or else the argument itself."""
     whole: Tensor = getattr(x, _STANDS_FOR, x)
     return whole
 

@@ -52,14 +52,7 @@ class Region:
     crossings: ShardedActivationCheck | None = None
 
     def dim_of(self, x: Tensor) -> int | None:
-        """Returns the dim along which an activation outside is sharded.
-
-        Args:
-            x: The activation.
-
-        Raises:
-            ValueError: The activation has no such dim.
-        """
+        """Returns the dim along which an activation outside is sharded."""
         if self.dim is not None and x.dim() < self.dim + 2:
             raise ValueError(
                 f"sequence_parallel=True wants activations of batch, sequence and features, but a"
@@ -72,13 +65,7 @@ class Region:
         return activations.enter(x, self.mesh, self.dim_of(x))
 
     def begin(self, features: Tensor, layer: str, *, training: bool) -> None:
-        """Begins the part in which features are sharded.
-
-        Args:
-            features: Output of a layer.
-            layer: Name of the layer.
-            training: Whether the layer is in training mode.
-        """
+        """Begins the part in which features are sharded."""
         if self.crossings is not None:
             self.crossings.give(features, layer)
         if self.randomness is not None and training:
@@ -131,10 +118,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class _SpreadForward:
-    """A sharded layer's forward, which refers to that layer.
-
-    A copy of the layer would compute with the weights of the original.
-    """
+    """A sharded layer's forward: in a copy of the layer it would use the original's weights."""
 
     compute: Callable[[Tensor], Tensor]
 
@@ -152,11 +136,6 @@ class _SpreadForward:
 
 def cuts_of(layer: nn.Module, style: Style, num_stacked: int = 1) -> dict[str, Placement]:
     """Returns the placements of a layer's parameters, before the layer is changed.
-
-    Args:
-        layer: Any layer.
-        style: Style of the layer in the plan.
-        num_stacked: Number of matrices of one size that the weight stacks.
 
     Returns:
         Placements on the tensor-parallel ranks by the parameters' names in the layer, without
@@ -177,14 +156,7 @@ def cuts_of(layer: nn.Module, style: Style, num_stacked: int = 1) -> dict[str, P
 
 
 def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> None:
-    """Makes each rank compute some of a layer's output features.
-
-    Args:
-        layer: A projection with sharded parameters; its forward is replaced.
-        name: Name of the layer.
-        entry: Entry shared by the layers that read the same activation.
-        num_stacked: Number of matrices of one size that the weight stacks.
-    """
+    """Makes each rank compute some of a layer's output features."""
     mesh = entry.region.mesh
 
     def bias() -> Tensor | None:
@@ -204,13 +176,7 @@ def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> 
 
 
 def colwise_gather(layer: nn.Linear, name: str, entry: Entry) -> None:
-    """Makes each rank compute some of a layer's output features, and gathers them.
-
-    Args:
-        layer: A projection with sharded parameters; its forward is replaced.
-        name: Name of the layer.
-        entry: Entry shared by the layers that read the same activation.
-    """
+    """Makes each rank compute some of a layer's output features, and gathers them."""
     colwise(layer, name, entry)
     compute: Callable[[Tensor], Tensor] = layer.forward
 
@@ -223,14 +189,7 @@ def colwise_gather(layer: nn.Linear, name: str, entry: Entry) -> None:
 
 
 def colwise_apart(layer: nn.Linear, name: str, entry: Entry, is_asked: Callable[[], bool]) -> None:
-    """Makes each rank compute some of a layer's output features, for a loss that takes shards.
-
-    Args:
-        layer: A projection with sharded parameters, whose new forward can return a ``DTensor``.
-        name: Name of the layer.
-        entry: Entry shared by the layers that read the same activation.
-        is_asked: Returns whether the caller takes sharded output; else the output is gathered.
-    """
+    """Makes each rank compute some of a layer's output features, for a loss that takes shards."""
     colwise(layer, name, entry)
     compute: Callable[[Tensor], Tensor] = layer.forward
 
@@ -256,13 +215,7 @@ def _check_width(name: str, x: Tensor, width: int, takes: str) -> None:
 
 
 def rowwise(layer: nn.Linear, name: str, region: Region) -> None:
-    """Makes each rank sum over its own input features, and all-reduces the sums.
-
-    Args:
-        layer: A projection with sharded parameters; its forward is replaced.
-        name: Name of the layer.
-        region: The region that ends at this layer.
-    """
+    """Makes each rank sum over its own input features, and all-reduces the sums."""
 
     def forward(x: Tensor) -> Tensor:
         region.end()
@@ -275,12 +228,7 @@ def rowwise(layer: nn.Linear, name: str, region: Region) -> None:
 
 
 def vocab(layer: nn.Embedding, mesh: DeviceMesh) -> None:
-    """Makes each rank look up tokens in its own rows of an embedding, and all-reduces the results.
-
-    Args:
-        layer: An embedding with sharded parameters; its forward is replaced.
-        mesh: Mesh of the tensor-parallel ranks.
-    """
+    """Makes each rank look up tokens in its own rows of an embedding, and sums the results."""
     first = layer.num_embeddings // mesh.size() * mesh.get_local_rank()
 
     def forward(tokens: Tensor) -> Tensor:

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 
 def is_token_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
-    """Returns whether a module looks each token up by itself, so that its rows can be sharded.
-
-    Args:
-        module: Any module.
-    """
+    """Returns whether a module looks each token up by itself, so that its rows can be sharded."""
     if not isinstance(module, nn.Embedding) or "weight" not in module._parameters:
         return False
     # Transformers has embeddings that scale their output, and others that shift the positions
@@ -46,11 +42,7 @@ def look_up(table: nn.Embedding, tokens: Tensor, rows: Tensor, first: int) -> Te
 
 
 def is_projection(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Returns whether a module can be sharded by rows or columns.
-
-    Args:
-        module: Any module.
-    """
+    """Returns whether a module can be sharded by rows or columns."""
     if "weight" not in module._parameters:  # computed, by a parametrization
         return False
     if isinstance(module, nn.Linear):
@@ -61,11 +53,7 @@ def is_projection(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Returns whether a module has a forward of its own instance, as adapters set it.
-
-    Args:
-        module: Any module.
-    """
+    """Returns whether a module has a forward of its own instance, as adapters set it."""
     return "forward" in vars(module)
 
 

@@ -28,12 +28,6 @@ _ACTIVATION_KEYWORDS = ("hidden_states", "x", "input")
 def find_stacks(module: nn.Module) -> list[list[str]]:
     """Returns the stacks of blocks that an activation passes one after the other.
 
-    Args:
-        module: The model.
-
-    Returns:
-        Names of the blocks of each stack.
-
     Raises:
         ValueError: The model repeats no block.
     """
@@ -137,16 +131,7 @@ def _check_others(module: nn.Module, activation: Tensor, arguments: Any) -> None
 
 
 def check_blocks(module: nn.Module, blocks: list[str], styles: Mapping[str, Style]) -> None:
-    """Checks that no layer in the blocks mixes the positions of a sharded sequence.
-
-    Args:
-        module: The model.
-        blocks: Names of the model's blocks.
-        styles: Styles by module name. Sharded layers get the whole sequence.
-
-    Raises:
-        ValueError: A layer with a matrix is not in the plan.
-    """
+    """Checks that no layer in the blocks mixes the positions of a sharded sequence."""
     for block in blocks:
         for inner, part in module.get_submodule(block).named_modules(prefix=block):
             is_known = any(inner == name or inner.startswith(f"{name}.") for name in styles)

@@ -57,31 +57,18 @@ _PROPERTIES = frozenset(getattr(Tensor, name).__get__ for name in (*_PROPERTY, *
 
 
 def mark(logits: DTensor) -> DTensor:
-    """Marks a tensor as sharded logits.
-
-    Args:
-        logits: The sharded logits.
-    """
+    """Marks a tensor as sharded logits."""
     setattr(logits, _MARK, True)
     return logits
 
 
 def is_apart(tensor: Tensor) -> bool:
-    """Returns whether a tensor is marked as sharded logits.
-
-    Args:
-        tensor: Any tensor.
-    """
+    """Returns whether a tensor is marked as sharded logits."""
     return hasattr(tensor, _MARK)
 
 
 def takes_parts(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Returns whether a function may be called with sharded logits.
-
-    Args:
-        func: A torch function.
-        args: The function's arguments; the first one, and each tensor, is sharded logits.
-    """
+    """Returns whether a function may be called with sharded logits."""
     if func is Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return all(isinstance(part, int | slice | EllipsisType | None) for part in index)
@@ -89,15 +76,7 @@ def takes_parts(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 def keep_sharded(before: Tensor, result: Any) -> bool:
-    """Marks a function's results as sharded logits, if they keep the vocabulary dim.
-
-    Args:
-        before: The logits.
-        result: Result of the function.
-
-    Returns:
-        Whether the results keep the vocabulary dim; True for a result without tensors.
-    """
+    """Marks a function's results as sharded logits, if they keep the vocabulary dim."""
     found = tensors_in((result,))
     if any(_size_apart(tensor) != _size_apart(before) for tensor in found):
         return False
@@ -107,12 +86,7 @@ def keep_sharded(before: Tensor, result: Any) -> bool:
 
 
 def takes_parts_as_loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether torch can compute a cross-entropy from sharded logits.
-
-    Args:
-        args: Positional arguments of ``F.cross_entropy``.
-        kwargs: Keyword arguments of ``F.cross_entropy``.
-    """
+    """Returns whether torch can compute a cross-entropy from sharded logits."""
     given = _CROSS_ENTROPY.bind(*args, **kwargs).arguments
     logits, targets = given["input"], given["target"]
     classes = Shard(min(logits.dim() - 1, 1))
@@ -126,23 +100,14 @@ def takes_parts_as_loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a function writes into its first argument.
-
-    Args:
-        func: A torch function.
-        kwargs: The function's keyword arguments.
-    """
+    """Returns whether a function writes into its first argument."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or func is Tensor.__setitem__ or bool(kwargs.get("inplace"))
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """Lists the tensors in a function's arguments.
-
-    Args:
-        values: The arguments; only lists are opened, for this runs at each operation of a step.
-    """
+    # Only lists are opened, for this runs at each operation of a step.
     parts = (value if isinstance(value, list | tuple) else (value,) for value in values)
     return [part for part in chain.from_iterable(parts) if isinstance(part, Tensor)]
 
@@ -188,12 +153,6 @@ class ShardedLogits(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Calls a function with sharded or gathered logits.
-
-        Args:
-            func: A torch function.
-            types: Types of the function's arguments.
-            args: The function's positional arguments.
-            kwargs: The function's keyword arguments.
 
         Raises:
             ValueError: The logits have been written to, and an argument is another view of them.
@@ -245,11 +204,7 @@ class ShardedLogits(TorchFunctionMode):
 
 
 def joined(tree: Any) -> Any:
-    """Gathers the sharded tensors of a tree. Collective: every rank must call it.
-
-    Args:
-        tree: Any tree.
-    """
+    """Gathers the sharded tensors of a tree. Collective: every rank must call it."""
     return map_tensors(whole, tree)
 
 

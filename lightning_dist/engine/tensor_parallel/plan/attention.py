@@ -71,11 +71,7 @@ _ROTARY = ("freq", "cos", "sin")
 
 
 def is_attention_projection(own_name: str) -> bool:
-    """Returns whether a layer's own name is that of a query, key or value projection.
-
-    Args:
-        own_name: The last part of the layer's name.
-    """
+    """Returns whether a layer's own name is that of a query, key or value projection."""
     return own_name in _FUSED or any(own_name in names for names in _SEPARATE)
 
 
@@ -142,16 +138,7 @@ def _examine(root: nn.Module, name: str) -> tuple[tuple[str, ...], str | None, s
 def flaw_of_heads(
     attention: nn.Module, features: int, spread_parts: Collection[nn.Module]
 ) -> str | None:
-    """Returns the reason why an attention may compute something else with some of its heads.
-
-    Args:
-        attention: The module with the projections.
-        features: Width of all heads.
-        spread_parts: The layers in the attention that can be sharded.
-
-    Returns:
-        The reason; None if there is none.
-    """
+    """Returns the reason why an attention may compute something else with some of its heads."""
     if count_heads(attention, features) is None:
         return uncounted(attention, features)
     kind = type(attention).__name__
@@ -169,15 +156,7 @@ def flaw_of_heads(
 
 
 def head_norms(attention: nn.Module, features: int) -> dict[str, nn.Module]:
-    """Returns the norms of single heads.
-
-    Args:
-        attention: The module with the projections.
-        features: Width of all heads.
-
-    Returns:
-        Norms by name in the attention.
-    """
+    """Returns the norms of single heads."""
     heads = count_heads(attention, features)
     return {
         name: part

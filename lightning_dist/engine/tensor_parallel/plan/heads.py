@@ -52,16 +52,7 @@ _UNRELATED = ("layer", "rotary", "num_key_value_groups", "n_rep", "sliding_windo
 
 
 def check_heads(name: str, attention: nn.Module, tp_size: int) -> None:
-    """Checks that each rank gets whole heads.
-
-    Args:
-        name: Name of the module, for the error.
-        attention: The module with the projections.
-        tp_size: Number of tensor-parallel ranks.
-
-    Raises:
-        ValueError: The ranks do not divide the number of heads.
-    """
+    """Checks that each rank gets whole heads."""
     counts = _counts(attention, _HEADS) | _counts(getattr(attention, "config", None), _HEADS)
     for attribute, count in counts.items():
         if count % tp_size:
@@ -74,13 +65,7 @@ def check_heads(name: str, attention: nn.Module, tp_size: int) -> None:
 
 
 def keep_own_heads(attention: nn.Module, features: int, tp_size: int) -> None:
-    """Sets a module's numbers and widths of heads to those of this rank.
-
-    Args:
-        attention: The module, changed in place; see :func:`check_heads`.
-        features: Width of all heads.
-        tp_size: Number of tensor-parallel ranks.
-    """
+    """Sets a module's numbers and widths of heads to those of this rank."""
     if count_heads(attention, features) is not None:
         show_own_width(attention, features, tp_size)
     own = (*_HEADS, *_FEATURES, *_widths(attention, features))
@@ -89,12 +74,7 @@ def keep_own_heads(attention: nn.Module, features: int, tp_size: int) -> None:
 
 
 def needs_proof(attention: nn.Module, features: int) -> bool:
-    """Returns whether an attention computes with a width, so that it must be verified.
-
-    Args:
-        attention: The module with the projections.
-        features: Width of all heads.
-    """
+    """Returns whether an attention computes with a width, so that it must be verified."""
     if count_heads(attention, features) is None:
         return False
     mixes = mixes_widths(attention, _HEADS, _FEATURES, features)
@@ -102,12 +82,8 @@ def needs_proof(attention: nn.Module, features: int) -> bool:
 
 
 def norms_before(attention: nn.Module) -> list[nn.Module]:
-    """Lists the norms that an attention seems to have before its projections, outside the region.
-
-    Args:
-        attention: The module with the projections. If the norm runs after them, it fails with some
-            of the heads, which the verification detects.
-    """
+    """Lists the norms that an attention seems to have before its projections."""
+    # A norm that runs after them fails with some of the heads, which the verification detects.
     children = attention.named_children()
     return [
         part
@@ -117,13 +93,7 @@ def norms_before(attention: nn.Module) -> list[nn.Module]:
 
 
 def explain_shapes(name: str, attention: nn.Module, tp_size: int) -> None:
-    """Makes a module explain the error that it raises if it reshapes its own heads as all heads.
-
-    Args:
-        name: Name of the module.
-        attention: The module, changed in place; see :func:`keep_own_heads`.
-        tp_size: Number of tensor-parallel ranks.
-    """
+    """Makes a module explain the error that it raises if it reshapes its own heads as all heads."""
     compute = attention.forward
 
     @wraps(compute)
@@ -145,10 +115,6 @@ def explain_shapes(name: str, attention: nn.Module, tp_size: int) -> None:
 def count_heads(attention: nn.Module, features: int) -> int | None:
     """Returns the number of heads, if the module has it in an attribute that can be changed.
 
-    Args:
-        attention: The module with the projections.
-        features: Width of all heads.
-
     Returns:
         The number of heads; None if no attribute has it, or if it is also read elsewhere.
     """
@@ -166,12 +132,7 @@ def count_heads(attention: nn.Module, features: int) -> int | None:
 
 
 def uncounted(attention: nn.Module, features: int) -> str:
-    """Returns the reason why :func:`count_heads` returns None.
-
-    Args:
-        attention: The module with the projections.
-        features: Width of all heads.
-    """
+    """Returns the reason why :func:`count_heads` returns None."""
     counts = _counts(attention, _HEADS)
     if not counts and not _counts(attention, _FEATURES_OF_ONE):
         return "it does not say in an attribute how many heads it has; set self.num_heads"

@@ -39,9 +39,6 @@ _JOINED = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwi
 def built_in_plans(module: nn.Module) -> dict[str, dict[str, str]]:
     """Returns the models with a built-in plan for their layers, none inside another.
 
-    Args:
-        module: The user's module.
-
     Returns:
         The plan of each model by the model's name: transformers' styles by pattern.
     """
@@ -56,10 +53,6 @@ def built_in_plans(module: nn.Module) -> dict[str, dict[str, str]]:
 
 def translate(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
     """Returns the styles of a built-in plan.
-
-    Args:
-        model: A Hugging Face model.
-        plan: The model's plan.
 
     Returns:
         Styles by name in the model, of all layers between token embedding and head that can be

@@ -58,11 +58,7 @@ _FEATUREWISE = (
 
 
 def is_mlp_projection(own_name: str) -> bool:
-    """Returns whether a layer's own name is that of the first projection of an MLP.
-
-    Args:
-        own_name: The last part of the layer's name.
-    """
+    """Returns whether a layer's own name is that of the first projection of an MLP."""
     return any(own_name in ups for ups, _ in _PAIRS)
 
 
@@ -118,13 +114,7 @@ def _examine(mlp: nn.Module) -> tuple[tuple[str, ...], str, str | None]:
 
 
 def is_featurewise(mlp: nn.Module, ups: tuple[str, ...], down: str) -> bool:
-    """Returns whether no other parameter in a module seems to belong to the hidden features.
-
-    Args:
-        mlp: The module with the projections.
-        ups: Names of the projections that compute hidden features.
-        down: Name of the projection that takes hidden features.
-    """
+    """Returns whether no other parameter in a module seems to belong to the hidden features."""
     parts = dict(mlp.named_modules())
     hidden, width = input_size(parts[down]), output_size(parts[down])
     own = {parameter for name in (*ups, down) for parameter in parts[name].parameters()}

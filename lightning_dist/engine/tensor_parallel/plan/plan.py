@@ -53,10 +53,6 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]
 def parse_style(name: str, pattern: str) -> Style:
     """Returns the style of a name in a plan.
 
-    Args:
-        name: Name of the style.
-        pattern: The pattern of the style in the plan, for the error.
-
     Raises:
         ValueError: There is no such style.
     """

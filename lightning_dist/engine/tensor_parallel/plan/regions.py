@@ -23,10 +23,6 @@ def partner_of(styles: Styles, name: str) -> str | None:
 
     It is the nearest by name, for a module may list its layers in any order. Of equally near layers
     it is the next one.
-
-    Args:
-        styles: Styles by module name, in the order of the model.
-        name: Name of the layer with sharded features.
     """
     places = {other: place for place, other in enumerate(styles)}
     parts = name.split(".")
@@ -42,11 +38,6 @@ def stacked_in(module: nn.Module, styles: Styles, name: str) -> int:
     """Returns the number of matrices that a layer's weight stacks.
 
     Each matrix has as many output features as the layer that sums up has input features.
-
-    Args:
-        module: The model.
-        styles: Styles by module name.
-        name: Name of the layer.
 
     Raises:
         ValueError: The matrices are not of one size, so that heads cannot be sharded.
@@ -72,25 +63,13 @@ def attentions(styles: Styles) -> list[str]:
     """Lists the modules with projections to heads: those that are not surely of an MLP.
 
     A block can hold the layers of its MLP beside heads that are not sharded.
-
-    Args:
-        styles: Styles by module name.
     """
     cut = [name.rpartition(".") for name, style in styles.items() if style is Style.COLWISE]
     return list(dict.fromkeys(parent for parent, _, own in cut if not is_mlp_projection(own)))
 
 
 def head_features(module: nn.Module, styles: Styles, attention: str) -> int:
-    """Returns the width of all heads of an attention.
-
-    Args:
-        module: The model.
-        styles: Styles by module name.
-        attention: A name from :func:`attentions`.
-
-    Returns:
-        The width; 0 if no layer sums over the heads.
-    """
+    """Returns the width of all heads of an attention; 0 if no layer sums over the heads."""
     first = next(
         name
         for name, style in styles.items()
@@ -101,15 +80,7 @@ def head_features(module: nn.Module, styles: Styles, attention: str) -> int:
 
 
 def holders(module: nn.Module, styles: Styles) -> dict[str, list[str]]:
-    """Returns the smallest modules that run whole regions.
-
-    Args:
-        module: The model.
-        styles: Styles by module name, in the order of the model.
-
-    Returns:
-        The layers that open and end a module's regions, by the module's name.
-    """
+    """Returns the smallest modules that run whole regions."""
     found: dict[str, list[str]] = {}
     for name, style in styles.items():
         partner = partner_of(styles, name) if style is Style.COLWISE else None

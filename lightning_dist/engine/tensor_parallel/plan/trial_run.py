@@ -32,11 +32,7 @@ _PLACES = ("layer", "idx", "index", "depth", "number")  # where a block is, not 
 
 
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
-    """Returns a key that is equal for modules with the same computation and other weights.
-
-    Args:
-        module: Any module of a model with several of its kind, such as a block.
-    """
+    """Returns a key that is equal for modules with the same computation and other weights."""
     parts = list(module.modules())
     functions = (value for part in parts for value in vars(part).values() if callable(value))
     settings = (
@@ -50,11 +46,7 @@ def kind_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def random_copy(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module with random values on the CPU, in evaluation mode.
-
-    Args:
-        module: The whole module, on any device, the meta device too.
-    """
+    """Returns a copy of a module with random values on the CPU, in evaluation mode."""
     known: dict[int, Any] = {}
     for parameter in module.parameters():
         value = torch.empty(parameter.shape)
@@ -73,34 +65,21 @@ def random_copy(module: nn.Module) -> nn.Module:
 
 
 def shared_copy(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module that shares its parameters and buffers.
-
-    Args:
-        module: Result of :func:`random_copy`.
-    """
+    """Returns a copy of a module that shares its parameters and buffers."""
     known: dict[int, Any] = {id(t): t for t in [*module.parameters(), *module.buffers()]}
     return deepcopy(module, known)
 
 
 @contextmanager
 def on_the_side() -> Iterator[None]:
-    """Returns a context manager with equal random numbers on all ranks, which keeps outer states.
-
-    Yields:
-        Nothing.
-    """
+    """Returns a context manager with equal random numbers on all ranks; keeps outer states."""
     with python_state_kept(), seeded(0, device=torch.device("cpu")), torch.no_grad():
         seed_python(0)
         yield
 
 
 def train_if_possible(copy: nn.Module, run: Callable[[], Tensor]) -> None:
-    """Sets a module to training mode, if it draws no random numbers then.
-
-    Args:
-        copy: Result of :func:`random_copy`; its dropout drops nothing from then on.
-        run: Runs the copy.
-    """
+    """Sets a module to training mode, if it draws no random numbers then."""
     for part in copy.train().modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -109,12 +88,7 @@ def train_if_possible(copy: nn.Module, run: Callable[[], Tensor]) -> None:
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two results differ by more than the order of sums explains.
-
-    Args:
-        one: A float32 tensor.
-        other: A float32 tensor.
-    """
+    """Returns whether two results differ by more than the order of sums explains."""
     if one.shape != other.shape:
         return True
     return not float((one - other).abs().max()) <= _TOLERANCE * float(other.abs().max())
@@ -139,15 +113,7 @@ class TrialCall:
     is_guess: bool = False
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Calls a module's forward, without the hooks around it.
-
-        Args:
-            module: Any module.
-            x: The activation.
-
-        Returns:
-            The first tensor that the module has returned.
-        """
+        """Calls a module's forward, without hooks, and returns its first tensor."""
         others = map_tensors(Tensor.clone, dict(self.others))
         returned = module.forward(x, **dict.fromkeys(self.activations, x), **others)
         found: Tensor = flatten(returned)[0][0]
@@ -155,16 +121,7 @@ class TrialCall:
 
 
 def trial_calls(module: nn.Module, styles: Styles, length: int) -> Iterator[TrialCall]:
-    """Lists ways to call a module, the likeliest first.
-
-    Args:
-        module: Any whole module.
-        styles: Styles of the layers in the module.
-        length: Length of the sequence.
-
-    Yields:
-        Calls, some of which may fail.
-    """
+    """Lists ways to call a module, the likeliest first."""
     _, *parameters = inspect.signature(module.forward).parameters.values()
     wanted = [p for p in parameters if p.default is p.empty and _has_name(p)]
     activations = tuple(p.name for p in wanted if p.name in _SAME)

@@ -76,9 +76,6 @@ def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str
         module: The whole model, which is not changed; may be on the meta device.
         styles: Styles by module name, in the order of the model.
         tp_size: Number of tensor-parallel ranks.
-
-    Returns:
-        The flaw of each module by its name.
     """
     known: dict[Any, str | None] = {}
     found: dict[str, str] = {}
@@ -104,16 +101,7 @@ def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str
 
 
 def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
-    """Checks that sharded layers compute the whole result, as far as a copy can be run.
-
-    Args:
-        module: The model.
-        styles: Styles by module name.
-        tp_size: Number of tensor-parallel ranks.
-
-    Raises:
-        ValueError: Sharded layers compute another result.
-    """
+    """Checks that sharded layers compute the whole result, as far as a copy can be run."""
     _check_ends(styles)
     _check_local(module, styles)
     for name, flaw in find_mismatches(module, styles, tp_size).items():
@@ -133,13 +121,7 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
 
 
 def local_in(holder: str, styles: Styles, all_holders: Collection[str]) -> list[str]:
-    """Lists the local layers whose smallest holder is a module.
-
-    Args:
-        holder: Name of the module.
-        styles: Styles by module name.
-        all_holders: Names of all modules that run whole regions.
-    """
+    """Lists the local layers whose smallest holder is a module."""
     local = (name for name, style in styles.items() if style is Style.LOCAL)
     return [name for name in local if _innermost(name, all_holders) == holder]
 
@@ -269,22 +251,7 @@ def _flaw_of(name: str, holder: nn.Module, whole: _Run, parts: Sequence[_Run]) -
 
 
 class _Run:
-    """One call of a module.
-
-    Args:
-        module: The module; its layers that sum up are changed.
-        cuts: Styles of the module's layers.
-        call: The way to call the module.
-        x: The activation.
-        inner: Collects the names of running modules inside, the failing one last. The whole module
-            and the parts both have hooks for that, for torch runs other code without hooks.
-        whole: Outputs of the layers that sum up, call by call; None to compute them.
-
-    Attributes:
-        sums: Computed outputs of the layers that sum up, without their biases.
-        met: The elements that each local layer was called with, call by call.
-        returned: The first tensor that the module has returned.
-    """
+    """One call of a module."""
 
     def __init__(
         self,
@@ -302,6 +269,7 @@ class _Run:
             _note_sums(_layer(module, name), self.sums[name], given)
         local = [name for name, (style, _) in cuts.items() if style is Style.LOCAL]
         self.met: dict[str, list[int]] = {name: [] for name in local}
+        # On the whole and on the parts, for torch runs other code without hooks.
         hooks = [_note_sizes(module.get_submodule(name), self.met[name]) for name in local]
         for name, part in module.named_modules():
             hooks += _note_calls(part, name, inner) if name else ()

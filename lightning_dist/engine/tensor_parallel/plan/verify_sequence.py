@@ -43,9 +43,6 @@ def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp
         blocks: Names of the model's blocks.
         styles: Styles by module name, in the order of the model.
         tp_size: Number of tensor-parallel ranks.
-
-    Raises:
-        ValueError: Another layer does, as far as a copy can be run.
     """
     known: dict[Any, str | None] = {}
     for name in blocks:

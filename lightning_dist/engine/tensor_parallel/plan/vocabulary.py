@@ -24,14 +24,6 @@ def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> 
     The head is the last projection with an output for each row of the embedding. A model without a
     head may still compute logits, with the embedding's weight. Then no layer is sharded, unless the
     model is from Hugging Face, which would have a layer for that.
-
-    Args:
-        module: The model.
-        taken: Names of layers that have another style.
-        tp_size: Number of ranks, which must divide the rows.
-
-    Returns:
-        Styles by module name; empty if there is no embedding, or its size is not divisible.
     """
     tables = _token_tables(module)
     heads = {name: _find_head(module, part, taken) for name, part in tables.items()}
@@ -55,16 +47,7 @@ def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> 
 def refused_vocabulary(
     module: nn.Module, styles: Mapping[str, Style], tp_size: int
 ) -> dict[str, str]:
-    """Returns the reasons why token embedding and head are not sharded.
-
-    Args:
-        module: The model.
-        styles: Styles by module name, as found.
-        tp_size: Number of tensor-parallel ranks.
-
-    Returns:
-        The reason by the name of each layer that is left whole.
-    """
+    """Returns the reasons why token embedding and head are left whole, by layer name."""
     found: dict[str, str] = {}
     for name, table in _token_tables(module).items():
         rows, head = table.num_embeddings, _find_head(module, table, styles)
@@ -80,16 +63,7 @@ def refused_vocabulary(
 
 
 def check_head(module: nn.Module, styles: Mapping[str, Style], tp_size: int) -> None:
-    """Checks that the plan shards a head, for sharded logits.
-
-    Args:
-        module: The model.
-        styles: Styles by module name.
-        tp_size: Number of tensor-parallel ranks.
-
-    Raises:
-        ValueError: No head is sharded.
-    """
+    """Checks that the plan shards a head, for sharded logits."""
     if Style.COLWISE_GATHER in styles.values():
         return
     sizes = {table.num_embeddings for table in _token_tables(module).values()}
