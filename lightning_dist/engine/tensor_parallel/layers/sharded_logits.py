@@ -107,6 +107,7 @@ def writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    """Lists the tensors in a function's arguments."""
     # Only lists are opened, for this runs at each operation of a step.
     parts = (value if isinstance(value, list | tuple) else (value,) for value in values)
     return [part for part in chain.from_iterable(parts) if isinstance(part, Tensor)]
