@@ -59,10 +59,10 @@ integration: install
 	$(BIN)/python -m pytest tests/integration tests/differential --durations=40 $(ALL)
 
 all-pairs: install  ## Let each layout resume each other's checkpoint, where the tests have some pairs
-	$(BIN)/python -m pytest tests/integration/conformance/states/test_checkpoints.py --all-pairs
+	$(BIN)/python -m pytest tests/integration/conformance/states/test_checkpoints.py --all
 
 all-modules: install  ## Train each ordinary module under each strategy, where the tests have some
-	$(BIN)/python -m pytest tests/integration/first_hour --all-modules
+	$(BIN)/python -m pytest tests/integration/first_hour --all
 
 SECONDS ?= 600
 fuzz: install  ## Compare random runs with one device; SECONDS=, RUNS= and SEED= say how long and which

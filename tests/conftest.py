@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from tests.helpers.long_tests import left_out
+from tests.helpers.processes.entry_points import read_entry_points_once
 from tests.helpers.processes.forked_runs import WarmPython
 from tests.helpers.processes.workers import NAMED_WARNINGS, WorkerPool
 
@@ -24,16 +25,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the long tests too, and all cells of the matrices of which some run otherwise",
     )
-    parser.addoption(
-        "--all-pairs",
-        action="store_true",
-        help="let each layout resume the checkpoint of each other, not of some",
-    )
-    parser.addoption(
-        "--all-modules",
-        action="store_true",
-        help="train each ordinary module under each strategy, not some under all but pipelines",
-    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _let_processes_finish()
     _wait_briefly_for_names()
     torch.set_num_threads(1)
+    read_entry_points_once()
     for category, message in NAMED_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}")
 

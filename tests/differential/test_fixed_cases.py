@@ -38,6 +38,7 @@ def test_is_as_on_one_device(workers: WorkerPool, fixed: Fixed) -> None:
     assert not found, "\n".join([*found, script_of(fixed.case)])
 
 
+@pytest.mark.long
 def test_logging_before_the_model_leaves_nothing(workers: WorkerPool, tmp_path: Path) -> None:
     """A stage that does not come to the end of a step hears of what is logged at its beginning."""
     case = Case("1f1b_auto", num_batches=150, log_every_n_steps=1000, limit_val_batches=0)

@@ -19,5 +19,6 @@ for name in (
     "tests.helpers.processes.workers",
 ):
     import_module(name)
+import_module("tests.helpers.processes.entry_points").read_entry_points_once()
 gc.freeze()
 gc.enable()

@@ -95,6 +95,7 @@ def test_a_fixed_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.history[-1] == (2.0**40, 6.0)
 
 
+@pytest.mark.some("fsdp")
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_replicas_and_shards(workers: WorkerPool, name: str) -> None:
     ranks = workers.run(2, run, name, Asked(PRECISION, TRAINER, shares=2))
@@ -192,6 +193,7 @@ def oracle(name: str) -> Run:
     return Run(state, late.history(), {})
 
 
+@pytest.mark.some("2bw")
 @pytest.mark.parametrize(
     "name", ["pipedream", "2bw", pytest.param("traced pipedream", marks=pytest.mark.long)]
 )

@@ -102,6 +102,7 @@ def test_what_is_computed_again_is_half_again() -> None:
     assert_equal(fit("auto", 1, Asked(), Forgetful).state, expected().state)
 
 
+@pytest.mark.some("ddp-*", "gpipe-*", "mesh-*", "mesh, in parts-*", "traced, in parts-*")
 @pytest.mark.parametrize(
     ("name", "shares", "num_microbatches"),
     [
@@ -186,6 +187,7 @@ def fit_pipedream(options: dict[str, Any]) -> tuple[Run, tuple[int, ...]]:
     return fit(strategy, 2, asked), strategy.peak_stash_bytes
 
 
+@pytest.mark.some("layers")
 @pytest.mark.parametrize("options", TAKEN_APART.values(), ids=TAKEN_APART)
 def test_stashed_versions_are_the_copies(workers: WorkerPool, options: dict[str, Any]) -> None:
     ranks = workers.run(2, fit_pipedream, options)
@@ -337,6 +339,7 @@ def fit_traced(devices: int) -> list[Run]:
     ]
 
 
+@pytest.mark.long
 def test_a_graph_casts_where_modules_would(
     workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

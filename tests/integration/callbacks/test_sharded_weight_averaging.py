@@ -67,6 +67,7 @@ def test_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(not torch.allclose(state[n], history[-1][n]) for n in state)
 
 
+@pytest.mark.some("ddp-2", "pipeline-gpipe-2")
 @pytest.mark.parametrize("name", ["ddp-2", "fsdp-2x2", "pipeline-gpipe-2"])
 def test_equals_a_single_device_when_resumed_too(
     workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

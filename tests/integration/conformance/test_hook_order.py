@@ -132,6 +132,7 @@ def test_equals_a_single_device(
                 assert found[task] == calls, task
 
 
+@pytest.mark.some("ddp-2", "fsdp-2", "pipeline-gpipe-2")
 @pytest.mark.parametrize("name", TYPICAL)
 def test_resumes_as_a_single_device_does(
     workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

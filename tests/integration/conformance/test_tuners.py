@@ -100,6 +100,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+@pytest.mark.some("fsdp", "1f1b", "pipedream")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_goes_on_from_restored_weights(
     workers: WorkerPool, tmp_path: Path, name: str
@@ -143,6 +144,7 @@ def fit_behind_searches(
     return messages, state_of(module)
 
 
+@pytest.mark.some("ddp-1", "fsdp-2", "pipedream-2", "mesh-2")
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", [*STRATEGIES, "tensor_parallel", "mesh"])
 def test_searches_for_a_batch_size_are_refused_on_all_ranks_and_leave_nothing(

@@ -110,6 +110,7 @@ def test_loaders_that_overstate_their_length_alike_end_as_on_a_single_device(
         assert all(torch.allclose(found[n], v, 0, 1e-12) for n, v in state.items())
 
 
+@pytest.mark.some("strategy0")
 @pytest.mark.parametrize("strategy", [DDPStrategy(), FSDPStrategy()])
 def test_a_rank_that_overstates_its_length_alone_is_named(
     workers: WorkerPool, strategy: Any, tmp_path: Path

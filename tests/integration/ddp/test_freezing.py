@@ -155,6 +155,7 @@ def test_replicas_stay_equal_where_a_single_device_is_not(
 
 
 # A case that is refused costs the pool its processes.
+@pytest.mark.some("plan1-*")
 @pytest.mark.parametrize(
     ("plan", "options"), [(UNFREEZE, {}), ({(1, 0): (1, False)}, {"sync_every": 2})]
 )

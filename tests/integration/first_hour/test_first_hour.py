@@ -1,7 +1,7 @@
 """Ordinary modules under each strategy at the first try: equal to one device, or told what to do.
 
-``docs/first_hour.md`` has a table of what becomes of each; these tests run each cell of it that
-``--all-modules`` asks for, and ``python -m tests.integration.first_hour.table`` writes it anew.
+``docs/first_hour.md`` has a table of what becomes of each. ``--all`` runs each cell of it, and
+``python -m tests.integration.first_hour.table`` writes it anew.
 """
 
 from __future__ import annotations
@@ -19,19 +19,8 @@ from tests.integration.first_hour.modules import MODULES
 from tests.integration.first_hour.table import outcome, read_table
 
 STAGES = "PipelineStrategy()"
-# Batch statistics, tied weights and a list of blocks, several outputs, sequences in a sequence.
-SOME = ("MLP, BatchNorm", "nanoGPT", "VAE", "ResNet-18")
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if {"module", "strategy"} <= set(metafunc.fixturenames):
-        everything = any(map(metafunc.config.getoption, ("all", "all_modules")))
-        cells = [
-            (module, strategy)
-            for module, strategy in product(MODULES, STRATEGIES)
-            if everything or strategy == STAGES or module in SOME
-        ]
-        metafunc.parametrize(("module", "strategy"), cells)
+# Batch statistics, states of a sequence, tied weights and a list of blocks, losses of pairs.
+CUT = ("MLP, BatchNorm", "LSTM", "nanoGPT", "GPT-2", "Siamese", "random data")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +28,8 @@ def table() -> dict[tuple[str, str], str]:
     return read_table()
 
 
-@pytest.mark.each_value
+@pytest.mark.some("VAE-*", *(f"{module}-{STAGES}" for module in CUT))
+@pytest.mark.parametrize(("module", "strategy"), list(product(MODULES, STRATEGIES)))
 def test_a_newcomers_module(
     workers: WorkerPool, table: dict[tuple[str, str], str], module: str, strategy: str
 ) -> None:

@@ -199,6 +199,14 @@ CASES = {
 }
 
 
+@pytest.mark.some(
+    "shards 2",
+    "pp 2 x tp 2",
+    "pp 2 x shards 2, zb_h1",
+    "replicas 2 x shards 2, kept whole",
+    "shards 2 x tp 2, both, recomputed",
+    "pp 2, zbv, *",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_says_what_real_ranks_hold_and_send(
     workers: WorkerPool, name: str, monkeypatch: pytest.MonkeyPatch
@@ -274,6 +282,7 @@ def test_bytes_of_seven_billion_parameters(large: DryRunSummary) -> None:
         assert kind.optimizer_state_bytes == 2 * kind.parameter_bytes
 
 
+@pytest.mark.long
 def test_messages_of_seven_billion_parameters(large: DryRunSummary) -> None:
     activation = FLOAT * (8 // MICROBATCHES) * 2048 * WIDTH
     units = 8 * (12 * WIDTH * WIDTH // LARGE["tp"] + 2 * WIDTH) * FLOAT

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from tests.helpers.gpt_parity import BATCH_SIZE, Fitted, check_equal, fit
+from tests.helpers.networks.chosen import chosen
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.mesh.cases import CASES, TENSOR_DIALS, name_of
 
@@ -22,7 +23,7 @@ def single_device(num_samples: int, accumulate: int) -> Fitted:
 
 
 @pytest.fixture(scope="module")
-def fitted(workers: WorkerPool) -> Callable[[str], list[Fitted]]:
+def fitted(request: pytest.FixtureRequest, workers: WorkerPool) -> Callable[[str], list[Fitted]]:
     """Gives what each rank has of a case; a mesh's cases run in one go.
 
     Where DTensor puts each operation's result it finds out once per mesh, and for models of this
@@ -31,29 +32,31 @@ def fitted(workers: WorkerPool) -> Callable[[str], list[Fitted]]:
 
     @cache
     def on_mesh(mesh: str) -> list[dict[str, Fitted]]:
-        cases = {name: case for name, case in CASES.items() if name_of(case.sizes) == mesh}
+        names = set(chosen(request.session, "fitted", "name"))
+        cases = {
+            name: case
+            for name, case in CASES.items()
+            if name in names and name_of(case.sizes) == mesh
+        }
         (devices,) = {case.devices for case in cases.values()}
         return workers.run(devices, fit_each, list(cases), timeout=60.0 * len(cases))
 
     return lambda name: [rank[name] for rank in on_mesh(name_of(CASES[name].sizes))]
 
 
-# Meshes whose sizes the conformance tests have, too.
-ALSO_THERE = (
-    "4 tensor ranks",
-    "2 shards x 2 tensor ranks",
-    "2 replicas x 2 tensor ranks",
-    "4 shards",
+# The conformance tests have the other products of two axes, under one schedule.
+@pytest.mark.some(
+    "2 tensor ranks, both",
+    "4 replicas",
+    "4 stages",
+    "2 replicas x 2 shards, accumulated",
+    "2 stages x 2 replicas, zbv",
+    "2 stages x 2 shards, zb_h1, accumulated",
+    "2 stages x 2 shards, zbv, recomputed and gathered again",
+    "2 stages x 2 tensor ranks, both, looped_bfs, recomputed",
+    "2 stages x 2 shards x 2 tensor ranks, both",
 )
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] if name.startswith(ALSO_THERE) else [])
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_a_single_device(
     fitted: Callable[[str], list[Fitted]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def test_both_forms_load_as_the_ordinary_dictionary(trained: dict[str, Any]) -> 
                 torch.testing.assert_close(ours["state"][number][name], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.some("pipedream", "2bw")
 @pytest.mark.parametrize("strategy", [SYNC, ASYNC, LATE], ids=["1f1b", "pipedream", "2bw"])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     workers: WorkerPool, tmp_path: Path, strategy: dict[str, Any]
@@ -155,6 +156,7 @@ def train_with_callback(devices: int, root: str, schedule: str) -> Any:
     return best, score, float(trainer.callback_metrics["val_loss"]), state_of(module)
 
 
+@pytest.mark.some("pipedream")
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_model_checkpoint_keeps_the_best(
     workers: WorkerPool, tmp_path: Path, schedule: str

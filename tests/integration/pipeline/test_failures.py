@@ -70,6 +70,7 @@ def check_end_at_one_boundary(folder: Path, output: str) -> None:
     assert "Error" not in output, output
 
 
+@pytest.mark.some("fit-?1?", "predict-*")
 @pytest.mark.parametrize(
     ("task", "ranks"), [("fit", [1]), ("fit", [0, 1]), ("predict", [1])], ids=str
 )
@@ -289,6 +290,16 @@ def runs(
         }
 
 
+@pytest.mark.some(
+    "a_users_exception_*",
+    "a_killed_launcher_*",
+    "sigterm_*",
+    "ctrl_c_*",
+    "a_stopped_rank_*",
+    "a_rank_that_waits_for_a_file_*",
+    "a_rank_that_cannot_save_*",
+    "a_failed_rank_*",
+)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_how_it_ends(run: Run, runs: dict[Run, Future[None]]) -> None:
     runs[run].result()

@@ -121,7 +121,7 @@ def stop(stopped: int) -> list[str]:
     return notices
 
 
-@pytest.mark.each_value
+@pytest.mark.some("1-3")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_process_is_named_once_and_its_return_too(
@@ -151,9 +151,8 @@ def wait_alone(waiting: int) -> list[str]:
     return notices
 
 
-@pytest.mark.parametrize(
-    "waiting", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("waiting", [0, 1, 2])
 def test_a_rank_that_waits_is_named_and_not_those_that_wait_for_it(
     workers: WorkerPool, waiting: int
 ) -> None:
@@ -179,6 +178,7 @@ def fall_silent(silent: int) -> str | None:
     return failures[0] if failures else None
 
 
+@pytest.mark.some("2")
 @pytest.mark.parametrize("silent", [0, 2])
 def test_a_rank_that_is_silent_for_the_whole_timeout_has_failed(
     workers: WorkerPool, silent: int

@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.processes.forked_runs import LEAVE, STARTUP_SECONDS, WarmPython
 
 
+@pytest.mark.some("keeps*")
 @pytest.mark.parametrize(("keeps", "leaves"), [("keeps", True), ("does not", False)])
 def test_a_process_leaves_an_unfinished_collective_behind(
     warm_python: WarmPython, tmp_path: Path, keeps: str, leaves: bool

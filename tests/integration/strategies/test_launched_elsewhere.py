@@ -48,6 +48,7 @@ def fit(strategy: str, devices: Any) -> Any:
     return trainer.world_size, state_of(module)
 
 
+@pytest.mark.some("fsdp")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_auto_takes_the_processes_that_there_are(workers: WorkerPool, strategy: str) -> None:
     expected = workers.run(2, fit, strategy, 2)

@@ -86,6 +86,7 @@ def fit_within(strategy: str) -> list[dict[str, Any]]:
     return states
 
 
+@pytest.mark.some("fsdp", "pipeline")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "mesh", "pipeline", "pipedream"])
 def test_runs_and_runs_within_runs_do_not_disturb_each_other(
     workers: WorkerPool, strategy: str
@@ -95,6 +96,7 @@ def test_runs_and_runs_within_runs_do_not_disturb_each_other(
             assert all(torch.equal(other[name], value) for name, value in first.items())
 
 
+@pytest.mark.some("uneven", "pipedream")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ten_trainers_leave_what_two_leave(
     workers: WorkerPool, strategy: str, tmp_path: Any

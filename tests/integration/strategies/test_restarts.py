@@ -63,6 +63,7 @@ def assert_equal_to_uninterrupted(workers: WorkerPool, folder: Path, name: str) 
         assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
+@pytest.mark.some("pipedream-*")
 @pytest.mark.parametrize(
     ("name", "hosts", "troubles"),
     [

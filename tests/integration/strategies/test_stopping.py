@@ -138,7 +138,7 @@ AT_ONCE = {"step": [*THREE, "validation", "epoch", "3"]}  # the last stage tells
 TWO_LATER = {"skip": [*FOUR, "validation", "epoch"] * 2 + ["8"]}
 
 
-@pytest.mark.each_value
+@pytest.mark.some("ddp-1-*", "fsdp-1-*", "tensor-0-*", "pipedream-1-*", "2bw-0-*")
 @pytest.mark.parametrize(
     ("strategy", "rank", "other"),
     [
@@ -169,7 +169,7 @@ def fit_on_four(strategy: str, rank: int) -> list[list[str]]:
 FAR = ["skip", "step", "batch end"]
 
 
-@pytest.mark.each_value
+@pytest.mark.some("3-mesh 2x2", "2-pipedream of 4", "0-2bw of 4")
 @pytest.mark.parametrize("strategy", ["pipeline 2x2", "mesh 2x2", "pipedream of 4", "2bw of 4"])
 @pytest.mark.parametrize("rank", [0, 2, 3])
 def test_all_of_four_ranks_stop_at_the_same_batch(
@@ -181,6 +181,7 @@ def test_all_of_four_ranks_stop_at_the_same_batch(
         assert int(steps) < (18 if where == "skip" else 9)
 
 
+@pytest.mark.some("ddp", "pipeline")
 @pytest.mark.parametrize("strategy", ["ddp", "stages", "pipeline"])
 def test_all_ranks_that_ask_stop_where_one_device_does(
     workers: WorkerPool, strategy: str, monkeypatch: pytest.MonkeyPatch
@@ -229,6 +230,7 @@ def fit_by_the_clock(strategy: str, rank: int, options: dict[str, Any]) -> list[
     return fit("nowhere", (), **ranks, **options)
 
 
+@pytest.mark.some("fsdp", "pipedream")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "stages", "pipeline", "pipedream"])
 def test_the_first_ranks_timer_stops_all(workers: WorkerPool, strategy: str) -> None:
     options = {"max_time": DAY}

@@ -57,6 +57,7 @@ def test_a_spread_model_learns_what_it_learns_alone(workers: WorkerPool) -> None
     assert {n: d for n, d in differences.items() if isinstance(d, str) or d > TOLERANCE} == {}
 
 
+@pytest.mark.long
 def test_with_a_cut_sequence_it_learns_the_same_or_says_why_not(workers: WorkerPool) -> None:
     differences = workers.run(2, case_all, list(MODELS), True, timeout=110)[0]
     refused = {name: why for name, why in differences.items() if isinstance(why, str)}

@@ -4,7 +4,9 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-from tests.helpers.long_tests import left_out, superfluous
+import pytest
+
+from tests.helpers.long_tests import left_out, less_telling, superfluous
 
 
 def cell(first: int, second: str) -> Any:
@@ -30,3 +32,20 @@ def test_a_long_test_is_left_out() -> None:
 
     long, short = item("long"), item("timeout")
     assert left_out([long, short]) == [long]
+
+
+def named(name: str, *patterns: str) -> Any:
+    return SimpleNamespace(
+        callspec=SimpleNamespace(id=name),
+        get_closest_marker=lambda _: SimpleNamespace(args=patterns),
+    )
+
+
+def test_some_cells_are_left() -> None:
+    cells = [named(name, "fsdp-2", "pp*") for name in ("fsdp-2", "fsdp-2x2", "pp-2", "tp-2")]
+    assert [c.callspec.id for c in less_telling("test", cells)] == ["fsdp-2x2", "tp-2"]
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="test: no cell is named 'ddp'"):
+        less_telling("test", [named("fsdp", "fsdp", "ddp")])

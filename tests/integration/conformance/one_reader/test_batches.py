@@ -90,6 +90,7 @@ def run_all(name: str | None) -> Any:
     return watching.batches, state, {**validated, **tested}, torch.cat(list(predicted)), num_read
 
 
+@pytest.mark.some("pipedream", "pp-tp")
 @pytest.mark.parametrize("name", ["1f1b", "pipedream", "tp", "pp-tp"])
 def test_a_script_that_nobody_seeded_is_as_on_one_device(
     workers: WorkerPool, name: str, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +109,7 @@ def test_a_script_that_nobody_seeded_is_as_on_one_device(
     assert [rank[-1] for rank in ranks] == [num_read] + [0] * (len(ranks) - 1)
 
 
+@pytest.mark.some("pp-replicate")
 @pytest.mark.parametrize("name", ["pp-replicate", "pipeline-2x2"])
 def test_each_replica_has_batches_of_its_own(workers: WorkerPool, name: str) -> None:
     first, second, third, fourth = workers.run(4, run_all, name, timeout=120.0)

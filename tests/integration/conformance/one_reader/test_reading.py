@@ -81,6 +81,7 @@ def fail(error: type[Exception], strategy: str) -> tuple[str, str]:
     return "nothing", ""
 
 
+@pytest.mark.some("KeyError-pipedream", "ValueError-tp")
 @pytest.mark.parametrize("strategy", ["pipedream", "tp"])
 @pytest.mark.parametrize("error", [KeyError, ValueError])
 def test_a_failing_dataset_ends_all_ranks_with_the_cause(
@@ -143,6 +144,7 @@ def lead(strategy: str, folder: str) -> list[list[int]]:
     return found
 
 
+@pytest.mark.some("pipedream")
 @pytest.mark.parametrize("strategy", ["1f1b", "pipedream", "tp"])
 def test_the_reader_is_no_further_ahead_than_the_pipeline_is_deep(
     workers: WorkerPool, strategy: str, tmp_path: Path

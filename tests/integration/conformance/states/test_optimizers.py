@@ -218,6 +218,7 @@ def single_device(optimizer: str) -> dict[str, Tensor]:
         return state
 
 
+@pytest.mark.some("fsdp-*", "pipedream-*")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trains_and_resumes_as_on_one_device(
@@ -293,6 +294,7 @@ def fit_with_estimate(layout: str, validates: bool) -> str:
     return ", ".join(reached)
 
 
+@pytest.mark.some("mesh", "pipedream")
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "ddp"])
 def test_estimates_that_differ_are_refused_before_validation_and_at_the_end(
     workers: WorkerPool, layout: str

@@ -96,6 +96,7 @@ def test_is_not_flushed_between_epochs(workers: WorkerPool) -> None:
     assert largest_difference(actual, oracle(3)[0]) > 1e-6
 
 
+@pytest.mark.some("2-stash", "4-vertical_sync")
 @pytest.mark.parametrize("versions", ["stash", "vertical_sync"])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_stale_stages_begin_with_smaller_rates(
@@ -166,6 +167,7 @@ def test_two_replicas_of_two_stages_equal_the_oracle(workers: WorkerPool) -> Non
     assert_replicas_agree(actual)
 
 
+@pytest.mark.some("2-stash", "3-vertical_sync")
 @pytest.mark.parametrize("versions", ["stash", "vertical_sync"])
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_what_an_optimizer_counts_in_its_groups_is_not_rolled_back(

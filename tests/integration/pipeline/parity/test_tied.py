@@ -179,6 +179,7 @@ def resume_each(devices: int, strategy: dict[str, Any], paths: list[str]) -> Any
     return [fit(devices, strategy, {}, 2, path) for path in paths]
 
 
+@pytest.mark.long
 def test_any_layout_resumes_any_other(workers: WorkerPool, saved: dict[str, str]) -> None:
     expected = fit(1, None, {})
     for devices, schedule in ((1, "1f1b"), (2, "zbv"), (4, "1f1b")):

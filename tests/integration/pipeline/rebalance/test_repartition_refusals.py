@@ -143,6 +143,7 @@ def fail(where: str | None) -> str:
     return type(error.value).__name__
 
 
+@pytest.mark.some("exchange")
 @pytest.mark.parametrize("late", [None, "exchange", "channels"])
 def test_a_rank_that_waits_for_a_layer_learns_that_it_does_not_come(
     workers: WorkerPool, late: str | None

@@ -120,8 +120,9 @@ def save_on_own_disk(name: str, folder: str) -> tuple[str, list[str]]:
     return "", os.listdir(own)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/cwd"), reason="needs /proc")
-@pytest.mark.parametrize("name", ["pipeline", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["pipeline", "fsdp"])
 def test_ranks_that_see_other_disks_say_so(workers: WorkerPool, tmp_path: Path, name: str) -> None:
     ranks = workers.run(2, save_on_own_disk, name, str(tmp_path))
     host = os.uname().nodename

@@ -142,7 +142,7 @@ def saved_in(directory: Path) -> list[int]:
     return [load_full(path)["global_step"] for path in found]
 
 
-@pytest.mark.each_value
+@pytest.mark.some("checkpoint-fsdp", "on exception-pipedream")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["checkpoint", "on exception"])
 def test_an_error_in_a_hook_of_all_ranks_is_saved(
@@ -155,7 +155,7 @@ def test_an_error_in_a_hook_of_all_ranks_is_saved(
         assert "saved checkpoint to" in results[0][1]
 
 
-@pytest.mark.each_value
+@pytest.mark.some("checkpoint-mesh", "on exception-pipedream")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["checkpoint", "on exception"])
 def test_an_error_of_one_rank_is_not_said_to_be_saved(
@@ -177,6 +177,7 @@ def test_an_error_in_a_step_is_saved_where_ranks_step_alone(
     assert ("No checkpoint was saved" in first[1]) == (not steps)
 
 
+@pytest.mark.some("fsdp", "pipedream")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ctrl_c_on_one_rank_ends_all_at_one_batch_and_is_saved(
     workers: WorkerPool, tmp_path: Path, strategy: str
@@ -216,6 +217,7 @@ def terminated_fits(strategy: str, directory: str) -> tuple[dict[str, Tensor], d
     return whole, state_of(fit(path=str(path)))
 
 
+@pytest.mark.some("ddp", "mesh")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "mesh", "pipeline"])
 def test_a_run_that_was_told_to_stop_goes_on_exactly(
     workers: WorkerPool, tmp_path: Path, strategy: str
@@ -246,6 +248,7 @@ def requeued_fit(strategy: str, directory: str) -> tuple[list[Any], int]:
     return asked, trainer.global_step
 
 
+@pytest.mark.some("ddp", "mesh")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_slurms_signal_saves_at_one_batch_and_requeues_once(
     workers: WorkerPool, tmp_path: Path, strategy: str
