@@ -30,11 +30,11 @@ demo: install  ## Train a byte-level GPT on two pipeline stages with stashed wei
 notebooks: install  ## Run the lessons and store their outputs
 	$(BIN)/python -m tests.helpers.notebooks
 
-test: install $(DOCS_STAMP)  ## Run the whole test suite
+test: install $(DOCS_STAMP)  ## Run the checks and the tests, of most matrices the telling cells
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit docs
 	$(MAKE) --no-print-directory integration
 
-test-all: install  ## As `test`, with the long tests, all pairs of layouts and all modules; hours
+test-all: install  ## As `test`, with all cells of all tests; hours
 	$(MAKE) --no-print-directory test ALL=--all
 
 $(DOCS_STAMP): $(STAMP)

@@ -51,7 +51,7 @@ SHORT_DIGITS = [
 # Where a part of a configuration would only begin after more steps than these tests take.
 EARLIER = {"gpt_ddp_powersgd": ["--trainer.strategy.init_args.powersgd_start_step=2"]}
 # Operations on shards of shards cost most, on eight processes above all.
-SMALLER = {"gpt_mesh_2x2": ["--model.depth=2"], "gpt_mesh_2x2": ["--model.depth=2"]}
+SMALLER = {"gpt_mesh_2x2": ["--model.depth=2"], "gpt_mesh_2x2x2": ["--model.depth=2"]}
 
 
 def words(config: Path, root: Path, *extra: str) -> list[str]:
@@ -77,7 +77,7 @@ def run_in_pool(arguments: list[str]) -> str:
 
 
 @pytest.mark.some(
-    "gpt_mesh_2x2x2", "gpt_ddp_powersgd", "gpt_fsdp", "gpt_tp", "gpt_pipedream_bf16", "gpt_zbv"
+    "gpt_mesh_2x2", "gpt_ddp_powersgd", "gpt_fsdp", "gpt_tp", "gpt_pipedream_bf16", "gpt_zbv"
 )
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_each_config_trains(workers: WorkerPool, config: Path, tmp_path: Path) -> None:
