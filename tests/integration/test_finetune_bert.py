@@ -102,7 +102,7 @@ def alone(
     return losses, val_loss
 
 
-@pytest.mark.some("tp-2-1", "stages-2-1", "fsdp-2-2")
+@pytest.mark.some("stages-2-1", "fsdp-2-2")
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_replicas"),
     [
@@ -133,7 +133,7 @@ def run_config(docstrings: list[Docstring], arguments: list[str]) -> str:
         return run_in_pool(arguments)
 
 
-@pytest.mark.some("bert_fsdp", "bert_tp")
+@pytest.mark.some("bert_tp")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_each_config_trains_and_tests(
     workers: WorkerPool, docstrings: list[Docstring], folder: str, config: Path, tmp_path: Path

@@ -224,6 +224,7 @@ def run_with_half_parameters() -> list[Run]:
     ]
 
 
+@pytest.mark.long
 def test_half_parameters_on_two_ranks(workers: WorkerPool) -> None:
     *runs, asynchronous = zip(*workers.run(2, run_with_half_parameters), strict=True)
     for pair, case in zip(runs, HALF_THEMSELVES.values(), strict=True):

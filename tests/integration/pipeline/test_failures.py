@@ -298,7 +298,6 @@ def runs(
     "a_stopped_rank_*",
     "a_rank_that_waits_for_a_file_*",
     "a_rank_that_cannot_save_*",
-    "a_failed_rank_*",
 )
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_how_it_ends(run: Run, runs: dict[Run, Future[None]]) -> None:

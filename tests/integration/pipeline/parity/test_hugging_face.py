@@ -198,7 +198,7 @@ def fit_mesh(sizes: dict[str, Any], devices: int, *arguments: Any) -> Any:
     return fit(MeshStrategy(pp=2, **sizes), devices, *arguments)
 
 
-@pytest.mark.some("{'tp': 2}")
+@pytest.mark.some("{'dp_shard': 2}")
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}], ids=str)
 def test_stages_of_a_mesh_do_the_same(workers: WorkerPool, sizes: dict[str, Any]) -> None:
     assert_equal(workers.run(4, fit_mesh, sizes, 4, 1), fit("auto", 1, 1))
