@@ -79,19 +79,11 @@ class LoopProfiler(Profiler):
             self._begin(_UPDATE)
 
     def begin(self, kind: PhaseKind) -> None:
-        """Records the begin of a phase that only hooks report.
-
-        Args:
-            kind: Kind of the phase.
-        """
+        """Records the begin of a phase that only hooks report."""
         self._begin(kind)
 
     def end(self, kind: PhaseKind) -> None:
-        """Records the end of a phase.
-
-        Args:
-            kind: Kind of the phase.
-        """
+        """Records the end of a phase."""
         self._end(kind)
 
     def _begin(self, told: _Told) -> None:

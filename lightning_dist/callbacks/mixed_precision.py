@@ -216,11 +216,7 @@ def _make_scale(
 
 
 def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Checks that no other setting chooses the precision, and that steps are Lightning's.
-
-    Raises:
-        ValueError: Another setting does, or the strategy or the steps are others.
-    """
+    """Checks that no other setting chooses the precision, and that steps are Lightning's."""
     strategy = trainer.strategy
     present = strategy.precision_plugin
     if type(present) is not Precision:

@@ -63,11 +63,7 @@ _MOST_SPANS = 5_000
 
 
 class Media:
-    """Shows pictures, tables and pages in the loggers of a run, on rank 0.
-
-    Args:
-        loggers: Loggers of the Trainer.
-    """
+    """Shows pictures, tables and pages in the loggers of a run, on rank 0."""
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
         self._wandb: list[WandbLogger] = []
@@ -84,13 +80,7 @@ class Media:
         return bool(self._wandb or self._boards)
 
     def show_figure(self, name: str, figure: Figure, step: int) -> None:
-        """Shows a picture.
-
-        Args:
-            name: Name of the picture in the logger.
-            figure: The figure to show.
-            step: Step of the training.
-        """
+        """Shows a picture."""
         for wandb in self._wandb:
             wandb.log_image(name, [_pixels(figure)])
         for board in self._boards:
@@ -128,12 +118,7 @@ class Media:
             wandb.log_table(name, columns=headings, data=rows)
 
     def show_page(self, name: str, path: Path) -> None:
-        """Shows an HTML page; TensorBoard has no place for one.
-
-        Args:
-            name: Name of the page in the logger.
-            path: The HTML file.
-        """
+        """Shows an HTML page; TensorBoard has no place for one."""
         if self._wandb:
             from wandb import Html
 

@@ -23,10 +23,6 @@ from lightning_dist.strategies.base.rank_view import view_of
 class RankProbe:
     """Reads this rank's strategy, from the begin of training on. Collective: every rank needs one.
 
-    Args:
-        trainer: The trainer, before it trains.
-        module: The user's module.
-
     Attributes:
         mesh: The sizes of the mesh; foreign strategies are taken for replicas only.
         device: The device that this rank computes on.
@@ -110,10 +106,6 @@ class RankProbe:
 
     def predicted(self, measured: RankMemory, count: StepCount) -> RankMemory | None:
         """Returns the planner's prediction of this rank's memory.
-
-        Args:
-            measured: The measured memory of this rank.
-            count: The counts of a step.
 
         Returns:
             The prediction; None if the planner has no formula for the strategy.

@@ -123,11 +123,7 @@ class RankWatch:
         self.loop.listens = True
 
     def end_timed(self, batch: Any) -> None:
-        """Ends a timed batch.
-
-        Args:
-            batch: The batch that was trained on.
-        """
+        """Ends a timed batch."""
         self._marks.append(self._recorder.mark())
         self._num_samples += num_samples(batch)
         tokens = num_tokens(batch)

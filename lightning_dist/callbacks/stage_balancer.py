@@ -293,11 +293,7 @@ def _layers_of(trainer: pl.Trainer) -> LayerMover:
 
 
 def _check_stages(strategy: Strategy, moves_layers: bool) -> None:
-    """Checks that there are stages, and that their layers can move if they should.
-
-    Raises:
-        ValueError: There are no stages, or layers should move and cannot.
-    """
+    """Checks that there are stages, and that their layers can move if they should."""
     view = view_of(strategy)
     if view is None or not view.has_stages:
         raise ValueError(

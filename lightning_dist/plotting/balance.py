@@ -86,9 +86,6 @@ def _draw_layers(axes: Axes, balance: Balance) -> None:
 def shorten_names(names: Sequence[str]) -> tuple[str, list[str]]:
     """Removes the dotted parts that all names share, and the middle of names that are still long.
 
-    Args:
-        names: Names of layers, such as ``model.h.0.block``.
-
     Returns:
         The shared parts with ``*`` in the place of the rest, and the rest of each name.
     """

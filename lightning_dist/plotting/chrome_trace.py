@@ -66,11 +66,7 @@ def _loop_event(phase: Phase, zero_seconds: float) -> dict[str, Any]:
 
 
 def read_chrome_trace(path: str | os.PathLike[str]) -> Timeline:
-    """Reads the timeline that :func:`write_chrome_trace` wrote.
-
-    Args:
-        path: The JSON file.
-    """
+    """Reads the timeline that :func:`write_chrome_trace` wrote."""
     with open(path, encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     spans = tuple(

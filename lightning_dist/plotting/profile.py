@@ -35,11 +35,7 @@ class Bars:
 
     @classmethod
     def of_uses(cls, report: ProfileReport) -> Bars:
-        """Creates the bars of each rank's time in a step, by use.
-
-        Args:
-            report: Report of all ranks.
-        """
+        """Creates the bars of each rank's time in a step, by use."""
         rows = {
             f"rank {record.place.rank}": {use.value: s * 1e3 for use, s in account.seconds.items()}
             for record, account in zip(report.records, report.accounts, strict=True)
@@ -48,11 +44,7 @@ class Bars:
 
     @classmethod
     def of_memory(cls, report: ProfileReport) -> Bars:
-        """Creates the bars of each rank's memory, measured and predicted.
-
-        Args:
-            report: Report of all ranks.
-        """
+        """Creates the bars of each rank's memory, measured and predicted."""
         rows: dict[str, dict[str, float]] = {}
         for record in report.records:
             rank = f"rank {record.place.rank}"
@@ -117,11 +109,7 @@ def plot_profile(report: ProfileReport, path: str | os.PathLike[str] | None = No
 
 
 def drawn_timelines(report: ProfileReport) -> dict[str, Timeline]:
-    """Returns the timelines to draw: some steps, and the prediction of the same length at most.
-
-    Args:
-        report: Report of all ranks.
-    """
+    """Returns the timelines to draw: some steps, and the prediction of the same length at most."""
     count = min(_DRAWN_STEPS, report.num_steps)
     start = min(record.steps[0][0] for record in report.records)
     end = max(record.steps[count - 1][1] for record in report.records)

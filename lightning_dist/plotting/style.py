@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 def new_figure(width_inches: float, height_inches: float) -> Figure:
     """Creates a figure.
 
-    Args:
-        width_inches: Width of the picture.
-        height_inches: Height of the picture.
-
     Raises:
         ImportError: matplotlib is not installed.
     """
@@ -38,12 +34,7 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def clear_frame(axes: Axes, *sides: str) -> None:
-    """Hides sides of a frame.
-
-    Args:
-        axes: The panel.
-        sides: Names of the sides to hide.
-    """
+    """Hides sides of a frame."""
     for side in sides:
         axes.spines[side].set_visible(False)
 

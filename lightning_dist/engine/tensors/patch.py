@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+
+Undo: TypeAlias = Callable[[], None]
+"""Undoes a change; returned by the function that makes the change."""
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -85,19 +88,16 @@ def kept_on_parameters(module: nn.Module) -> Iterator[None]:
         put_on(parameter, own)
 
 
-def replace_method(owner: object, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+def replace_method(owner: object, name: str, method: Callable[..., Any]) -> Undo:
     """Replaces a method of one object.
 
     If the object has such an attribute of its own already, a user's or an earlier call's, the
-    returned function restores it.
+    undo restores it.
 
     Args:
         owner: The object, changed until the returned function is called.
         name: Name of the method.
         method: The replacement, called without the object.
-
-    Returns:
-        A function that undoes the change.
     """
     if name in vars(owner):
         undo = partial(setattr, owner, name, vars(owner)[name])

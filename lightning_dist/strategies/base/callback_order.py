@@ -119,9 +119,6 @@ def order_callbacks(
         on_train_epoch_end: As for :class:`FirstCallback`.
         on_train_end: As for :class:`FirstCallback`.
         on_train_epoch_start: As for :class:`FirstCallback`.
-
-    Returns:
-        Undoes the change.
     """
     first = FirstCallback(show_whole_model, on_train_epoch_end, on_train_end, on_train_epoch_start)
     added: list[pl.Callback] = [first]
@@ -141,28 +138,13 @@ def order_callbacks(
 
 
 def add_first_callback(trainer: pl.Trainer, callback: pl.Callback) -> Callable[[], None]:
-    """Adds a callback before those of a trainer.
-
-    Args:
-        trainer: The trainer, changed until the returned function is called.
-        callback: The callback to add.
-
-    Returns:
-        Undoes the change.
-    """
+    """Adds a callback before those of a trainer."""
     set_callbacks(trainer, [callback, *callbacks_of(trainer)])
     return lambda: set_callbacks(trainer, [c for c in callbacks_of(trainer) if c is not callback])
 
 
 def mute_checkpoints(trainer: pl.Trainer) -> Callable[[], None]:
-    """Keeps callbacks from saving, and from saying so, if ranks did not fail together.
-
-    Args:
-        trainer: The trainer, changed until the returned function is called.
-
-    Returns:
-        Undoes the change.
-    """
+    """Keeps callbacks from saving, and from saying so, if ranks did not fail together."""
     undos = ExitStack()
     for callback in callbacks_of(trainer):
         if isinstance(callback, ModelCheckpoint):

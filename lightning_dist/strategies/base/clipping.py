@@ -27,9 +27,6 @@ def clip_whole_gradient(plugin: Precision, clip_grad_norm: ClipGradNorm) -> Call
     Args:
         plugin: The plugin, changed until the returned function is called.
         clip_grad_norm: Clips the gradients of this rank's parameters.
-
-    Returns:
-        Undoes the change.
     """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:

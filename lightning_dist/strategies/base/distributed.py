@@ -161,12 +161,7 @@ class DistributedStrategy(ProcessMesh):
         return self.group(*self.mesh.sizes, purpose=purpose)
 
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory | None:
-        """Returns the planner's prediction of this rank's memory; None without a formula.
-
-        Args:
-            part: This rank's part of the model.
-            accumulates: Whether an update has several batches.
-        """
+        """Returns the planner's prediction of this rank's memory; None without a formula."""
         is_alone = self.mesh.world_size == 1
         return replicated(part, 1, accumulates=accumulates) if is_alone else None
 
@@ -245,14 +240,7 @@ class DistributedStrategy(ProcessMesh):
 
     @override
     def check_peers(self) -> None:
-        """Raises another rank's failure, if there is one and this rank's run has not ended.
-
-        To be called where the main thread is about to wait for other ranks.
-
-        Raises:
-            ValueError: Another rank has raised one, for a mistake of the user's.
-            RankFailedError: Another rank has failed otherwise.
-        """
+        """Raises another rank's failure, if there is one and this rank's run has not ended."""
         if self._guard is not None:
             self._guard.check_peers()
 
@@ -265,11 +253,7 @@ class DistributedStrategy(ProcessMesh):
         return nullcontext() if self._guard is None else self._guard.file_work(activity)
 
     def interrupt(self, error: BaseException) -> None:
-        """Wakes this rank's main thread where it waits for another rank.
-
-        Args:
-            error: The exception to raise in the main thread.
-        """
+        """Wakes this rank's main thread where it waits for another rank."""
 
     def _report(self, exception: BaseException) -> None:
         """Reports an exception to the other ranks, before callbacks handle it and may save."""

@@ -64,12 +64,7 @@ def between_backward_and_step(
 
 
 def set_device(module: pl.LightningModule, device: torch.device) -> None:
-    """Sets ``module.device``, which in public only ``.to`` does, by moving all parameters.
-
-    Args:
-        module: The user's module.
-        device: The device that the module computes on.
-    """
+    """Sets ``module.device``, which in public only ``.to`` does, by moving all parameters."""
     _update_properties(module, device=device)
 
 
@@ -95,9 +90,6 @@ def replace_sigterm_protocol(
     Args:
         trainer: The trainer; it must not have registered its signal handlers yet.
         before_batch: Called before each training batch.
-
-    Returns:
-        Undoes the changes.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     notifier, broadcast = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor"
@@ -168,9 +160,6 @@ def is_raised_in_step(error: BaseException) -> bool:
 
     The methods in which Lightning's loops call a step are private. The strategy's
     ``optimizer_step`` calls a step only in some of the batches.
-
-    Args:
-        error: The exception, after it has been raised.
     """
     steps = {
         _AutomaticOptimization.run.__code__,
@@ -182,12 +171,7 @@ def is_raised_in_step(error: BaseException) -> bool:
 
 
 def replace_torch_layer_sync(strategy: ParallelStrategy, layer_sync: LayerSync) -> None:
-    """Replaces the plugin of torch's ``SyncBatchNorm``, if the user asked for that one.
-
-    Args:
-        strategy: The trainer's strategy; see :func:`apply_layer_sync`.
-        layer_sync: The plugin to use instead.
-    """
+    """Replaces the plugin of torch's ``SyncBatchNorm``, if the user asked for that one."""
     if isinstance(strategy._layer_sync, TorchSyncBatchNorm):
         strategy._layer_sync = layer_sync
 
@@ -196,10 +180,6 @@ def apply_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) -> 
     """Synchronises BatchNorm layers over all ranks if ``sync_batchnorm=True``.
 
     The Trainer leaves the plugin for it in ``_layer_sync``.
-
-    Args:
-        strategy: The trainer's strategy.
-        module: The user's module; changed.
     """
     if strategy._layer_sync is not None:
         strategy._layer_sync.apply(module)
@@ -267,9 +247,6 @@ def replace_loader_hooks(
     Args:
         trainer: The trainer, before it fits; changed until the returned function is called.
         wrap: Returns the function to call in the place of each hook.
-
-    Returns:
-        Undoes the change.
     """
     loop = trainer.fit_loop
     sources = [loop._data_source, loop.epoch_loop.val_loop._data_source]
@@ -289,9 +266,6 @@ def request_loaders(trainer: pl.Trainer) -> tuple[Any, CombinedMode] | None:
     ``setup_data`` of a loop is public, but it is done once: a resumed run would find its loaders
     made before the state that belongs to them. ``_data_source`` knows which hook to call, and
     ``_request_dataloader`` how, for loaders that Lightning has to make anew.
-
-    Args:
-        trainer: The trainer, before it runs.
 
     Returns:
         The loaders, and how the loop combines them; None where there are none.
@@ -341,9 +315,6 @@ def batches_read(trainer: pl.Trainer) -> tuple[int, int | None, bool]:
     The loop counts the batches that it has trained on, not those that were read. ``_data_fetcher``,
     which reads the loader, counts the latter.
 
-    Args:
-        trainer: The trainer, in an epoch of training or at its end.
-
     Returns:
         Batches read, the loader's length if it has one, and whether it has ended.
     """
@@ -362,19 +333,12 @@ def can_stop_early(trainer: pl.Trainer) -> bool:
 
     A loop obeys ``trainer.should_stop`` if ``_can_stop_early`` says that ``min_epochs`` and
     ``min_steps`` are met. No public name says from when on the loop counts an epoch.
-
-    Args:
-        trainer: The trainer, in a fit.
     """
     return trainer.fit_loop._can_stop_early
 
 
 def validates_by_the_clock(trainer: pl.Trainer) -> bool:
-    """Returns whether ``val_check_interval`` is a time, parsed in ``_val_check_time_interval``.
-
-    Args:
-        trainer: The trainer, before it fits.
-    """
+    """Returns whether ``val_check_interval`` is a time, parsed in ``_val_check_time_interval``."""
     return getattr(trainer, "_val_check_time_interval") is not None  # noqa: B009
 
 
@@ -388,9 +352,6 @@ def change_validation_due(
     Args:
         trainer: The trainer, before it fits; changed until the returned function is called.
         change: Takes the decision of this rank, and returns the decision to follow.
-
-    Returns:
-        Undoes the change.
     """
     loop = trainer.fit_loop.epoch_loop
     own = loop._should_check_val_fx
@@ -405,12 +366,6 @@ def as_of_training_step(module: pl.LightningModule) -> Iterator[None]:
     its steps are over. Then the trainer's stage may be validation already, and ``_current_fx_name``
     names another hook than the one that results are kept under. ``_first_loop_iter`` must be False,
     or Lightning takes the next value for that of a new epoch.
-
-    Args:
-        module: The user's module, in one of its hooks.
-
-    Yields:
-        Nothing.
     """
     trainer = module.trainer
     connector, stage = trainer._logger_connector, trainer.state.stage
@@ -441,9 +396,6 @@ def as_of_hook(module: pl.LightningModule, hook: str) -> Iterator[None]:
     Args:
         module: The module whose ``log`` is called.
         hook: Name of the other hook.
-
-    Yields:
-        Nothing.
     """
     present, module._current_fx_name = module._current_fx_name, hook
     try:
@@ -456,9 +408,6 @@ def logged_step(trainer: pl.Trainer) -> int:
     """Returns the step at which loggers get the values that a training batch logs.
 
     Unlike ``global_step``, ``_batches_that_stepped`` counts optimizer steps as loggers do.
-
-    Args:
-        trainer: The trainer, in a training batch.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
@@ -494,12 +443,7 @@ def log_training_step(trainer: pl.Trainer, step: int, *, stops: bool) -> None:
 
 
 def forget_step_values(trainer: pl.Trainer) -> None:
-    """Forgets the values that ``training_step`` logged, so that the next step does not repeat them.
-
-    Args:
-        trainer: The trainer, in a training batch or under :func:`as_of_training_step`; see
-            :func:`log_training_step`.
-    """
+    """Forgets the values that ``training_step`` logged, lest the next step repeat them."""
     assert trainer._results is not None
     for item in trainer._results.values():
         if item.meta.fx == "training_step":

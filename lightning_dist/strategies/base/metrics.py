@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_dist.engine.tensors.patch import Undo
 
-def reduce_metrics_over(module: nn.Module, group: dist.ProcessGroup) -> Callable[[], None]:
+
+def reduce_metrics_over(module: nn.Module, group: dist.ProcessGroup) -> Undo:
     """Sets the process group of each metric of a module that has none.
 
     Args:
@@ -74,11 +76,7 @@ class StageMetrics:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Marks a step, which only the last stage runs to its end.
-
-        Yields:
-            Nothing.
-        """
+        """Marks a step, which only the last stage runs to its end."""
         self._in_step = True
         try:
             yield

@@ -22,14 +22,7 @@ from lightning_dist.strategies.base.lightning_internals import callbacks_of
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:
-    """Checks that no callback copies the model, or compares all of its parameters.
-
-    Args:
-        trainer: The trainer, set up to fit.
-
-    Raises:
-        ValueError: A callback does.
-    """
+    """Checks that no callback copies the model, or compares all of its parameters."""
     for callback in callbacks_of(trainer):
         if isinstance(callback, ModelPruning):
             raise ValueError(
@@ -44,14 +37,7 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 
 
 def check_finetuning(trainer: pl.Trainer) -> None:
-    """Checks that no callback adds parameter groups according to a rank's part of the model.
-
-    Args:
-        trainer: The trainer, set up to fit.
-
-    Raises:
-        ValueError: A callback does.
-    """
+    """Checks that no callback adds parameter groups according to a rank's part of the model."""
     if any(isinstance(callback, BackboneFinetuning) for callback in callbacks_of(trainer)):
         raise ValueError(
             "BackboneFinetuning adds a parameter group where the backbone is and changes the rate"
@@ -62,14 +48,7 @@ def check_finetuning(trainer: pl.Trainer) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Checks that no optimizer treats all parameters as one vector.
-
-    Args:
-        optimizers: The optimizers that ``configure_optimizers`` returned.
-
-    Raises:
-        ValueError: An optimizer does.
-    """
+    """Checks that no optimizer treats all parameters as one vector."""
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
             "LBFGS lays all parameters out as one vector, of which each rank has a part only, and"
@@ -79,15 +58,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_sharded_optimizers(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
-    """Checks that torch can update shards with each optimizer.
-
-    Args:
-        optimizers: The optimizers that ``configure_optimizers`` returned.
-        group: A gloo group of all ranks, of which some may hold no shards.
-
-    Raises:
-        ValueError: torch cannot update shards with an optimizer.
-    """
+    """Checks that torch can update shards with each optimizer."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, _find_unshardable(optimizers), group=group)
     for reason in filter(None, found):
@@ -123,13 +94,6 @@ def check_group_values(optimizers: Sequence[Optimizer], group: dist.ProcessGroup
 
     Collective: every rank must call it. An optimizer with one estimate for all parameters computes
     a different estimate from each rank's part of the gradients.
-
-    Args:
-        optimizers: This rank's optimizers.
-        group: A gloo group of all ranks.
-
-    Raises:
-        ValueError: The numbers differ.
     """
     found: list[Any] = [None] * dist.get_world_size(group)
     own = [(type(o).__name__, _numbers(o)) for o in optimizers]

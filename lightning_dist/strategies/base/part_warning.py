@@ -56,14 +56,7 @@ def warn_of_part(module: nn.Module) -> None:
 
 @contextmanager
 def without_warning(module: nn.Module) -> Iterator[None]:
-    """Mutes the warning of :func:`warn_of_part`.
-
-    Args:
-        module: The user's module.
-
-    Yields:
-        Nothing.
-    """
+    """Mutes the warning of :func:`warn_of_part`."""
     warning = vars(module).get(_ATTRIBUTE)
     if not isinstance(warning, PartWarning):
         yield

@@ -81,11 +81,7 @@ class HalfPrecisionPlugin(Precision):
         return self.half.dtype if parameter in self._own else parameter.dtype
 
     def agree_by(self, overflow: Overflow) -> None:
-        """Sets the vote on skipping a step.
-
-        Args:
-            overflow: The vote of the coming run.
-        """
+        """Sets the vote on skipping a step."""
         self._overflow = overflow
 
     def scale_of_next_batch(self) -> float:
@@ -228,11 +224,7 @@ class HalfPrecisionPlugin(Precision):
 
 
 def param_dtype_of(plugin: Precision) -> torch.dtype | None:
-    """Returns the dtype that sharded units compute in; None for the parameters' own dtype.
-
-    Args:
-        plugin: The Trainer's precision plugin.
-    """
+    """Returns the dtype that sharded units compute in; None for the parameters' own dtype."""
     half = half_precision_of(plugin)
     if half is not None and half.half.master_weights:
         return half.half.dtype
@@ -241,9 +233,5 @@ def param_dtype_of(plugin: Precision) -> torch.dtype | None:
 
 
 def half_precision_of(precision: Precision) -> HalfPrecisionPlugin | None:
-    """Returns a strategy's precision plugin if it is this package's, else None.
-
-    Args:
-        precision: The strategy's precision plugin.
-    """
+    """Returns a strategy's precision plugin if it is this package's, else None."""
     return precision if isinstance(precision, HalfPrecisionPlugin) else None

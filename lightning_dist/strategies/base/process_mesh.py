@@ -118,9 +118,6 @@ class ProcessMesh(ParallelStrategy):
     def mesh_shape(self, world_size: int) -> MeshShape:
         """Decides the sizes of the mesh.
 
-        Args:
-            world_size: Number of all ranks.
-
         Raises:
             ValueError: The strategy's sizes do not fit the world size.
         """
@@ -313,13 +310,7 @@ class ProcessMesh(ParallelStrategy):
         group: Any | None = None,
         reduce_op: ReduceOp | str | None = "mean",
     ) -> Tensor | Any:
-        """Reduces a tensor over the data replicas; the other axes hold the same value.
-
-        Args:
-            tensor: The tensor to reduce; any other object is returned unchanged.
-            group: Process group to reduce over, if not the data replicas.
-            reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch ``ReduceOp``.
-        """
+        """Reduces a tensor over the data replicas; the other axes hold the same value."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         return reduce_tensor(tensor, group or self.data_group, reduce_op)

@@ -66,9 +66,6 @@ class Viewable(Protocol):
 def view_of(strategy: object) -> RankView | None:
     """Returns what a strategy shows of this rank.
 
-    Args:
-        strategy: Any strategy.
-
     Returns:
         The view; None if the strategy shows nothing.
     """

@@ -53,11 +53,7 @@ class RunSetup(LayoutFreeCheckpoints):
     @final
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Sets a run up. Collective: every rank must call it.
-
-        Args:
-            trainer: The trainer, with the module connected.
-        """
+        """Sets a run up. Collective: every rank must call it."""
         self.lay_out_once()
         self.connect_loops(trainer)
         if self.is_fitting:
@@ -103,9 +99,6 @@ class RunSetup(LayoutFreeCheckpoints):
     def check_run(self, trainer: pl.Trainer) -> None:
         """Checks that this strategy can run the module. Collective: every rank must call it.
 
-        Args:
-            trainer: The trainer, before it runs.
-
         Raises:
             ValueError: The module or the trainer asks for what the strategy cannot do.
         """
@@ -115,9 +108,6 @@ class RunSetup(LayoutFreeCheckpoints):
         """Parallelizes the module, and moves this rank's part to its device.
 
         Collective: every rank must call it.
-
-        Args:
-            trainer: The trainer, before it runs.
         """
 
     @override
@@ -125,11 +115,7 @@ class RunSetup(LayoutFreeCheckpoints):
         self.module.to(self.root_device)
 
     def connect_loops(self, trainer: pl.Trainer) -> None:
-        """Takes part in Lightning's loops where these call no strategy, until the session ends.
-
-        Args:
-            trainer: The trainer, set up to fit or to evaluate.
-        """
+        """Takes part in Lightning's loops where these call no strategy, until the session ends."""
         self.guard.connect_signals(self.before_reading)
         if not self.is_fitting:
             self._undo += (self.connect_evaluation(trainer),)
@@ -150,11 +136,7 @@ class RunSetup(LayoutFreeCheckpoints):
         )
 
     def connect_evaluation(self, trainer: pl.Trainer) -> Callable[[], None]:
-        """Lets the ranks of an evaluation stop together; returns a function that undoes it.
-
-        Args:
-            trainer: The trainer, set up to evaluate.
-        """
+        """Lets the ranks of an evaluation stop together; returns a function that undoes it."""
         return stop_evaluations_together(trainer, self.guard, self.group(*self.mesh.sizes))
 
     def print_summary(self) -> None:
@@ -175,20 +157,12 @@ class RunSetup(LayoutFreeCheckpoints):
         """
 
     def gradient_clipping(self, trainer: pl.Trainer) -> ClipGradNorm | None:
-        """Returns the function that clips gradients; None if each rank has the whole gradient.
-
-        Args:
-            trainer: The trainer, set up to fit.
-        """
+        """Returns the function that clips gradients; None if each rank has the whole gradient."""
         return None
 
     @abstractmethod
     def open_session(self, trainer: pl.Trainer) -> None:
-        """Opens what the steps of the run need. Collective: every rank must call it.
-
-        Args:
-            trainer: The trainer, set up to fit or to evaluate.
-        """
+        """Opens what the steps of the run need. Collective: every rank must call it."""
 
     @override
     def close_session(self) -> None:
@@ -227,11 +201,7 @@ class RunSetup(LayoutFreeCheckpoints):
 
     @contextmanager
     def summarised_module(self) -> Iterator[None]:
-        """Shows the whole model to the callbacks' ``on_fit_start``.
-
-        Yields:
-            Nothing.
-        """
+        """Shows the whole model to the callbacks' ``on_fit_start``."""
         # Only a step can run the parts of all ranks, and an example's forward is none.
         example, self.module.example_input_array = self.module.example_input_array, None
         try:

@@ -14,11 +14,7 @@ from lightning_dist.engine.checkpoint import files as checkpoints
 
 
 def is_local(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is one of the operating system, not a URL.
-
-    Args:
-        path: Path of a checkpoint.
-    """
+    """Returns whether a path is one of the operating system, not a URL."""
     return "://" not in os.fspath(path)
 
 

@@ -20,14 +20,7 @@ from lightning_dist.engine.tensors.patch import gradient_hooks_of, has_gradient_
 
 
 def check_compression(compression: str) -> None:
-    """Checks that gradients are to be sent uncompressed.
-
-    Args:
-        compression: As given to the strategy.
-
-    Raises:
-        ValueError: Gradients are to be compressed.
-    """
+    """Checks that gradients are to be sent uncompressed."""
     if compression != "none":
         raise ValueError(
             f"compression={compression!r} is DDPStrategy's: shards of gradients are sent as they"
@@ -37,15 +30,7 @@ def check_compression(compression: str) -> None:
 
 
 def check_reshard(reshard_after_forward: bool | int | str, shard_size: int) -> None:
-    """Checks that parameters can be resharded to so many ranks after the forward.
-
-    Args:
-        reshard_after_forward: As given to the strategy.
-        shard_size: Number of ranks that share one replica.
-
-    Raises:
-        ValueError: The number is no true divisor of the shard size.
-    """
+    """Checks that parameters can be resharded to so many ranks after the forward."""
     if isinstance(reshard_after_forward, bool | str):
         return
     divisors = [size for size in range(2, shard_size) if shard_size % size == 0]
@@ -58,14 +43,7 @@ def check_reshard(reshard_after_forward: bool | int | str, shard_size: int) -> N
 
 
 def check_hooks(module: pl.LightningModule) -> None:
-    """Checks that no hook waits for the gradient of a parameter that FSDP2 replaces.
-
-    Args:
-        module: The user's module.
-
-    Raises:
-        ValueError: A hook does, and would not be called, for shards are other parameters.
-    """
+    """Checks that no hook waits for the gradient of a parameter that FSDP2 replaces."""
     for name, parameter in module.named_parameters():
         before, behind = gradient_hooks_of(parameter)
         if before or (behind and not is_spread(parameter)):
@@ -91,9 +69,6 @@ class HookCheck:
 
         Args:
             accumulating: Whether more gradients come before the update.
-
-        Raises:
-            ValueError: A hook would not be called, or not with the gradient of a single device.
         """
         if self._gathered is None:
             # The parameters that the root has gathered for a step; the same tensors in each step.
@@ -126,16 +101,7 @@ def _refuse_hook(name: str, reason: str) -> NoReturn:
 
 
 def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
-    """Checks that a module can be sharded.
-
-    Args:
-        module: The user's module.
-        is_manual: Whether the module should have sharded itself.
-
-    Raises:
-        ValueError: The module has a parameter without a dimension or without elements, has not
-            sharded itself though it should, or the other way round.
-    """
+    """Checks that a module can be sharded."""
     is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
     # If one unit is the whole module, an earlier run's unit is around the module, not in it.
     if not is_manual and (is_sharded or any(is_spread(p) for p in module.parameters())):
@@ -165,14 +131,7 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
 
 
 def check_automatic(module: pl.LightningModule) -> None:
-    """Checks that no step of a module calls backward by itself.
-
-    Args:
-        module: The user's module.
-
-    Raises:
-        ValueError: The module has manual optimization.
-    """
+    """Checks that no step of a module calls backward by itself."""
     if not module.automatic_optimization:
         raise ValueError(
             "Manual optimization calls backward inside of the step, where ranks that share layers,"
@@ -182,15 +141,7 @@ def check_automatic(module: pl.LightningModule) -> None:
 
 
 def check_optimization(module: pl.LightningModule, is_manual: bool) -> None:
-    """Checks that a module optimizes as it did when it was sharded.
-
-    Args:
-        module: The user's module.
-        is_manual: Whether the module was sharded for steps that call backward.
-
-    Raises:
-        ValueError: The module optimizes manually now, and did not when it was sharded.
-    """
+    """Checks that a module optimizes as it did when it was sharded."""
     if not is_manual and not module.automatic_optimization:
         raise ValueError(
             "The module was sharded for automatic optimization, and `automatic_optimization` is"
@@ -199,15 +150,7 @@ def check_optimization(module: pl.LightningModule, is_manual: bool) -> None:
 
 
 def check_half_precision(module: pl.LightningModule, is_manual: bool) -> None:
-    """Checks that shards can be gathered in half precision, as ``MixedPrecision`` asks.
-
-    Args:
-        module: The user's module.
-        is_manual: Whether the module has sharded itself.
-
-    Raises:
-        ValueError: The module has sharded itself, or a parameter belongs to no called module.
-    """
+    """Checks that shards can be gathered in half precision, as ``MixedPrecision`` asks."""
     if is_manual:
         raise ValueError(
             "MixedPrecision says what shards are gathered as, and wrap='manual' leaves that to"
@@ -223,17 +166,7 @@ def check_half_precision(module: pl.LightningModule, is_manual: bool) -> None:
 
 
 def check_sizes(pp: object, dp_replicate: object, dp_shard: object, tp: object) -> None:
-    """Checks the sizes of the axes, each by itself.
-
-    Args:
-        pp: As given to the strategy.
-        dp_replicate: As given to the strategy.
-        dp_shard: As given to the strategy.
-        tp: As given to the strategy.
-
-    Raises:
-        ValueError: A size is no number of ranks.
-    """
+    """Checks the sizes of the axes, each by itself."""
     for name, size in (("pp", pp), ("dp_replicate", dp_replicate), ("tp", tp)):
         check_count(name, size)
     if dp_shard != "auto":
@@ -241,17 +174,7 @@ def check_sizes(pp: object, dp_replicate: object, dp_shard: object, tp: object) 
 
 
 def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -> None:
-    """Checks that a pipeline goes with the rest of the mesh.
-
-    Args:
-        pp: Number of stages.
-        tp: Number of tensor-parallel ranks.
-        pipeline: How the pipeline runs.
-        shard: How parameters are sharded.
-
-    Raises:
-        ValueError: The pipeline does not go with it.
-    """
+    """Checks that a pipeline goes with the rest of the mesh."""
     if pipeline.asynchronous:
         raise ValueError(
             f"schedule={pipeline.schedule!r} keeps older versions of a stage's weights, each of"
@@ -278,15 +201,7 @@ def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -
 
 
 def check_offload(offload: Offload, shape: MeshShape) -> None:
-    """Checks that there are shards to keep in host memory.
-
-    Args:
-        offload: As given to the strategy.
-        shape: Sizes of the mesh.
-
-    Raises:
-        ValueError: No parameter is sharded.
-    """
+    """Checks that there are shards to keep in host memory."""
     if offload != "none" and shape.data_size == 1 and shape.world_size > 1:
         raise ValueError(
             f"offload={offload!r} keeps shards in host memory, and with dp_replicate=1 x dp_shard=1"
@@ -296,15 +211,7 @@ def check_offload(offload: Offload, shape: MeshShape) -> None:
 
 
 def check_dry_run(is_manual: bool, optimizer_states_per_parameter: int) -> None:
-    """Checks the arguments of a dry run.
-
-    Args:
-        is_manual: Whether the module shards itself.
-        optimizer_states_per_parameter: As given to the dry run.
-
-    Raises:
-        ValueError: No dry run can have these arguments.
-    """
+    """Checks the arguments of a dry run."""
     if is_manual:
         raise ValueError(
             "wrap='manual': `configure_model` shards on a mesh of real processes, which a dry run"
@@ -318,15 +225,7 @@ def check_dry_run(is_manual: bool, optimizer_states_per_parameter: int) -> None:
 
 
 def check_precision(precision: str, tp_size: int) -> None:
-    """Checks that tensor-parallel ranks skip the same steps.
-
-    Args:
-        precision: The Trainer's precision.
-        tp_size: Number of tensor-parallel ranks.
-
-    Raises:
-        ValueError: Each rank would decide for itself.
-    """
+    """Checks that tensor-parallel ranks skip the same steps."""
     if precision == "16-mixed" and tp_size > 1:
         raise ValueError(
             f"precision='16-mixed' with tp_size={tp_size}: each rank's loss scaler looks at its own"

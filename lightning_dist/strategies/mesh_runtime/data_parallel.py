@@ -107,10 +107,7 @@ class DataParallelStrategy(RunSetup):
         return RandomStream(self._seed, batch_index, *place)
 
     def _seed_alike(self) -> None:
-        """Seeds the global generators by the batch at hand, alike on all ranks.
-
-        Iterables that are no loaders of torch's need it: ``__iter__`` may share the data out.
-        """
+        """Seeds the global generators by the batch at hand, alike on all ranks."""
         if self.mesh.data_size > 1:
             batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
             seed_all(self._seed, batch_index, _ITERATORS, device=self.root_device)

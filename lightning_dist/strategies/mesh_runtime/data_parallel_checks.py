@@ -21,17 +21,7 @@ from lightning_dist.engine.tensors.dtensor import is_spread
 def check_arguments(
     compression: str, powersgd_rank: int, powersgd_start_step: int, bucket_megabytes: float
 ) -> None:
-    """Checks the strategy's arguments, each by itself.
-
-    Args:
-        compression: As given to the strategy.
-        powersgd_rank: As given to the strategy.
-        powersgd_start_step: As given to the strategy.
-        bucket_megabytes: As given to the strategy.
-
-    Raises:
-        ValueError: An argument is unknown or too small.
-    """
+    """Checks the strategy's arguments, each by itself."""
     if compression not in get_args(Compression):
         raise ValueError(
             f"compression={compression!r} is unknown; use one of {get_args(Compression)}."
@@ -43,16 +33,7 @@ def check_arguments(
 
 
 def check_local_sgd(sync_every: int, sync_warmup_steps: int, compression: str) -> None:
-    """Checks the arguments of local SGD.
-
-    Args:
-        sync_every: As given to the strategy.
-        sync_warmup_steps: As given to the strategy.
-        compression: As given to the strategy.
-
-    Raises:
-        ValueError: An argument is too small, or the arguments do not go together.
-    """
+    """Checks the arguments of local SGD."""
     check_count("sync_every", sync_every)
     check_count("sync_warmup_steps", sync_warmup_steps, at_least=0)
     if sync_every > 1 and sync_warmup_steps == 0 and compression != "none":
@@ -63,15 +44,7 @@ def check_local_sgd(sync_every: int, sync_warmup_steps: int, compression: str) -
 
 
 def check_compressible(module: nn.Module, compression: str) -> None:
-    """Checks that each gradient can be compressed.
-
-    Args:
-        module: The user's module.
-        compression: As given to the strategy.
-
-    Raises:
-        ValueError: PowerSGD could not make a matrix of a gradient.
-    """
+    """Checks that each gradient can be compressed."""
     without = [n for n, p in module.named_parameters() if p.ndim == 0 or p.numel() == 0]
     if compression == "powersgd" and without:
         raise ValueError(
@@ -82,16 +55,7 @@ def check_compressible(module: nn.Module, compression: str) -> None:
 
 
 def check_uneven(sync_every: int, static_graph: bool, find_unused_parameters: bool) -> None:
-    """Checks that the arguments go with ranks that have different numbers of batches.
-
-    Args:
-        sync_every: As given to the strategy.
-        static_graph: As given to the strategy.
-        find_unused_parameters: As given to the strategy.
-
-    Raises:
-        ValueError: An argument does not go with them.
-    """
+    """Checks that the arguments go with ranks that have different numbers of batches."""
     if sync_every > 1:
         raise ValueError(
             f"uneven_inputs=True does not go with sync_every={sync_every}: a replica without data"
@@ -106,15 +70,7 @@ def check_uneven(sync_every: int, static_graph: bool, find_unused_parameters: bo
 
 
 def check_uneven_module(module: pl.LightningModule, *, has_layer_sync: bool) -> None:
-    """Checks that no step of a module needs a rank that has run out of data.
-
-    Args:
-        module: The user's module.
-        has_layer_sync: Whether the Trainer was asked for ``sync_batchnorm``.
-
-    Raises:
-        ValueError: A step needs such a rank.
-    """
+    """Checks that no step of a module needs a rank that has run out of data."""
     reasons = []
     if not module.automatic_optimization:
         reasons.append("automatic_optimization=False, whose optimizer steps are in the user's step")
@@ -133,15 +89,7 @@ def check_uneven_module(module: pl.LightningModule, *, has_layer_sync: bool) -> 
 
 
 def check_single_loader(trainer: pl.Trainer, loader: object) -> None:
-    """Checks that there is one training loader.
-
-    Args:
-        trainer: The trainer, with its loaders set up.
-        loader: The loader that is known to be of equal length on all ranks.
-
-    Raises:
-        ValueError: There are several training loaders.
-    """
+    """Checks that there is one training loader."""
     if trainer.train_dataloader is not loader:
         raise ValueError(
             f"uneven_inputs=True needs one training loader, not a"
@@ -150,15 +98,7 @@ def check_single_loader(trainer: pl.Trainer, loader: object) -> None:
 
 
 def check_module(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Checks that each rank has built the same model, and that no part of it is wrapped.
-
-    Args:
-        module: The user's module.
-        group: A gloo group of all ranks.
-
-    Raises:
-        ValueError: Parameters or buffers differ between ranks, or a part is wrapped already.
-    """
+    """Checks that each rank has built the same model, and that no part of it is wrapped."""
     for name, part in module.named_modules():
         if isinstance(part, DistributedDataParallel | FullyShardedDataParallel):
             raise ValueError(
@@ -201,15 +141,7 @@ def _difference(kind: str, first: dict[str, str], rank: int, other: dict[str, st
 
 
 def check_lengths(trainer: pl.Trainer, group: dist.ProcessGroup) -> None:
-    """Checks that each rank has as many training batches.
-
-    Args:
-        trainer: The trainer, with its loaders set up.
-        group: A gloo group of all ranks.
-
-    Raises:
-        ValueError: The numbers of batches differ.
-    """
+    """Checks that each rank has as many training batches."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, trainer.num_training_batches, group=group)
     if len(set(everyone)) > 1:
@@ -221,15 +153,7 @@ def check_lengths(trainer: pl.Trainer, group: dist.ProcessGroup) -> None:
 
 
 def check_static_graph(static_graph: bool, num_optimizers: int) -> None:
-    """Checks that each backward can be like the first one.
-
-    Args:
-        static_graph: As given to the strategy.
-        num_optimizers: Number of optimizers that ``configure_optimizers`` returned.
-
-    Raises:
-        ValueError: There are several optimizers, whose losses use different parameters.
-    """
+    """Checks that each backward can be like the first one."""
     if static_graph and num_optimizers > 1:
         raise ValueError(
             f"static_graph=True does not go with {num_optimizers} optimizers: each one's backward"
@@ -239,14 +163,7 @@ def check_static_graph(static_graph: bool, num_optimizers: int) -> None:
 
 
 def check_whole(module: nn.Module) -> None:
-    """Checks that no earlier Trainer has left a module in shards.
-
-    Args:
-        module: The user's module.
-
-    Raises:
-        ValueError: An earlier Trainer has.
-    """
+    """Checks that no earlier Trainer has left a module in shards."""
     if any(map(is_spread, module.parameters())):
         raise ValueError(
             "The module is sharded already, by an earlier Trainer's strategy, and this one computes"

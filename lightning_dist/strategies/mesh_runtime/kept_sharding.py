@@ -69,11 +69,7 @@ class KeptSharding:
 
 
 def keep_sharding(kept: KeptSharding) -> None:
-    """Stores a module's sharding in the module.
-
-    Args:
-        kept: The sharding.
-    """
+    """Stores a module's sharding in the module."""
     setattr(kept.sharded.module, _ATTRIBUTE, kept)
 
 
@@ -81,11 +77,6 @@ def find_sharding(
     module: pl.LightningModule, layout: Layout, mesh: DeviceMesh
 ) -> ShardedModule | None:
     """Returns the module as an earlier Trainer has sharded it.
-
-    Args:
-        module: The user's module.
-        layout: The layout that this Trainer's strategy is asked for.
-        mesh: This Trainer's ranks.
 
     Returns:
         The sharded module; None if no Trainer has sharded it.

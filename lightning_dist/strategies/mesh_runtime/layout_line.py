@@ -115,11 +115,7 @@ def describe_replicas(
 
 
 def explain_own_statistics(names: Sequence[str]) -> str:
-    """Explains that replicas normalise by their own samples.
-
-    Args:
-        names: Modules that compute statistics of a batch.
-    """
+    """Explains that replicas normalise by their own samples."""
     return (
         f"{shorten(names, _MOST_NAMES)}: statistics are those of a rank's own batch. For those of"
         " the batches of all ranks: Trainer(sync_batchnorm=True)."

@@ -204,11 +204,7 @@ class ShardedPlacement(DataParallelStrategy):
         self.sharded.move(self.root_device, offloaded=self._shard_config.offload == "cpu")
 
     def parallelism(self, shape: MeshShape) -> Parallelism:
-        """Returns the parallelism that the arguments and the precision ask for.
-
-        Args:
-            shape: The mesh of all ranks.
-        """
+        """Returns the parallelism that the arguments and the precision ask for."""
         plugin = half_precision_of(self.precision_plugin)
         return Parallelism(
             self._pipeline_config if shape.pp > 1 else None,

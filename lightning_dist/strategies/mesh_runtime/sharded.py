@@ -112,11 +112,7 @@ class ShardedStrategy(ShardedPlacement):
 
     @override
     def drain(self) -> None:
-        """Broadcasts the first replica's buffers (running statistics) to the other replicas.
-
-        Collective: every rank must call it. Validation, checkpoints and the end of training call it
-        by themselves.
-        """
+        """Broadcasts the first replica's buffers (running statistics) to the other replicas."""
         self.check_peers()
         if self._sharded is not None and self.is_running:
             self._sharded.run_deferred_checks()

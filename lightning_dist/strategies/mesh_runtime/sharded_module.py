@@ -115,11 +115,7 @@ class ShardedModule:
     # --- a run -------------------------------------------------------------------------------
 
     def open(self, run: RunContext) -> None:
-        """Begins a run of a pipeline. Collective: every rank must call it.
-
-        Args:
-            run: The context of the run.
-        """
+        """Begins a run of a pipeline. Collective: every rank must call it."""
 
     def close(self, *, failed: bool) -> None:
         """Ends a run.
@@ -135,46 +131,24 @@ class ShardedModule:
         self.end_check()
 
     def measure(self, group: dist.ProcessGroup) -> Measurements:
-        """Gathers the measurements of a pipeline's stages. Collective: every rank must call it.
-
-        Args:
-            group: A gloo group of all ranks.
-        """
+        """Gathers the measurements of a pipeline's stages. Collective: every rank must call it."""
         return Measurements()
 
     def interrupt(self, error: BaseException) -> None:
-        """Wakes this rank's main thread where it waits for another stage.
-
-        Args:
-            error: The exception to raise in the main thread.
-        """
+        """Wakes this rank's main thread where it waits for another stage."""
 
     # --- steps -------------------------------------------------------------------------------
 
     def train(
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
-        """Runs a step whose result will be differentiated.
-
-        Args:
-            step: A method of the module.
-            context: Creates the context manager that the step runs in.
-            args: Positional arguments of the step.
-            kwargs: Keyword arguments of the step.
-        """
+        """Runs a step whose result will be differentiated."""
         return self._run(step, context, args, kwargs, training=True)
 
     def evaluate(
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
-        """Runs a step without gradients.
-
-        Args:
-            step: A method of the module.
-            context: Creates the context manager that the step runs in.
-            args: Positional arguments of the step.
-            kwargs: Keyword arguments of the step.
-        """
+        """Runs a step without gradients."""
         # Gathered parameters made under `inference_mode` could not be trained with later.
         with torch.inference_mode(False), torch.no_grad():
             try:
@@ -208,11 +182,7 @@ class ShardedModule:
         return nullcontext() if self._used is None else self._used.step(training=training)
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a step so that it forgets earlier steps and gathers sharded logits by itself.
-
-        Args:
-            step: A method of the module.
-        """
+        """Wraps a step so that it forgets earlier steps and gathers sharded logits by itself."""
         spread = self._spread
         if spread is None:
             return step
@@ -274,13 +244,7 @@ class ShardedModule:
     def update(
         self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
     ) -> Any:
-        """Runs a step and the update that it brings.
-
-        Args:
-            optimizer: The optimizer that updates.
-            closure: Runs the step.
-            apply: Runs the step and updates.
-        """
+        """Runs a step and the update that it brings."""
         return apply() if self._manual is None else self._manual.run_update(apply)
 
     def add_gradients(self) -> None:
@@ -306,11 +270,7 @@ class ShardedModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keeps the gradients of all backwards inside on this rank, unsharded.
-
-        Yields:
-            Nothing.
-        """
+        """Keeps the gradients of all backwards inside on this rank, unsharded."""
         for shards in self._shards:
             shards.set_requires_gradient_sync(False)
         try:
@@ -381,11 +341,7 @@ class ShardedModule:
         return []
 
     def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the entries that this stage saves in checkpoints.
-
-        Args:
-            state: The module's state dict.
-        """
+        """Returns the entries that this stage saves in checkpoints."""
         return dict(state)
 
     def foreign_names(self) -> set[str]:

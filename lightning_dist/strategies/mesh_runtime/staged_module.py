@@ -86,11 +86,7 @@ class StagedModule(ShardedModule):
         return f"{self._split.path}.{', '.join(ranges)}"
 
     def start_line(self, mesh: MeshShape) -> StartLine:
-        """Returns the callback that describes the pipeline when training begins.
-
-        Args:
-            mesh: All ranks.
-        """
+        """Returns the callback that describes the pipeline when training begins."""
         return StartLine(self.session.pipeline, mesh, self._split.source, self._statistics)
 
     @override

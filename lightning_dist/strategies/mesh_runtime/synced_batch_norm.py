@@ -55,17 +55,7 @@ def _forward(
     group: dist.ProcessGroup,
     x: Tensor,
 ) -> Tensor:
-    """Normalizes over all ranks' rows in training; unchanged in evaluation.
-
-    Args:
-        layer: The layer.
-        forward: The layer's own forward.
-        group: The ranks.
-        x: Input of shape (rows, channels, ...).
-
-    Returns:
-        The normalized input, of the same shape and type.
-    """
+    """Normalizes over all ranks' rows in training; unchanged in evaluation."""
     if not layer.training:
         return forward(x)
     layer._check_input_dim(x)

@@ -48,22 +48,14 @@ class BriefHook:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Returns whether an exception is a user's mistake: raised by this package, without a cause.
-
-    Args:
-        error: The exception, after it has been raised.
-    """
+    """Returns whether an exception is a user's mistake: raised by this package, without a cause."""
     packages = [_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
     has_reason = error.__cause__ is not None  # the cause may have frames that help
     return isinstance(error, ValueError) and not has_reason and packages[-1:] == [_OWN]
 
 
 def format_mistake(error: BaseException) -> str:
-    """Formats a traceback of the user's own frames.
-
-    Args:
-        error: The exception, after it has been raised.
-    """
+    """Formats a traceback of the user's own frames."""
     frames = traceback.walk_tb(error.__traceback__)
     own = ((frame, line) for frame, line in frames if _package(frame) not in _HIDDEN)
     stack = traceback.StackSummary.extract(own).format()
@@ -86,11 +78,7 @@ def show_briefly(error: BaseException, *, is_shown_elsewhere: bool = False) -> N
 
 @contextmanager
 def brief_mistakes() -> Iterator[None]:
-    """Shows a mistake that is raised inside briefly, should it end this process.
-
-    Yields:
-        Nothing.
-    """
+    """Shows a mistake that is raised inside briefly, should it end this process."""
     try:
         yield
     except ValueError as error:

@@ -161,11 +161,7 @@ class RunGuard:
         self._undo_signals = (undo_sigterm, undo_requeue)
 
     def report(self, exception: BaseException) -> None:
-        """Reports a failure to the other ranks, unless all have stopped, failed alike or know it.
-
-        Args:
-            exception: The exception that ends this rank's run.
-        """
+        """Reports a failure to the other ranks, unless all have stopped or failed alike."""
         is_first, self._is_leaving = not self._is_leaving, True
         if self._has_stopped or self._have_all_failed or self._failed.is_set():
             return

@@ -47,9 +47,6 @@ def drain_before_validation(
     Args:
         module: The user's module; changed until the returned function is called.
         drain: Runs the backwards in flight.
-
-    Returns:
-        Undoes the change.
     """
     release_gradients = module.on_validation_model_zero_grad
 
@@ -69,9 +66,6 @@ def stop_evaluations_together(
         trainer: The trainer, changed until the returned function is called.
         guard: Combines the ranks' requests to stop.
         group: A gloo group of all ranks.
-
-    Returns:
-        Undoes the change.
     """
     return add_first_callback(trainer, EvaluationStop(guard, group))
 
@@ -145,9 +139,6 @@ def stop_training_together(
         lag: By how many batches one rank can be ahead of another.
         post: Posts a vote behind a batch, together with the vote before the next batch.
         check_batch: Called behind each training batch, ahead of a validation.
-
-    Returns:
-        Undoes the changes.
     """
     stop = JointDecision(group, lag, post)
 

@@ -33,11 +33,7 @@ class BegunLoaders:
         self._begun: list[tuple[object, Iterator[Any]]] = []
 
     def first_of(self, loader: Any) -> Iterator[Any]:
-        """Yields the first batch of a loader, if it has one.
-
-        Args:
-            loader: The user's loader.
-        """
+        """Yields the first batch of a loader, if it has one."""
         if _is_there_once(loader):
             iterator = iter(loader)
             first = list(_first(iterator))
@@ -49,11 +45,7 @@ class BegunLoaders:
         yield from first
 
     def resume(self, loader: object) -> object:
-        """Returns the loader to read in the place of another, which may have been begun.
-
-        Args:
-            loader: The loader that the run is about to read.
-        """
+        """Returns the loader to read in the place of another, which may have been begun."""
         for index, (begun, batches) in enumerate(self._begun):
             if loader is begun or _dataset_of(loader) is _dataset_of(begun) is not None:
                 del self._begun[index]

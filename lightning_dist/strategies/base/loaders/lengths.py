@@ -48,9 +48,6 @@ class EarlyEnds:
     def check(self, trainer: pl.Trainer) -> None:
         """Checks how an epoch has ended, before this rank waits for others.
 
-        Args:
-            trainer: The trainer, at the end of a training epoch.
-
         Raises:
             ValueError: This rank's loader has ended early, and another one's has not.
         """
@@ -69,11 +66,7 @@ class EarlyEnds:
 
 
 class EpochEnds:
-    """Compares whether a batch is the last one.
-
-    Args:
-        group: A gloo group of all ranks.
-    """
+    """Compares whether a batch is the last one."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -93,9 +86,6 @@ class EpochEnds:
 
     def check(self, batch_index: int) -> None:
         """Checks that all ranks' loaders end at this batch, or none. Collective, behind the step.
-
-        Args:
-            batch_index: Index of the batch in its epoch.
 
         Raises:
             ValueError: Some loaders have ended, and others go on.
@@ -129,9 +119,6 @@ def check_evaluation_lengths(
             called.
         tied: The ranks that compute a forward together, each in one of the sequences.
         group: A gloo group of all ranks.
-
-    Returns:
-        Undoes the change.
     """
     fn = trainer.state.fn
     if fn == TrainerFn.FITTING:

@@ -7,11 +7,7 @@ from typing import Any
 
 
 class LoaderProxy:
-    """Base of loaders that stand in for another one; a subclass has ``__iter__``.
-
-    Args:
-        loader: The user's loader.
-    """
+    """Base of loaders that stand in for another one; a subclass has ``__iter__``."""
 
     state_dict: Callable[[], dict[str, Any]]
     load_state_dict: Callable[[dict[str, Any]], None]

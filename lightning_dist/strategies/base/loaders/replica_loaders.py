@@ -137,11 +137,7 @@ class ReplicaLoaders:
         self._receivers: WeakValueDictionary[int, ReceivingLoader] = WeakValueDictionary()
 
     def wrap(self, loader: Any) -> LoaderProxy:
-        """Wraps a loader for Lightning to iterate. Collective: every rank of the replica calls it.
-
-        Args:
-            loader: The user's loader on this rank.
-        """
+        """Wraps a loader for Lightning to iterate. Collective for the ranks of a replica."""
         number, self._count = self._count, self._count + 1
         if self.channel.is_reader:
             sending = SendingLoader(loader, number, self.channel, self._lengths)

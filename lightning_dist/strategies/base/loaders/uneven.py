@@ -110,9 +110,6 @@ class UnevenInputs:
     def prolong(self, loader: Any) -> ProlongedLoader:
         """Makes the training loader as long as the longest. Collective: every rank must call it.
 
-        Args:
-            loader: This rank's training loader.
-
         Raises:
             ValueError: On each rank: a loader has no length, no batch, or a state to be resumed.
         """
@@ -167,12 +164,6 @@ class UnevenInputs:
         **keywords: Any,
     ) -> Any:
         """Runs a training step, or an empty one if this rank has no data for it.
-
-        Args:
-            ddp: The wrapped model.
-            step: The user's step.
-            arguments: Positional arguments of the step.
-            keywords: Keyword arguments of the step.
 
         Returns:
             The result of the step; for an empty step, a loss of zero.

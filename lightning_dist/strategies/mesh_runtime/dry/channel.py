@@ -54,11 +54,7 @@ class DryMessage:
 
     @classmethod
     def of(cls, tree: Any) -> DryMessage:
-        """Creates the message of a tree, without the tree's values.
-
-        Args:
-            tree: A tree with tensors as leaves.
-        """
+        """Creates the message of a tree, without the tree's values."""
         tensors, skeleton = flatten(tree)
         shapes = (TensorShape(t.shape, t.dtype, t.requires_grad) for t in tensors)
         return cls(tuple(shapes), skeleton)

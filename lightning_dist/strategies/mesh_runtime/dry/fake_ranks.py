@@ -35,13 +35,6 @@ from lightning_dist.engine.tensors.observers import OperationWatch, Watch
 def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     """Makes this process a rank of a world without other processes.
 
-    Args:
-        rank: The rank.
-        world_size: Number of all ranks.
-
-    Yields:
-        Nothing.
-
     Raises:
         ValueError: This process is a rank of some world already.
     """
@@ -78,9 +71,6 @@ def without_values(watch: Watch) -> Iterator[None]:
 
     Args:
         watch: Called with the operations on plain tensors.
-
-    Yields:
-        Nothing.
 
     Raises:
         ValueError: A shape depends on values.

@@ -89,10 +89,7 @@ class DryRun:
         return (0,) if config is None else config.rank_of_stage(self.mesh.pp)
 
     def _learned(self, whole: pl.LightningModule) -> dict[int, Sent]:
-        """Returns the messages that each stage sends, found with one rank per stage.
-
-        Ranks with several stages depend on each other, so none of them could be tried first.
-        """
+        """Returns the messages that each stage sends, found with one rank per stage."""
         known: dict[int, Sent] = {}
         config = self.asked.pipeline
         assert config is not None
