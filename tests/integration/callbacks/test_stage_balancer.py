@@ -163,6 +163,7 @@ def fit_on_meshes() -> list[Balance | None]:
     return [fit_on_mesh({"dp_shard": 2}), fit_on_mesh({"tp": 2})]
 
 
+@pytest.mark.long
 def test_stages_of_a_mesh_are_reported(workers: WorkerPool) -> None:
     first, *others = workers.run(4, fit_on_meshes)
     assert all(other == first for other in others)

@@ -40,6 +40,7 @@ def test_a_killed_rank_ends_the_other_and_is_named(warm_python: WarmPython, tmp_
     assert "process of rank 1 was lost" in run.output
 
 
+@pytest.mark.some("validate-*")
 @pytest.mark.parametrize(
     ("task", "ranks"), [("fit", [0, 1]), ("validate", [1]), ("predict", [0])], ids=str
 )

@@ -200,10 +200,8 @@ CASES = {
 
 
 @pytest.mark.some(
-    "shards 2",
     "pp 2 x tp 2",
     "pp 2 x shards 2, zb_h1",
-    "replicas 2 x shards 2, kept whole",
     "shards 2 x tp 2, both, recomputed",
     "pp 2, zbv, *",
 )

@@ -24,6 +24,7 @@ from tests.helpers.processes.workers import WorkerPool
 MESH = ("--schedule", "mesh")
 
 
+@pytest.mark.long
 def test_a_users_exception_ends_all_ranks_and_is_shown_first(
     warm_python: WarmPython, tmp_path: Path
 ) -> None:
@@ -43,6 +44,7 @@ def test_a_killed_rank_ends_all_others_and_is_named(
     assert "process of rank 1 was lost" in run.output
 
 
+@pytest.mark.long
 def test_sigterm_ends_all_ranks_at_one_batch_boundary(
     warm_python: WarmPython, tmp_path: Path
 ) -> None:

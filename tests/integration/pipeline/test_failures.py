@@ -295,7 +295,6 @@ def runs(
     "a_killed_launcher_*",
     "sigterm_*",
     "ctrl_c_*",
-    "a_stopped_rank_*",
     "a_rank_that_waits_for_a_file_*",
     "a_rank_that_cannot_save_*",
 )
