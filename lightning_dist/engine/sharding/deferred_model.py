@@ -22,11 +22,7 @@ class DeferredModel:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Returns a context manager in which models are built without memory.
-
-        Yields:
-            Nothing.
-        """
+        """Returns a context manager in which models are built without memory."""
         with deferred_init() as self._tape:
             yield
 

@@ -14,11 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class EarlyParameters:
-    """A module's parameters before it is sharded, held by weak references.
-
-    Args:
-        module: The user's whole module.
-    """
+    """A module's parameters before it is sharded, held by weak references."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -33,14 +33,11 @@ from torch.distributed.tensor import Shard
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.tensors.dtensor import shard_like, stacked_dim
+from lightning_dist.engine.tensors.module_tree import set_attribute
 
 
 def forget_step(root: nn.Module) -> None:
-    """Resets all units: their parameters are sharded, and no gradients are pending.
-
-    Args:
-        root: The sharded root.
-    """
+    """Resets all units: their parameters are sharded, and no gradients are pending."""
     assert isinstance(root, FSDPModule)
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
@@ -161,10 +158,8 @@ def _check_dtypes(roots: Sequence[nn.Module], module: nn.Module, units: Sequence
 
 
 def _check_stacks(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Checks that FSDP2 can shard parameters of which tensor-parallel ranks have several pieces.
-
-    FSDP2 shards along a dim other than the first one only in equal parts.
-    """
+    """Checks that FSDP2 can shard parameters of which tensor-parallel ranks have several pieces."""
+    # It shards along a dim other than the first one only in equal parts.
     num_shards = mesh.shape[-1]
     for name, parameter in module.named_parameters():
         dim = _shard_dim(parameter)
@@ -210,17 +205,12 @@ def fill(
     for name in names:
         old = parameters.get(name)
         if old is None:
-            _put(root, name, value_of(name).to(device, root.get_buffer(name).dtype))
+            set_attribute(root, name, value_of(name).to(device, root.get_buffer(name).dtype))
             continue
         shard_of_own = shard_like(value_of(name).to(old.dtype), old)
         made = nn.Parameter(shard_of_own, requires_grad=old.requires_grad)
         for place in places[old]:  # a tied parameter stays one
-            _put(root, place, made)
-
-
-def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, attribute = name.rpartition(".")
-    setattr(root.get_submodule(path), attribute, tensor)
+            set_attribute(root, place, made)
 
 
 def move_rest(module: nn.Module, roots: Iterable[FSDPModule], device: torch.device) -> None:
@@ -242,9 +232,6 @@ def reshard(root: nn.Module) -> None:
     """Frees the gathered parameters, so that modules have their sharded parameters again.
 
     Evaluation leaves the root's parameters gathered; ``reshard_after_forward=False`` leaves all.
-
-    Args:
-        root: The sharded root.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):

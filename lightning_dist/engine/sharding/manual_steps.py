@@ -37,11 +37,7 @@ class ManualSteps:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Returns the context manager for a training step.
-
-        Yields:
-            Nothing.
-        """
+        """Returns the context manager for a training step."""
         self._root(_nothing)  # the first module that FSDP2 sees is its root
         try:
             yield
@@ -79,11 +75,7 @@ class WithCalled(WrapPolicy):
         return str(self.policy)
 
     def choose(self, module: nn.Module) -> list[Unit]:
-        """Returns the policy's units, then the outermost modules.
-
-        Args:
-            module: The model.
-        """
+        """Returns the policy's units, then the outermost modules."""
         chosen = self.policy.choose(module)
         called = outermost(shardable_modules(module))
         names = {*called, *(unit.name for unit in chosen)}

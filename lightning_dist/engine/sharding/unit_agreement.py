@@ -85,9 +85,6 @@ class UnitAgreement:
         Args:
             training: Whether the step's result will be differentiated.
 
-        Yields:
-            Nothing.
-
         Raises:
             ValueError: The ranks run different units.
         """

@@ -50,11 +50,7 @@ class UnusedParameters:
 
     @staticmethod
     def are_supported_by(root: FSDPModule) -> bool:
-        """Returns whether FSDP2 can reduce zeros for missing gradients, as since torch 2.13.
-
-        Args:
-            root: The sharded root.
-        """
+        """Returns whether FSDP2 can reduce zeros for missing gradients, as since torch 2.13."""
         return hasattr(root, "set_reduce_scatter_unused_params")
 
     def begin_step(self) -> None:

@@ -54,9 +54,6 @@ class WrapPolicy(ABC):
     def choose(self, module: nn.Module) -> list[Unit]:
         """Returns units among ``shardable_modules(module)``, in any order.
 
-        Args:
-            module: The model.
-
         Raises:
             ValueError: The policy matches no module.
         """

@@ -30,12 +30,13 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.cut import ForeignLayer
+from lightning_dist.engine.tensors.module_tree import set_attribute
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
 _INSTEAD = (
@@ -44,21 +45,13 @@ _INSTEAD = (
 )
 
 
-class _BlocksLeft(BaseException):  # noqa: N818  (it is not an error)
-    """Ends the model's forward after a stage's last block.
-
-    Not an ``Exception``, so that a model's ``except Exception`` does not stop it.
-    """
+# No `Exception`, so that a model's `except Exception` does not stop it.
+class _BlocksLeft(BaseException):  # noqa: N818
+    """Ends the model's forward after a stage's last block."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The blocks of a stage.
-
-    Attributes:
-        first: Index of the first block.
-        end: Index after the last block.
-    """
+class Span(NamedTuple):
+    """The blocks of a stage, from index ``first`` to before ``end``."""
 
     first: int
     end: int
@@ -66,28 +59,14 @@ class Span:
 
 @dataclass(slots=True)
 class _Course:
-    """One run of the forward.
-
-    Attributes:
-        span: The blocks to run.
-        received: Activation from the stage before.
-        fill: Value of the placeholders' elements.
-        next_block: Index of the block that the forward must call next.
-        output: Output of the last own block.
-    """
+    """One run of the forward."""
 
     span: Span
-    received: Any
-    fill: float = math.nan
+    received: Any  # the activation from the stage before
+    fill: float = math.nan  # value of the placeholders' elements
     next_block: int = 0
+    placeholder: Any = None  # for the output of a remote block
     output: Any = None
-    _placeholder: Any = None
-
-    def placeholder(self) -> Any:
-        """Returns a placeholder for a block's output."""
-        if self._placeholder is None:
-            self._placeholder = map_tensors(partial(_unknown, fill=self.fill), self.received)
-        return self._placeholder
 
 
 class BlockRoute:
@@ -116,20 +95,20 @@ class BlockRoute:
     def attach(self) -> None:
         """Replaces the list of blocks of the cut model, and the forwards of remote modules."""
         self._forward = self._model.forward
-        self._set_blocks(_GuardedBlocks(self._blocks, self._call))
-        for name in (*self._before, *self._after):
-            module = self._model.get_submodule(name)
-            if isinstance(module, ForeignLayer):
-                stand_in = partial(self._stand_in, name, module, module.imitation())
-                module.forward = stand_in  # type: ignore[method-assign]
+        set_attribute(self._model, self._path, _GuardedBlocks(self._blocks, self._call))
+        for name, module in self._remote_modules():
+            stand_in = partial(self._stand_in, name, module, module.imitation())
+            module.forward = stand_in  # type: ignore[method-assign]
 
     def detach(self) -> None:
         """Restores the list of blocks and the forwards."""
-        self._set_blocks(self._blocks)
-        for name in (*self._before, *self._after):
-            module = self._model.get_submodule(name)
-            if isinstance(module, ForeignLayer):
-                del module.forward
+        set_attribute(self._model, self._path, self._blocks)
+        for _, module in self._remote_modules():
+            del module.forward
+
+    def _remote_modules(self) -> list[tuple[str, ForeignLayer]]:
+        parts = {name: self._model.get_submodule(name) for name in (*self._before, *self._after)}
+        return [(name, part) for name, part in parts.items() if isinstance(part, ForeignLayer)]
 
     def run(
         self, span: Span, received: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -191,7 +170,10 @@ class BlockRoute:
         course.next_block += 1
         if index < span.first:
             is_next_own = index + 1 == span.first
-            return course.received if is_next_own else course.placeholder()
+            if course.placeholder is None and not is_next_own:
+                unknown = partial(_unknown, fill=course.fill)
+                course.placeholder = map_tensors(unknown, course.received)
+            return course.received if is_next_own else course.placeholder
         if index == span.first > 0 and span not in self._inspected:
             self._inspected.add(span)
             self._inspect(index, course.received, [*enumerate(arguments), *keywords.items()])
@@ -238,10 +220,6 @@ class BlockRoute:
                 f" what a block returns travels between stages, so {type(self._model).__name__}"
                 " cannot be cut between its blocks."
             )
-
-    def _set_blocks(self, blocks: nn.ModuleList) -> None:
-        holder, _, name = self._path.rpartition(".")
-        setattr(self._model.get_submodule(holder), name, blocks)
 
 
 class _GuardedBlocks(nn.ModuleList):

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from lightning_dist.engine.splitting.block_forward import BlockRoute, Span
@@ -104,10 +104,6 @@ class Blocks(Layers):
     ) -> Any:
         given = keywords_of_a_stage(self.module, keywords)
         return (None if is_first else received, arguments, given)
-
-    @override
-    def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
-        """Does nothing: the model's parts hold all tensors."""
 
     @override
     def attach(self) -> None:

@@ -19,13 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.layers import Layers, layers_in
+from lightning_dist.engine.tensors.module_tree import set_attribute
 
 Module = TypeVar("Module", bound=nn.Module)
-DtypeOf = Callable[[nn.Parameter], torch.dtype]
-
-
-def _own_dtype(parameter: nn.Parameter) -> torch.dtype:
-    return parameter.dtype
 
 
 class ForeignLayer(nn.Module):
@@ -37,8 +33,11 @@ class ForeignLayer(nn.Module):
         stage_index: The stage that has the layer.
 
     Attributes:
+        dtype_of: Returns the dtype in which a parameter of the skeleton computes on its own rank.
         is_in_sight: Whether walks through the modules include the layer's description.
     """
+
+    dtype_of: Callable[[nn.Parameter], torch.dtype]
 
     def __init__(self, skeleton: nn.Module, name: str, stage_index: int) -> None:
         super().__init__()
@@ -46,17 +45,9 @@ class ForeignLayer(nn.Module):
         self.stage_index = stage_index
         # In a tuple, where nn.Module does not look for submodules.
         self._skeleton = (skeleton,)
-        self._dtype_of: DtypeOf = _own_dtype
+        self.dtype_of = lambda parameter: parameter.dtype
         self._description: tuple[nn.Module, ...] = ()
         self.is_in_sight = False
-
-    def compute_in(self, dtype_of: DtypeOf) -> None:
-        """Sets the dtypes in which the layer's parameters compute on their own rank.
-
-        Args:
-            dtype_of: Returns the dtype for a parameter of the skeleton.
-        """
-        self._dtype_of = dtype_of
 
     def imitation(self) -> nn.Module:
         """Returns a module that computes outputs like the layer's, on the meta device."""
@@ -66,14 +57,6 @@ class ForeignLayer(nn.Module):
             for p in self.skeleton.parameters()
         }
         return skeleton_of(self.skeleton, stand_ins)
-
-    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Returns the dtype in which a parameter computes on the layer's own rank.
-
-        Args:
-            parameter: A parameter of the skeleton.
-        """
-        return self._dtype_of(parameter)
 
     def answer_by(self, description: nn.Module | None) -> None:
         """Sets the module that supplies the attributes of the layer.
@@ -121,11 +104,7 @@ class ForeignLayer(nn.Module):
         yield from walk(memo, prefix, remove_duplicate)
 
     def forward(self, *_: object, **__: object) -> Tensor:
-        """Raises an error: the layer is on another rank.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raises `ValueError`: the layer is on another rank."""
         raise ValueError(
             f"Layer {self.name!r} lives on stage {self.stage_index}, not on this rank. Call the"
             " whole pipelined module, not its layers one by one, and only inside training_step,"
@@ -161,10 +140,8 @@ def _copy_with(module: Module, stand_ins: dict[int, Tensor], device: torch.devic
 
 
 def _computed(part: nn.Module) -> list[Tensor]:
-    """Lists the tensors in attributes that have an autograd graph, for they cannot be copied.
-
-    ``torch.nn.utils.weight_norm`` stores such a weight, and each forward a new one.
-    """
+    """Lists the tensors in attributes that have an autograd graph, for they cannot be copied."""
+    # `torch.nn.utils.weight_norm` stores such a weight, and each forward a new one.
     return [held for held in vars(part).values() if isinstance(held, Tensor) and held.grad_fn]
 
 
@@ -174,11 +151,7 @@ def _hooks_of(part: nn.Module) -> list[object]:
 
 
 def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:
-    """Returns the stage of each layer.
-
-    Args:
-        layers_per_stage: The partition.
-    """
+    """Returns the stage of each layer."""
     return [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
 
 
@@ -215,7 +188,7 @@ def cut(
         stage = stages[part.layer_index]
         if stage not in own_stages:
             skeleton = skeleton_of(part.module, stand_ins)
-            _place(layers.module, part.name, ForeignLayer(skeleton, part.name, stage))
+            set_attribute(layers.module, part.name, ForeignLayer(skeleton, part.name, stage))
 
 
 def recut(
@@ -237,14 +210,9 @@ def recut(
         if isinstance(present, ForeignLayer):
             present.stage_index = stage
             if part.layer_index in own_layers:
-                _place(layers.module, part.name, present.skeleton)
+                set_attribute(layers.module, part.name, present.skeleton)
         elif part.layer_index not in own_layers:
-            _place(layers.module, part.name, ForeignLayer(present, part.name, stage))
-
-
-def _place(module: nn.Module, name: str, part: nn.Module) -> None:
-    holder, _, own_name = name.rpartition(".")
-    setattr(module.get_submodule(holder), own_name, part)
+            set_attribute(layers.module, part.name, ForeignLayer(present, part.name, stage))
 
 
 def is_cut(module: nn.Module) -> bool:
@@ -280,11 +248,7 @@ def layer_parameter_counts(module: nn.Sequential | Layers) -> list[int]:
 
 
 def structure_of(layer: nn.Module) -> nn.Module:
-    """Returns a layer, or the structure of a foreign layer.
-
-    Args:
-        layer: A layer of this rank, or a foreign layer.
-    """
+    """Returns a layer of this rank, or the structure of a foreign layer."""
     return layer.skeleton if isinstance(layer, ForeignLayer) else layer
 
 
@@ -296,9 +260,6 @@ def whole(module: nn.Module, device: torch.device | None = None) -> Iterator[Non
         module: The pipelined module, or a module around it.
         device: Device of the structure's tensors. None leaves them on the meta device; on the CPU
             they take address space but no memory, as long as no code writes to them.
-
-    Yields:
-        Nothing.
     """
     foreign = foreign_layers(module)
     stand_ins: dict[int, Tensor] = {id(p): p for p in module.parameters()}  # this rank's
@@ -314,11 +275,7 @@ def whole(module: nn.Module, device: torch.device | None = None) -> Iterator[Non
 
 
 def foreign_layers(module: nn.Module) -> list[tuple[nn.Module, str, ForeignLayer]]:
-    """Lists the foreign layers in a module, each with its parent module and its name there.
-
-    Args:
-        module: The pipelined module, or a module around it.
-    """
+    """Lists the foreign layers in a module, each with its parent module and its name there."""
     return [
         (holder, name, layer)
         for holder in module.modules()

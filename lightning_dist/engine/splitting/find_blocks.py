@@ -10,8 +10,7 @@ Transformers need not be installed: its models are recognised by their attribute
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -26,25 +25,26 @@ Plan = Mapping[str, tuple[list[str], list[str]]]
 def find_model(module: nn.Module) -> str | None:
     """Returns the path of the Hugging Face model that holds all trainable parameters.
 
-    Args:
-        module: The user's whole module.
-
     Returns:
         The model's dotted path; None if there is no such model.
 
     Raises:
         ValueError: A model holds some trainable parameters, and no ``nn.Sequential`` holds all.
     """
-    trainable = {id(p) for p in module.parameters() if p.requires_grad}
-    models: list[str] = [n for n, m in module.named_modules() if n and _is_hugging_face(m)]
-    for name in models:
-        if trainable <= _ids(module.get_submodule(name)):
+    trainable = trainable_ids(module)
+    # By the class, for wrappers forward the attributes of the wrapped model.
+    held: dict[str, set[int]] = {
+        name: parameter_ids(part)
+        for name, part in module.named_modules()
+        if name and hasattr(type(part), "pp_plan") and hasattr(part, "config")
+    }
+    for name, inside in held.items():
+        if trainable <= inside:
             return name
-    holders = [name for name in models if trainable & _ids(module.get_submodule(name))]
-    sequences = (m for m in module.modules() if isinstance(m, nn.Sequential))
-    if not holders or any(trainable <= _ids(sequence) for sequence in sequences):
+    holders = [name for name, inside in held.items() if trainable & inside]
+    if not holders or is_in_a_sequence(module):
         return None
-    inside = _ids(module.get_submodule(holders[0]))
+    inside = held[holders[0]]
     outside = next(
         n for n, p in module.named_parameters() if p.requires_grad and id(p) not in inside
     )
@@ -66,10 +66,10 @@ def find_blocks(model: nn.Module, path: str) -> Blocks:
     Raises:
         ValueError: There is no list of blocks, or more than one.
     """
-    lists = [name for name in _plan_of(model) if _is_list(model, name)]
+    lists = [name for name in _plan_of(model) if is_module_list(model, name)]
     if len(lists) != 1:
         lists = list(dict.fromkeys(name.rpartition(".")[0] for name in repeated_blocks(model)))
-        lists = [name for name in lists if _is_list(model, name)]
+        lists = [name for name in lists if is_module_list(model, name)]
     if not lists:
         raise ValueError(
             "Give the model a pipeline plan (`model.pp_plan = {...}`), or put an `nn.Sequential` of"
@@ -115,13 +115,10 @@ def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
 
 
 def _sides(plan: Plan, list_path: str) -> dict[str, bool]:
-    """Returns for each part in a plan whether it runs before the blocks.
-
-    A part that runs after the blocks takes their output: ``hidden_states``.
-    """
+    """Returns for each part in a plan whether it runs before the blocks."""
     if list_path not in plan:
         return {}
-    _, given = plan[list_path]
+    _, given = plan[list_path]  # `hidden_states`, which a part after the blocks takes
     return {name: not set(taken) & set(given) for name, (taken, _) in plan.items()}
 
 
@@ -130,31 +127,34 @@ def _plan_of(model: nn.Module) -> Plan:
     return plan if isinstance(plan, Mapping) else {}
 
 
-def _is_hugging_face(module: nn.Module) -> bool:
-    # By the class, for wrappers forward the attributes of the wrapped model.
-    return hasattr(type(module), "pp_plan") and hasattr(module, "config")
+def is_module_list(module: nn.Module, path: str) -> bool:
+    """Returns whether a path in a module names an ``nn.ModuleList``."""
+    return isinstance(dict(module.named_modules()).get(path), nn.ModuleList)
 
 
-def _is_list(model: nn.Module, name: str) -> bool:
-    found: Any = dict(model.named_modules()).get(name)
-    return isinstance(found, nn.ModuleList)
+def is_in_a_sequence(module: nn.Module) -> bool:
+    """Returns whether an ``nn.Sequential`` in a module holds all trainable parameters."""
+    sequences = (m for m in module.modules() if isinstance(m, nn.Sequential))
+    return any(trainable_ids(module) <= parameter_ids(sequence) for sequence in sequences)
 
 
-def _ids(module: nn.Module) -> set[int]:
+def parameter_ids(module: nn.Module) -> set[int]:
+    """Returns the ids of a module's parameters."""
     return {id(parameter) for parameter in module.parameters()}
 
 
+def trainable_ids(module: nn.Module) -> set[int]:
+    """Returns the ids of a module's parameters that require gradients."""
+    return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+
+
 def _refuse_own_parameters(holder: nn.Module, name: str, path: str) -> None:
-    for own in _trainable_of_its_own(holder):
+    for own, parameter in holder.named_parameters(recurse=False):
+        if not parameter.requires_grad:
+            continue
         full_name = ".".join(filter(None, (path, name, own)))
         raise ValueError(
             f"Move {full_name!r} into a submodule that runs before or behind the blocks, or freeze"
             f" it with `requires_grad_(False)`: it is of a {type(holder).__name__} that runs on all"
             " stages, for it holds the blocks, so it would belong to no stage."
         )
-
-
-def _trainable_of_its_own(module: nn.Module) -> Iterator[str]:
-    for name, parameter in module.named_parameters(recurse=False):
-        if parameter.requires_grad:
-            yield name

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_dist.engine.planning.partition import partition_layers, uniform_partition
 from lightning_dist.engine.splitting.block_loop import loops_over
 from lightning_dist.engine.splitting.cut import ForeignLayer, layer_parameter_counts, whole
-from lightning_dist.engine.splitting.find_blocks import blocks_of, find_blocks, find_model
+from lightning_dist.engine.splitting.find_blocks import (
+    blocks_of,
+    find_blocks,
+    find_model,
+    is_in_a_sequence,
+    is_module_list,
+    parameter_ids,
+    trainable_ids,
+)
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.module_tree import outermost
@@ -47,7 +55,7 @@ def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
         except ValueError as error:
             raise LayersNotFoundError(str(error)) from None
     with whole(module):
-        if _is_module_list(module, layers):
+        if is_module_list(module, layers):
             return _blocks_in_list(module, layers)
     path, sequence = find_sequence(module, layers)
     return path, layers_in(sequence)
@@ -58,27 +66,15 @@ def _find_layers(module: nn.Module) -> tuple[str, Layers]:
         path = find_model(module)
         if path is not None:
             return path, find_blocks(module.get_submodule(path), path)
-        list_path = None if _in_a_sequence(module) else _find_block_list(module)
+        list_path = None if is_in_a_sequence(module) else _find_block_list(module)
         if list_path is not None:
             return _blocks_in_list(module, list_path)
     path, sequence = find_sequence(module, "auto")
     return path, layers_in(sequence)
 
 
-def _in_a_sequence(module: nn.Module) -> bool:
-    """Returns whether an ``nn.Sequential`` holds all trainable parameters."""
-    trainable = _trainable(module)
-    sequences = (m for m in module.modules() if isinstance(m, nn.Sequential))
-    return any(trainable <= {id(p) for p in m.parameters()} for m in sequences)
-
-
 def _find_block_list(module: nn.Module) -> str | None:
-    """Returns the one list of blocks that a model's forward runs one after the other.
-
-    Returns:
-        The list's dotted path. None if there is no list or more than one, or if the attribute of
-        the LightningModule with the list does not hold all trainable parameters.
-    """
+    """Returns the one list of blocks that a model's forward runs one after the other."""
     lists = outermost([n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)])
     chains = []
     for path in lists:
@@ -89,16 +85,8 @@ def _find_block_list(module: nn.Module) -> str | None:
     if len(chains) != 1:
         return None
     ((path, holder),) = chains
-    inside = {id(p) for p in module.get_submodule(holder).parameters()}
-    return path if _trainable(module) <= inside else None
-
-
-def _trainable(module: nn.Module) -> set[int]:
-    return {id(p) for p in module.parameters() if p.requires_grad}
-
-
-def _is_module_list(module: nn.Module, path: str) -> bool:
-    return isinstance(dict(module.named_modules()).get(path), nn.ModuleList)
+    inside = parameter_ids(module.get_submodule(holder))
+    return path if trainable_ids(module) <= inside else None
 
 
 def _blocks_in_list(module: nn.Module, layers: str) -> tuple[str, Layers]:
@@ -151,7 +139,7 @@ def refuse_outside(
     Raises:
         ValueError: A trainable parameter is outside.
     """
-    inside = {id(p) for p in pipelined.parameters()}
+    inside = parameter_ids(pipelined)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in inside:
             raise ValueError(
@@ -180,21 +168,23 @@ def _get(module: nn.Module, path: str) -> tuple[str, nn.Sequential]:
 
 
 def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
-    trainable = _trainable(module)
+    trainable = trainable_ids(module)
     holders = [
         (name, m)
         for name, m in module.named_modules()
         if isinstance(m, nn.Sequential)
         and (
-            any(id(p) in trainable for p in m.parameters())
+            trainable & parameter_ids(m)
             or any(isinstance(layer, ForeignLayer) for layer in m.children())
         )
     ]
     if not holders:
+        lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
+        other_way = f", or name the list of its blocks with `layers=`, one of {lists}"
         raise ValueError(
             "Build the model as an `nn.Sequential` of layers and assign it to an attribute"
-            f" (`training_step` stays as it is){_module_lists(module)}. No `nn.Sequential` with"
-            " trainable parameters was found in the module, so there are no layers to put on"
+            f" (`training_step` stays as it is){other_way if lists else ''}. No `nn.Sequential`"
+            " with trainable parameters was found in the module, so there are no layers to put on"
             " stages."
         )
     names = outermost([name for name, _ in holders])
@@ -204,32 +194,13 @@ def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
             " the one to cut with `layers=` and freeze the others. Several hold trainable"
             f" parameters: {names}."
         )
-    return _descend(names[0], dict(holders)[names[0]])
-
-
-def _descend(name: str, sequence: nn.Sequential) -> tuple[str, nn.Sequential]:
-    """Returns the innermost sequence, while a sequence has one sequence as its only child."""
+    (name,) = names
+    sequence = dict(holders)[name]
     children = list(sequence.named_children())
-    if len(children) == 1 and isinstance(children[0][1], nn.Sequential):
-        return _descend(f"{name}.{children[0][0]}", children[0][1])
+    while len(children) == 1 and isinstance(children[0][1], nn.Sequential):
+        name, sequence = f"{name}.{children[0][0]}", children[0][1]
+        children = list(sequence.named_children())
     return name, sequence
-
-
-def tensors_outside(module: nn.Module, layers: Layers) -> list[Tensor]:
-    """Lists a module's parameters and buffers that no stage has for itself.
-
-    Args:
-        module: The user's module.
-        layers: Layers of the pipelined module.
-    """
-    parts = [part.module for part in layers.parts()]
-    inside = {id(t) for part in parts for t in (*part.parameters(), *part.buffers())}
-    return [t for t in (*module.parameters(), *module.buffers()) if id(t) not in inside]
-
-
-def _module_lists(module: nn.Module) -> str:
-    lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
-    return f", or name the list of its blocks with `layers=`, one of {lists}" if lists else ""
 
 
 def _sequences(module: nn.Module) -> list[str]:
@@ -247,9 +218,6 @@ def choose_partition(
             with the partition of ``"parameters"``.
         num_stages: Number of stages of the pipeline.
 
-    Returns:
-        The layers per stage.
-
     Raises:
         ValueError: The partition does not fit the layers or the stages.
     """
@@ -265,11 +233,7 @@ def choose_partition(
     if partition in ("parameters", "profile"):
         costs = [float(count) for count in layer_parameter_counts(layers)]
         return tuple(partition_layers(costs, num_stages))
-    if isinstance(partition, str):
-        raise ValueError(
-            f"partition={partition!r} is unknown; use 'parameters', 'uniform', 'profile' or the"
-            " layers per stage."
-        )
+    assert not isinstance(partition, str)
     counts = tuple(partition)
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
         raise ValueError(

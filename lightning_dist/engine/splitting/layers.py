@@ -7,20 +7,17 @@ its own layers one after the other. Other modules hold layers in other ways
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One submodule of a layer.
 
     Attributes:
@@ -34,8 +31,10 @@ class Part:
     layer_index: int
 
 
-class Layers(ABC):
+class Layers:
     """The layers of a pipelined module, in the order in which they run.
+
+    A subclass implements :meth:`stage` and :meth:`layer_input`.
 
     Args:
         module: The pipelined module.
@@ -68,18 +67,18 @@ class Layers(ABC):
             for name in group
         ]
 
-    @abstractmethod
     def stage(self, first: int, end: int) -> nn.Module:
         """Returns a module that runs some layers of this rank, under their own names.
-
-        The module is called with the result of :meth:`layer_input`.
 
         Args:
             first: Index of the first layer.
             end: Index after the last layer.
-        """
 
-    @abstractmethod
+        Returns:
+            A module to call with the result of :meth:`layer_input`.
+        """
+        raise NotImplementedError
+
     def layer_input(
         self, is_first: bool, received: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
@@ -91,13 +90,10 @@ class Layers(ABC):
             arguments: Positional arguments of the pipelined module's call in the user's step.
             keywords: Keyword arguments of the pipelined module's call.
         """
+        raise NotImplementedError
 
     def beside(self, layer_index: int) -> dict[str, Tensor]:
-        """Returns the tensors that a layer of this rank uses and its submodules do not hold.
-
-        Args:
-            layer_index: Index of the layer.
-        """
+        """Returns the tensors that a layer of this rank uses and its submodules do not hold."""
         return {}
 
     def in_step(self, device: torch.device) -> AbstractContextManager[None]:
@@ -108,7 +104,6 @@ class Layers(ABC):
         """
         return nullcontext()
 
-    @abstractmethod
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
         """Ends a change of the cut, after the submodules have been exchanged.
 
@@ -117,11 +112,9 @@ class Layers(ABC):
             beside: Tensors that :meth:`beside` returned for the layers that came.
         """
 
-    @abstractmethod
     def attach(self) -> None:
         """Prepares the cut module for the calls of stages."""
 
-    @abstractmethod
     def detach(self) -> None:
         """Undoes :meth:`attach`."""
 
@@ -148,23 +141,7 @@ class LayerSequence(Layers):
     ) -> Any:
         return arguments[0] if is_first else received
 
-    @override
-    def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
-        """Does nothing."""
-
-    @override
-    def attach(self) -> None:
-        """Does nothing: only the user's step calls the sequence."""
-
-    @override
-    def detach(self) -> None:
-        """Does nothing."""
-
 
 def layers_in(module: nn.Sequential | Layers) -> Layers:
-    """Returns the layers of a sequence; layers are returned as they are.
-
-    Args:
-        module: A sequence, or the layers of any module.
-    """
+    """Returns the layers of a sequence; layers are returned as they are."""
     return module if isinstance(module, Layers) else LayerSequence(module)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +42,7 @@ class RemoteLayersView:
     """
 
     def __init__(self, layers: Layers, device: torch.device) -> None:
-        self._enter = partial(layers.in_step, device)
+        self._found, self._device = layers, device
         self._layers = [layer for _, _, layer in foreign_layers(layers.module)]
         for layer in self._layers:
             layer.answer_by(describe(layer, device))
@@ -55,15 +54,11 @@ class RemoteLayersView:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Returns a context manager in which walks through the module include the descriptions.
-
-        Yields:
-            Nothing.
-        """
+        """Returns a context manager in which walks through the module include the descriptions."""
         for layer in self._layers:
             layer.is_in_sight = True
         try:
-            with self._enter():
+            with self._found.in_step(self._device):
                 yield
         finally:
             for layer in self._layers:

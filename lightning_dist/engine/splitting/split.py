@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -15,7 +16,6 @@ from lightning_dist.engine.splitting.find_layers import (
     find_layers,
     refuse_places_outside,
     refuse_ties,
-    tensors_outside,
 )
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.ties import Tie, find_ties
@@ -64,20 +64,12 @@ class PipelineSplit:
         return self.layers.module
 
     def keeps(self, name: str) -> bool:
-        """Returns whether this rank keeps the module or tensor of a name.
-
-        Args:
-            name: Name of a module, a parameter or a buffer in the whole model.
-        """
+        """Returns whether this rank keeps a module, parameter or buffer of the whole model."""
         stage = self.stage_of(name)
         return stage is None or stage in self.stages
 
     def stage_of(self, name: str) -> int | None:
-        """Returns the stage of the module or tensor of a name; None outside of the layers.
-
-        Args:
-            name: Name of a module, a parameter or a buffer in the whole model.
-        """
+        """Returns the stage of a module, parameter or buffer; None outside of the layers."""
         layer = self._layer_of(name)
         return None if layer is None else stage_of_layers(self.layers_per_stage)[layer]
 
@@ -94,16 +86,13 @@ class PipelineSplit:
         return [tie for tie in self.ties if len(tie.ranks(self.rank_of_stage)) < len(tie.names)]
 
     def is_in_a_layer(self, name: str) -> bool:
-        """Returns whether a module is a part of a layer of the pipelined module, or inside of one.
-
-        Args:
-            name: The module's name in the whole model.
-        """
+        """Returns whether a module of the whole model is in a layer of the pipelined module."""
         return self._layer_of(name) is not None
 
     def _layer_of(self, name: str) -> int | None:
         for part in self.layers.parts():
-            if f"{name}.".startswith(f"{self.path}.{part.name}."):
+            prefix = "".join(f"{step}." for step in (self.path, part.name) if step)
+            if f"{name}.".startswith(prefix):
                 return part.layer_index
         return None
 
@@ -112,20 +101,18 @@ class PipelineSplit:
         cut(self.layers, self.layers_per_stage, self.stages)
 
     def whole(self, device: torch.device | None = None) -> AbstractContextManager[None]:
-        """Returns a context manager with the whole model's structure; see :func:`cut.whole`.
+        """Returns a context manager with the whole model's structure; see :func:`.cut.whole`.
 
         Args:
-            device: Device of the structure's tensors.
+            device: Device of the structure's tensors; None for the meta device.
         """
         return whole(self.sequence, device)
 
     def tensors_outside(self, module: nn.Module) -> list[Tensor]:
-        """Lists a module's parameters and buffers that no stage has for itself.
-
-        Args:
-            module: The user's module.
-        """
-        return tensors_outside(module, self.layers)
+        """Lists a module's parameters and buffers that no stage has for itself."""
+        parts = [part.module for part in self.layers.parts()]
+        inside = {id(t) for part in parts for t in (*part.parameters(), *part.buffers())}
+        return [t for t in (*module.parameters(), *module.buffers()) if id(t) not in inside]
 
     def foreign_names(self) -> set[str]:
         """Returns the entries of the whole model's state dict that other stages hold."""
@@ -133,13 +120,8 @@ class PipelineSplit:
         return {f"{self.path}.{name}" for name in names}
 
     def is_stored_here(self, name: str) -> bool:
-        """Returns whether this rank puts an entry of its state dict into checkpoints.
-
-        Outside of the layers each rank holds a copy, and only the last stage runs whole steps.
-
-        Args:
-            name: Name of the entry.
-        """
+        """Returns whether this rank puts an entry of its state dict into checkpoints."""
+        # Outside of the layers each rank holds a copy, and only the last stage runs whole steps.
         return self.has_last or self.is_in_a_layer(name)
 
 
@@ -165,5 +147,16 @@ def find_split(
     ties = find_ties(layers, layers_per_stage)
     if not config.schedules.update_rule.is_joint:
         refuse_ties(ties, _NO_SUM_IN_TIME.format(config.schedule))
-    own = tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
-    return PipelineSplit(path, layers, layers_per_stage, own, rank_of_stage, ties)
+    return PipelineSplit(
+        path=path,
+        layers=layers,
+        layers_per_stage=layers_per_stage,
+        stages=stages_of_rank(rank_of_stage, rank),
+        rank_of_stage=rank_of_stage,
+        ties=ties,
+    )
+
+
+def stages_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Returns the stages of a rank of the pipeline."""
+    return tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)

@@ -9,13 +9,14 @@ model's structure is tied, too (:mod:`.splitting.cut`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_dist.engine.splitting.cut import ForeignLayer, stage_of_layers, structure_of
 from lightning_dist.engine.splitting.layers import Layers, layers_in
+from lightning_dist.engine.tensors.module_tree import set_attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +35,11 @@ class Tie:
         return " and ".join(f"{name!r} (stage {stage})" for stage, name in firsts.items())
 
     def ranks(self, rank_of_stage: Sequence[int]) -> tuple[int, ...]:
-        """Returns the ranks that have a copy, in the order of the stages.
-
-        Args:
-            rank_of_stage: The rank of each stage.
-        """
+        """Returns the ranks that have a copy, in the order of the stages."""
         return tuple(dict.fromkeys(rank_of_stage[stage] for stage in self.names))
 
     def name_on(self, rank: int, rank_of_stage: Sequence[int]) -> str:
-        """Returns the parameter's first name on a rank.
-
-        Args:
-            rank: A rank that has a copy.
-            rank_of_stage: The rank of each stage.
-        """
+        """Returns the parameter's first name on a rank that has a copy."""
         return next(names[0] for stage, names in self.names.items() if rank_of_stage[stage] == rank)
 
 
@@ -62,7 +54,8 @@ def find_ties(module: nn.Sequential | Layers, layers_per_stage: Sequence[int]) -
     stages = stage_of_layers(layers_per_stage)
     for part in layers_in(module).parts():
         stage = stages[part.layer_index]
-        for name, parameter in _named_parameters(structure_of(part.module)):
+        structure = structure_of(part.module)
+        for name, parameter in structure.named_parameters(remove_duplicate=False):
             names = found.setdefault(id(parameter), {}).setdefault(stage, [])
             names.append(f"{part.name}.{name}")
     return tuple(
@@ -87,7 +80,7 @@ def tie_again(layers: Layers, ties: Sequence[Tie]) -> None:
         f"{part.name}.{name}": parameter
         for part in parts
         if part.name not in foreign
-        for name, parameter in _named_parameters(part.module)
+        for name, parameter in part.module.named_parameters(remove_duplicate=False)
     }
     for tie in ties:
         names = [name for of_stage in tie.names.values() for name in of_stage]
@@ -95,13 +88,4 @@ def tie_again(layers: Layers, ties: Sequence[Tie]) -> None:
         for part_name, skeleton in foreign.items():
             for name in names if copies else ():
                 if name.startswith(f"{part_name}."):
-                    _put(skeleton, name.removeprefix(f"{part_name}."), copies[0])
-
-
-def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return module.named_parameters(remove_duplicate=False)
-
-
-def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    path, _, attribute = name.rpartition(".")
-    setattr(module.get_submodule(path), attribute, parameter)
+                    set_attribute(skeleton, name.removeprefix(f"{part_name}."), copies[0])

@@ -1,4 +1,4 @@
-"""The one layer of a pipeline that has one stage: the user's whole step.
+"""A pipeline of one stage, whose one layer is the user's whole step.
 
 No module is cut, so no module has to be found in the step. The step may call any of the user's
 modules as often as it likes.
@@ -6,13 +6,26 @@ modules as often as it likes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.splitting.split import PipelineSplit
+
+
+def keep_whole(module: nn.Module) -> PipelineSplit:
+    """Returns the split of a pipeline of one stage, whose one layer is the user's module."""
+    return PipelineSplit(
+        path="",
+        layers=WholeStep(module),
+        layers_per_stage=(1,),
+        stages=(0,),
+        rank_of_stage=(0,),
+        ties=(),
+    )
 
 
 class WholeStep(Layers):
@@ -35,18 +48,6 @@ class WholeStep(Layers):
     ) -> Any:
         (step,) = arguments
         return step
-
-    @override
-    def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
-        """Does nothing: the layer stays."""
-
-    @override
-    def attach(self) -> None:
-        """Does nothing: the stage calls the step."""
-
-    @override
-    def detach(self) -> None:
-        """Does nothing."""
 
 
 class StepInterceptor:

@@ -46,11 +46,7 @@ def stacked(dim: int, num_stacked: int) -> Placement:
 
 
 def stacked_dim(tensor: Tensor) -> int | None:
-    """Returns the dim along which a tensor is placed by :func:`stacked`; None if there is none.
-
-    Args:
-        tensor: Any tensor.
-    """
+    """Returns the dim along which a tensor is placed by :func:`stacked`; None if there is none."""
     # Tensor parallelism is the innermost axis of a mesh.
     placement = tensor.placements[-1] if isinstance(tensor, DTensor) else None
     return int(placement.dim) if isinstance(placement, _StridedShard) else None
@@ -87,11 +83,7 @@ def _behind(dim: int, placement: Placement) -> Placement:
 
 
 def is_spread(tensor: Any) -> bool:
-    """Returns whether a value is a DTensor.
-
-    Args:
-        tensor: Any value.
-    """
+    """Returns whether a value is a DTensor."""
     return isinstance(tensor, DTensor)
 
 
@@ -154,11 +146,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def is_storable(tensor: Tensor) -> bool:
-    """Returns whether a tensor is a DTensor of which each rank has one contiguous piece.
-
-    Args:
-        tensor: Any tensor.
-    """
+    """Returns whether a tensor is a DTensor of which each rank has one contiguous piece."""
     return isinstance(tensor, DTensor) and stacked_dim(tensor) is None
 
 

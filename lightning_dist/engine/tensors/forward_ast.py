@@ -90,11 +90,7 @@ _CHANGES = frozenset({"add", "append", "appendleft", "clear", "extend", "insert"
 
 @cache
 def written_by_forward(kind: type) -> frozenset[str]:
-    """Names the attributes, of the module or of another object, that a forward changes.
-
-    Args:
-        kind: The module's class.
-    """
+    """Names the attributes, of the module or of another object, that a forward changes."""
     classes = [c for c in kind.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
     written: set[str] = set()
     read, waiting = set[str](), ["forward"]
@@ -170,22 +166,14 @@ def reads_width(module: nn.Module) -> bool:
 
 
 def input_name(module: nn.Module) -> str:
-    """Returns the name of the first argument of a module's forward; empty if there is none.
-
-    Args:
-        module: Any module.
-    """
+    """Returns the name of the first argument of a module's forward; empty if there is none."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return "".join(named[1:2])
 
 
 def attributes_read(module: nn.Module) -> set[str]:
-    """Returns the names of all attributes, of any object, that a module's forward reads.
-
-    Args:
-        module: Any module.
-    """
+    """Returns the names of all attributes, of any object, that a module's forward reads."""
     code = syntax_of(type(module).forward)
     return set() if code is None else {_attribute_name(node) for node in ast.walk(code)}
 

@@ -50,11 +50,20 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Walks over all modules, each after those inside it, the root last.
+def set_attribute(root: nn.Module, name: str, value: object) -> None:
+    """Sets a module, parameter or buffer in a model.
 
     Args:
         root: The model.
+        name: Dotted name.
+        value: The new value.
+    """
+    path, _, attribute = name.rpartition(".")
+    setattr(root.get_submodule(path), attribute, value)
+
+
+def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Walks over all modules, each after those inside it, the root last.
 
     Yields:
         The first dotted name, as in ``named_modules``, and the module.
@@ -77,9 +86,6 @@ def shardable_modules(root: nn.Module) -> dict[str, nn.Module]:
     A unit's parameters are whole only from the beginning to the end of the unit's forward. A module
     without a forward (``nn.ModuleList``, or a bare ``nn.Module`` as a name space) is never called.
     ``nn.MultiheadAttention`` reads the weight of its output projection without calling it.
-
-    Args:
-        root: The model.
 
     Returns:
         Modules by their first dotted name, inner ones before the outer ones.

@@ -19,41 +19,25 @@ Undo: TypeAlias = Callable[[], None]
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Returns a module's forward hooks and forward pre-hooks, as dicts that may be changed.
-
-    Args:
-        module: Any module.
-    """
+    """Returns a module's forward hooks and forward pre-hooks, as dicts that may be changed."""
     return module._forward_hooks, module._forward_pre_hooks
 
 
 def gradient_hooks_of(
     parameter: Tensor,
 ) -> tuple[tuple[Callable[[Tensor], Any], ...], tuple[Callable[[Tensor], None], ...]]:
-    """Returns the hooks of ``register_hook``, and of ``register_post_accumulate_grad_hook``.
-
-    Args:
-        parameter: Any leaf.
-    """
+    """Returns the hooks of ``register_hook``, and of ``register_post_accumulate_grad_hook``."""
     before, behind = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return tuple((before or {}).values()), tuple((behind or {}).values())
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Returns whether a parameter has gradient hooks.
-
-    Args:
-        parameter: Any leaf.
-    """
+    """Returns whether a parameter has gradient hooks."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def note_on(parameter: Tensor) -> tuple[dict[str, Any], Any]:
-    """Returns the attributes and hooks that users have put on a parameter.
-
-    Args:
-        parameter: Any parameter.
-    """
+    """Returns the attributes and hooks that users have put on a parameter."""
     return dict(vars(parameter)), parameter._backward_hooks
 
 
@@ -78,9 +62,6 @@ def kept_on_parameters(module: nn.Module) -> Iterator[None]:
 
     Args:
         module: The module that is moved inside the context manager.
-
-    Yields:
-        Nothing.
     """
     noted = [(parameter, note_on(parameter)) for parameter in module.parameters()]
     yield

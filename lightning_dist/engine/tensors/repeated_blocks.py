@@ -51,9 +51,6 @@ def _is_layer(module: nn.Module) -> bool:
 def repeated_blocks(root: nn.Module) -> list[str]:
     """Returns the blocks of a model.
 
-    Args:
-        root: The model.
-
     Returns:
         Dotted names, none inside another; empty for a model that repeats nothing.
     """

@@ -36,9 +36,6 @@ def seeded(*identity: int, device: torch.device) -> Iterator[None]:
     Args:
         identity: Integers that name this use: base seed, step, micro-batch, stage and so on.
         device: The device whose generator is seeded beside the CPU's.
-
-    Yields:
-        Nothing.
     """
     seed = seed_of(identity)
     generators = generators_of(device)
@@ -81,9 +78,6 @@ def python_state_kept() -> Iterator[None]:
     """Puts the state of Python's and numpy's generators back at the end.
 
     Apart from the seeding, for it takes a tenth of a millisecond and serves a whole batch.
-
-    Yields:
-        Nothing.
     """
     states = random.getstate(), np.random.get_state()
     try:
@@ -99,9 +93,6 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
     Args:
         device: The device whose generator is kept beside the CPU's.
-
-    Yields:
-        Nothing.
     """
     generators = generators_of(device)
     states = [generator.get_state() for generator in generators]

@@ -139,7 +139,7 @@ class HalfPrecisionPlugin(Precision):
             everywhere = self.half.half_parameters(self._module)
         ids = {id(parameter) for parameter in everywhere.values()}
         for _, _, layer in foreign_layers(self._module):  # a model's forward may see their dtype
-            layer.compute_in(lambda p: self.half.dtype if id(p) in ids else p.dtype)
+            layer.dtype_of = lambda p: self.half.dtype if id(p) in ids else p.dtype
         own = {id(parameter) for parameter in self._module.parameters()}
         self._parameters = {name: p for name, p in everywhere.items() if id(p) in own}
         self._own = frozenset(self._parameters.values())

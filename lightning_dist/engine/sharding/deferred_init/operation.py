@@ -123,10 +123,7 @@ def _new_storage(reference: Reference) -> torch.UntypedStorage:
 
 
 def _as_recorded(reference: Reference, tensor: Tensor) -> torch.UntypedStorage:
-    """Returns the storage of a result, in the layout of its reference.
-
-    A function's result may have another layout on the meta device than on the CPU (SVD's has).
-    """
+    """Returns the storage of a result, in the layout of its reference."""
     assert tensor.dtype == reference.dtype
     storage = tensor.untyped_storage()
     same = (reference.stride, reference.offset) == (tensor.stride(), tensor.storage_offset())

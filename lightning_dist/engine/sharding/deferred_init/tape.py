@@ -119,16 +119,7 @@ class Tape:
         return reference.on(storage)
 
     def _replay(self, wanted: Iterable[int], memory: Memory, *, keep_all: bool) -> Memory:
-        """Returns storages as they are after the last operation.
-
-        Args:
-            wanted: Numbers of the storages.
-            memory: Storages that are already known in their present state.
-            keep_all: Whether to return the other storages that the replay needed, too.
-
-        Returns:
-            Storages in their present state; storages in an earlier state are left out.
-        """
+        """Returns storages as they are after the last operation."""
         wanted = frozenset(wanted)
         plan, known = self._plan(wanted, memory)
         memory = {storage: memory[storage] for storage in known}

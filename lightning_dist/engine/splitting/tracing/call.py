@@ -139,9 +139,6 @@ class CallCheck:
     def check(self, call: Call) -> list[Any]:
         """Checks a call.
 
-        Args:
-            call: Any call.
-
         Returns:
             The call's leaves, in the order of the graph's inputs.
 

@@ -23,11 +23,7 @@ Mode = tuple[tuple[Any, ...], ...]
 
 
 def mode_of(module: nn.Module) -> Mode:
-    """Returns the public numbers, strings and flags of a module's parts.
-
-    Args:
-        module: Any module.
-    """
+    """Returns the public numbers, strings and flags of a module's parts."""
     return tuple(_public(part) for part in module.modules())
 
 

@@ -95,11 +95,8 @@ class TraceGraph:
         ]
 
     def _written(self) -> list[Together]:
-        """Lists the operations on written memory, from its creation to its last write.
-
-        After the last write a value may be copied. A buffer must not be copied, so its last use
-        counts instead.
-        """
+        """Lists the operations on written memory, from its creation to its last write."""
+        # After it a value may be copied. A buffer may not, so there the last use counts.
         first: dict[int, int] = {m: 0 for node in self.inputs for m in memory_of(node)}
         kept = {m: self._title(n) for n in (*self.names, *self.constants) for m in memory_of(n)}
         last: dict[int, tuple[int, fx.Node]] = {}

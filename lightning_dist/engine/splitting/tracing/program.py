@@ -136,11 +136,7 @@ class TraceProgram:
         return frozenset(own.union(*(parts[index].names for _, parts in self._graphs.values())))
 
     def names_of_layer(self, index: int) -> frozenset[str]:
-        """Names a layer's parameters, and the buffers that it uses in training or evaluation.
-
-        Args:
-            index: Index of the layer.
-        """
+        """Names a layer's parameters, and the buffers that it uses in training or evaluation."""
         return self._names[index]
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -79,9 +79,6 @@ class RemovedTensors:
         Args:
             device: Device of these tensors. None leaves them on the meta device; on the CPU they
                 take address space but no memory, as long as no code writes to them.
-
-        Yields:
-            Nothing.
         """
         made = {id(shape): _on(shape, device or "meta") for shape in self._shapes.values()}
         with self._in_their_places({name: made[id(s)] for name, s in self._shapes.items()}):
@@ -93,9 +90,6 @@ class RemovedTensors:
 
         Args:
             device: Device that the tensors would be on if this rank had them.
-
-        Yields:
-            Nothing.
         """
         known = self._described
         for name, shape in self._shapes.items():

@@ -95,14 +95,7 @@ def _alive_before(graph: TraceGraph, parts: Sequence[Sequence[fx.Node]]) -> list
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The operations of a layer.
-
-    Attributes:
-        nodes: The operations in order.
-        given: The values that the layer takes, parameters and buffers last.
-        constants: The constants that the operations use.
-        returned: A tree of the values that the layer returns.
-    """
+    """The operations of a layer."""
 
     nodes: Sequence[fx.Node]
     given: Sequence[fx.Node]

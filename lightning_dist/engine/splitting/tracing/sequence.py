@@ -97,11 +97,7 @@ class TracedSequence(nn.Sequential):
         return self._module[0]
 
     def names_in(self, layers: Sequence[int]) -> set[str]:
-        """Returns all names that the tensors of some layers have in the traced module.
-
-        Args:
-            layers: Indices of the layers.
-        """
+        """Returns all names that the tensors of some layers have in the traced module."""
         first = frozenset[str]().union(*(self.program.names_of_layer(index) for index in layers))
         return {name for name, canonical in self.program.canonical.items() if canonical in first}
 
@@ -134,11 +130,7 @@ class TracedSequence(nn.Sequential):
         self.away.take(self.names_in(range(len(self))) - layer_of.keys() - self.away.names)
 
     def buffers_of(self, layer: int) -> dict[str, Tensor]:
-        """Returns the buffers that a layer of this rank uses, by name.
-
-        Args:
-            layer: Index of the layer.
-        """
+        """Returns the buffers that a layer of this rank uses, by name."""
         module = self._module[0]
         held = self[layer].named_tensors()  # type: ignore[operator]
         names = self.program.names_of_layer(layer) - held.keys()
@@ -192,11 +184,7 @@ class _TracedForward:
 
 
 def sequence_of(module: nn.Module) -> TracedSequence | None:
-    """Returns the layers of a module that has been traced before; else None.
-
-    Args:
-        module: Any module.
-    """
+    """Returns the layers of a module that has been traced before; else None."""
     forward = vars(module).get("forward")
     return forward.sequence if isinstance(forward, _TracedForward) else None
 

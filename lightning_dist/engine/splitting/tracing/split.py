@@ -7,10 +7,9 @@ the arguments of the first step's call: the layers must be known before the opti
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import stage_of_layers
 from lightning_dist.engine.splitting.find_layers import choose_partition, refuse_outside
 from lightning_dist.engine.splitting.layers import Layers
-from lightning_dist.engine.splitting.split import PipelineSplit
+from lightning_dist.engine.splitting.split import PipelineSplit, stages_of_rank
 from lightning_dist.engine.splitting.tracing.call import bind, example_of
 from lightning_dist.engine.splitting.tracing.example import (
     SET_AN_EXAMPLE,
@@ -38,7 +37,7 @@ from lightning_dist.engine.splitting.tracing.sequence import (
     TracedSequence,
     sequence_of,
 )
-from lightning_dist.engine.splitting.whole_split import keep_whole
+from lightning_dist.engine.splitting.whole_step import keep_whole
 
 _NO_EXAMPLE = CallExample()
 
@@ -64,8 +63,14 @@ class TracedSplit(PipelineSplit):
         stages = stage_of_layers(self.layers_per_stage)
         return [layer for layer, stage in enumerate(stages) if stage in self.stages]
 
-    def _in_module(self, names: set[str]) -> set[str]:
-        return {_join(self.path, name) for name in names}
+    def _names_in(self, layers: Sequence[int]) -> set[str]:
+        """Returns the names that the tensors of some layers have in the user's module."""
+        prefix = f"{self.path}." if self.path else ""
+        return {f"{prefix}{name}" for name in self.sequence.names_in(layers)}
+
+    @property
+    def _all_names(self) -> set[str]:
+        return self._names_in(range(len(self.layers)))
 
     @override
     def cut(self) -> None:
@@ -79,21 +84,19 @@ class TracedSplit(PipelineSplit):
 
     @override
     def tensors_outside(self, module: nn.Module) -> list[Tensor]:
-        inside = self._in_module(self.sequence.names_in(range(len(self.sequence))))
+        inside = self._all_names
         named = [*module.named_parameters(), *module.named_buffers()]
         return [tensor for name, tensor in named if name not in inside]
 
     @override
     def foreign_names(self) -> set[str]:
-        everywhere = self.sequence.names_in(range(len(self.sequence)))
-        return self._in_module(everywhere - self.sequence.names_in(self._own_layers))
+        return self._all_names - self._names_in(self._own_layers)
 
     @override
     def is_stored_here(self, name: str) -> bool:
-        everywhere = self._in_module(self.sequence.names_in(range(len(self.sequence))))
-        if name not in everywhere:
+        if name not in self._all_names:
             return self.has_last
-        return name in self._in_module(self.sequence.names_in(self._own_layers))
+        return name in self._names_in(self._own_layers)
 
 
 def find_traced_split(
@@ -125,7 +128,14 @@ def find_traced_split(
     path = config.layers.partition(":")[2]
     if config.layers in ("auto", "trace"):
         path = _find_trainable(module, example.has_forward)
-    traced = _get(module, path)
+    try:
+        traced = module.get_submodule(path)
+    except AttributeError:
+        names = [name for name, _ in module.named_children()]
+        raise ValueError(
+            f"layers='trace:{path}': the module has no submodule of that path. It has {names} and"
+            " what is in them."
+        ) from None
     casts = None if half is None else TracedCasts(half, path)
     sequence = sequence_of(traced)
     if sequence is None:
@@ -138,23 +148,18 @@ def find_traced_split(
         )
     layers = TracedLayers(sequence)
     partition = _choose_partition(layers, sequence.program, config, len(rank_of_stage), path)
-    own = tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
     return TracedSplit(
-        path,
-        layers,
-        partition,
-        own,
-        rank_of_stage,
+        path=path,
+        layers=layers,
+        layers_per_stage=partition,
+        stages=stages_of_rank(rank_of_stage, rank),
+        rank_of_stage=rank_of_stage,
         ties=(),  # a layer has all uses of its own
     )
 
 
 def is_traced(module: nn.Module) -> bool:
-    """Returns whether an earlier run has traced the module, or a part of it.
-
-    Args:
-        module: The user's module.
-    """
+    """Returns whether an earlier run has traced the module, or a part of it."""
     return any(sequence_of(part) is not None for part in module.modules())
 
 
@@ -182,17 +187,6 @@ def _find_trainable(module: nn.Module, has_forward: Callable[[], bool]) -> str:
         " steps; or give the LightningModule a `forward` and call `self(...)`; or name a module"
         " with layers='trace:path' and freeze the rest."
     )
-
-
-def _get(module: nn.Module, path: str) -> nn.Module:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        names = [name for name, _ in module.named_children()]
-        raise ValueError(
-            f"layers='trace:{path}': the module has no submodule of that path. It has {names} and"
-            " what is in them."
-        ) from None
 
 
 def _trace(
@@ -231,20 +225,18 @@ def _example_of(
         # As Lightning's precision plugins make batches, which have converted the parameters.
         (dtype,) = dtypes
         inputs = cast(inputs, dtype)
-    arguments = _arguments_of(inputs)
+    # As Lightning's summary does.
+    arguments: Arguments
+    if isinstance(inputs, Mapping):
+        arguments = (), dict(inputs)
+    else:
+        arguments = (tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)), {}
     if traced is module:
         return arguments
     if not example.has_forward():
         return arguments if casts is None else cast(arguments, casts.half.dtype_into(module, path))
     with nullcontext() if casts is None else as_in_step(module, casts.half):
         return _watch_call(module, traced, path, arguments)
-
-
-def _arguments_of(inputs: Any) -> Arguments:
-    """Returns an example's arguments, as Lightning's summary does."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs), {}) if isinstance(inputs, list | tuple) else ((inputs,), {})
 
 
 def _watch_call(module: nn.Module, traced: nn.Module, path: str, arguments: Arguments) -> Arguments:
@@ -287,7 +279,3 @@ def _choose_partition(
         return choose_partition(layers, config.partition, num_stages)
     except ValueError as error:
         raise ValueError(f"{error} The layers of {path!r} begin at {titles}.") from None
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
