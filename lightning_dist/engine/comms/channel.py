@@ -53,22 +53,10 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A tree on its way.
-
-    Attributes:
-        tree: The tree that was sent.
-        tag: Tag of the tree.
-    """
+    """A tree on its way."""
 
     tree: Any
     tag: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """An entry of a queue after which nothing more comes, with the reason."""
-
-    error: BaseException
 
 
 class Inbox:
@@ -97,7 +85,7 @@ class MemoryChannel:
     """Both ends of a channel."""
 
     def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[Message | Failed] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._inbox = Inbox(self._take)
 
     def send(self, tree: Any, *, tag: int = 0) -> None:
@@ -112,13 +100,13 @@ class MemoryChannel:
 
     def _take(self) -> Message:
         message = self._messages.get()
-        if isinstance(message, Failed):
-            raise message.error
+        if isinstance(message, BaseException):
+            raise message
         return message
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error in the next :meth:`receive`."""
-        self._messages.put(Failed(error))
+        self._messages.put(error)
 
     def close(self) -> None:
         """Does nothing, since there is no thread to end."""

@@ -59,12 +59,7 @@ class GroupPool:
         return own
 
     def give_back(self, kind: GroupKind, group: dist.ProcessGroup) -> None:
-        """Returns a group to the pool. Collective: every rank must call it alike.
-
-        Args:
-            kind: Kind of the group.
-            group: A group in which only operations that all its ranks have begun are under way.
-        """
+        """Returns a group without unfinished operations of its own. Collective."""
         self._free[kind].append(group)
 
     def mesh(self, shape: MeshShape, device_type: str) -> DeviceMesh:

@@ -1,28 +1,12 @@
-"""All ranks stop at the same batch boundary when any of them is asked to, for the same reason.
+"""Decisions at batch boundaries that are the same on all ranks, without a wait.
 
-Lightning broadcasts rank 0's flag before each batch and waits for the flag. That ties pipeline
-stages together at each batch, and synchronises a GPU each time. Lightning's signal handler
-broadcasts too, which deadlocks in the middle of a step. Here the handler only sets a flag. At each
-batch boundary an asynchronous all-reduce combines the flags. All ranks read its result ``lag``
-boundaries later, at the same boundary, when all ranks have long joined it.
-
-On busy cores a small all-reduce costs by the threads that it wakes. So one all-reduce carries the
-flags of a boundary and the votes at the end of the batch before (:class:`JointDecision`).
-
-``lag`` must be at least the number of batches by which the first rank can be ahead of the last: 1
-where each step ties the ranks together, one more than :meth:`.UpdateRule.lag` for a pipeline.
-
-:class:`JointDecision` lets all ranks act at the same boundary when some want to, mostly without a
-wait.
-
-``trainer.should_stop = True`` on one rank would let that rank leave a loop whose next step the
-others are in already. If all ranks were asked after each batch, each would wait for the slowest. So
-each posts its vote and goes on. Only a rank that votes yes waits for the others' votes, which they
-post in any case. If all ranks vote yes, for example by a metric that all know, all act at once. If
-only some do, these go on with the others for ``lag`` boundaries, until all ranks know.
-
-``lag`` is at least the number of boundaries by which a rank can be ahead of another, so no rank
-waits for votes that it only reads.
+Lightning broadcasts rank 0's flag before each batch and waits for it, which ties pipeline stages
+together, and deadlocks in a signal handler. Here each rank posts an asynchronous all-reduce at each
+boundary and reads its result ``lag`` boundaries later, when all ranks have long joined it. ``lag``
+is at least the number of boundaries by which one rank can be before another: 1 where each step ties
+the ranks together, one more than :meth:`.UpdateRule.lag` for a pipeline. A small all-reduce costs
+by the threads that it wakes, so one carries the flags of a :class:`StopAgreement` and the votes of
+a :class:`JointDecision`.
 """
 
 from __future__ import annotations
@@ -41,13 +25,9 @@ class StopReason(IntEnum):
     """Why a run is to stop; of several reasons, the largest counts."""
 
     NONE = 0
-    """Nothing."""
-    TERMINATE = 1
-    """SIGTERM."""
-    INTERRUPT = 2
-    """SIGINT, which Ctrl-C sends."""
-    REQUEUE = 3
-    """SLURM will end the job soon, and can requeue the job."""
+    TERMINATE = 1  # SIGTERM
+    INTERRUPT = 2  # SIGINT, which Ctrl-C sends
+    REQUEUE = 3  # SLURM will end the job soon, and can requeue the job
 
 
 Posted: TypeAlias = tuple[dist.Work, Tensor]
@@ -55,7 +35,7 @@ Posted: TypeAlias = tuple[dist.Work, Tensor]
 
 
 class StopAgreement:
-    """One rank's part in the decision to stop.
+    """One rank's part in the decision to stop; a signal handler only sets a flag.
 
     Args:
         group: A gloo group of all ranks.
@@ -131,7 +111,10 @@ class StopAgreement:
 
 
 class JointDecision:
-    """One rank's part in a recurring decision.
+    """One rank's part in a recurring decision, such as ``trainer.should_stop``.
+
+    Only a rank that votes yes waits for the others' votes, which they post in any case. If all vote
+    yes, all act at once. If some do, these go on with the others until all ranks know.
 
     Args:
         group: A gloo group of all ranks.
@@ -147,7 +130,7 @@ class JointDecision:
     ) -> None:
         self._group = group
         self._lag = lag
-        self._post = post or self._post_alone
+        self._post = post or self._post_vote
         self._pending: deque[Posted] = deque()
 
     def at_boundary(self, wanted: bool) -> bool:
@@ -172,14 +155,14 @@ class JointDecision:
         Returns:
             Whether any rank votes yes, or has voted yes at a boundary that is not decided yet.
         """
-        self._pending.append(self._post_alone(int(wanted)))
+        self._pending.append(self._post_vote(int(wanted)))
         return self._take_votes() > 0
 
     def forget(self) -> None:
         """Drops the votes of the last boundaries. Collective: every rank must call it."""
         self._take_votes()
 
-    def _post_alone(self, vote: int) -> Posted:
+    def _post_vote(self, vote: int) -> Posted:
         votes = torch.tensor([vote], dtype=torch.int32)
         work = dist.all_reduce(votes, group=self._group, async_op=True)
         assert work is not None

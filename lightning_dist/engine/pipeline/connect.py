@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.engine.comms.channel import MemoryChannel, Receiver, Sender
-from lightning_dist.engine.comms.receiver import DistributedReceiver
-from lightning_dist.engine.comms.sender import DistributedSender
+from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.pipeline.rebalance.relocation import MoveLinks, Relocation
 from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.pipeline.tied_gradients import TieLinks

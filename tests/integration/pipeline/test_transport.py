@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.engine.comms.channel import ChannelClosedError
-from lightning_dist.engine.comms.receiver import DistributedReceiver
-from lightning_dist.engine.comms.sender import DistributedSender
+from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.pipeline.connect import connect
 from tests.helpers.processes.workers import WorkerPool
 

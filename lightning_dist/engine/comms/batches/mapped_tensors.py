@@ -26,12 +26,8 @@ from torch import Tensor
 
 from lightning_dist.engine.comms.packet import PacketLayout, TensorInfo
 
-MOST_UNREAD_FILES = 64
-"""Files that may wait for their readers: a process may have 1,024 open files by default."""
-
-LARGE_BYTES = 1 << 20
-"""Smaller tensors travel in their message: a file costs more than their bytes."""
-
+MOST_UNREAD_FILES = 64  # a process may have 1,024 open files by default
+LARGE_BYTES = 1 << 20  # smaller tensors travel in their message: a file costs more
 _NAME = "lightning_dist_batch"
 _SECRET_BYTES = 16
 # Offset after the secret, in the packet's header: whether all ranks have mapped the file.
@@ -41,27 +37,15 @@ _HEADER_STEP_BYTES = 1024  # so that most headers are as long as the one before
 
 @dataclass(frozen=True, slots=True)
 class MappedFile:
-    """The place where other processes of the host find tensors.
+    """The place where other processes of the host find tensors."""
 
-    Attributes:
-        process: Id of the process that has written the tensors.
-        descriptor: Number of the open file in that process.
-        secret: Secret of that process and first bytes of the file, since another host may have a
-            process of that id, too.
-        infos: Infos of the tensors.
-    """
-
-    process: int
-    descriptor: int
-    secret: bytes
+    process: int  # ID of the process that has written the tensors
+    descriptor: int  # number of the open file in that process
+    secret: bytes  # first bytes of the file, for another host may have a process of that ID, too
     infos: tuple[TensorInfo, ...]
 
     def map(self, *, is_last: bool = False) -> list[Tensor]:
-        """Maps the tensors into this process; they may be written to.
-
-        Raises:
-            OSError: This process cannot open the file, or it is another file.
-        """
+        """Maps the tensors, writable, into this process; `OSError` if it cannot open the file."""
         layout = PacketLayout(self.infos)
         path = f"/proc/{self.process}/fd/{self.descriptor}"
         # Checked first, since opening a file of another kind may wait for ever, or have effects.
@@ -92,11 +76,7 @@ class TensorFiles:
         self._unread: list[int] = []
 
     def write(self, tensors: Sequence[Tensor]) -> MappedFile | None:
-        """Copies tensors into a file.
-
-        Returns:
-            The file; None if this system has no such files, or no room for one more.
-        """
+        """Copies CPU tensors into a file; None if the system has none, or no room for it."""
         self._unread = [descriptor for descriptor in self._unread if not _close_read(descriptor)]
         if not hasattr(os, "memfd_create") or len(self._unread) >= MOST_UNREAD_FILES:
             return None
@@ -174,8 +154,8 @@ class MessageFiles:
 class _Absent:
     """The header of a message."""
 
-    file: MappedFile | None
-    places: tuple[int, ...]
+    file: MappedFile | None  # the tensors that are not in the message
+    places: tuple[int, ...]  # indices of those tensors among all
 
 
 def _as_tensor(absent: _Absent) -> Tensor:
@@ -190,15 +170,7 @@ def _is_large(tensor: Tensor) -> bool:
 
 
 def find_mappable(files: TensorFiles, group: dist.ProcessGroup) -> frozenset[bytes]:
-    """Returns the ranks whose files the next rank can map. Collective: every rank must call it.
-
-    Args:
-        files: Files of this rank.
-        group: A gloo group.
-
-    Returns:
-        The secrets of those ranks; empty on the last rank.
-    """
+    """Returns the secrets of the ranks whose files the next rank can map. Collective."""
     probe = files.write([])
     probes: list[MappedFile | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(probes, probe, group=group)

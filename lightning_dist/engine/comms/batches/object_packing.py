@@ -17,14 +17,7 @@ _STEP_BYTES = 1024  # so that most objects are as long as the one before, and sh
 
 
 def pack(value: Any) -> list[Tensor]:
-    """Turns an object into tensors.
-
-    Args:
-        value: Any object that can be pickled.
-
-    Returns:
-        The pickled rest, and the object's plain tensors; not copied.
-    """
+    """Returns the pickled rest of an object as one tensor, and its plain tensors, not copied."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(value)
@@ -33,11 +26,7 @@ def pack(value: Any) -> list[Tensor]:
 
 
 def unpack(packed: list[Tensor]) -> Any:
-    """Turns tensors back into an object; the inverse of :func:`pack`.
-
-    Args:
-        packed: The tensors from :func:`pack`, in any memory; the object shares that memory.
-    """
+    """Turns tensors back into an object, which shares their memory; the inverse of :func:`pack`."""
     rest, *tensors = packed
     return _Unpickler(io.BytesIO(rest.numpy().tobytes()), tensors).load()
 

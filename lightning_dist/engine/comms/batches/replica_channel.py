@@ -27,22 +27,17 @@ from lightning_dist.engine.comms.batches.mapped_tensors import (
 )
 from lightning_dist.engine.comms.batches.object_packing import pack, unpack
 from lightning_dist.engine.comms.channel import Receiver, Sender
-from lightning_dist.engine.comms.receiver import DistributedReceiver
-from lightning_dist.engine.comms.sender import DistributedSender
+from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.tensors.rng import random_states, set_random_states
 
 
 class Event(Enum):
     """An event that the reader reports."""
 
-    FOUND = auto()
-    """A loader is about to be used."""
-    BEGUN = auto()
-    """An epoch begins; the content is the length of each loader."""
-    BATCH = auto()
-    """A batch has been read."""
-    ENDED = auto()
-    """The loader has no more batches."""
+    FOUND = auto()  # a loader is about to be used
+    BEGUN = auto()  # an epoch begins; the content is the length of each loader
+    BATCH = auto()  # a batch has been read
+    ENDED = auto()  # the loader has no more batches
 
 
 @dataclass(frozen=True, slots=True)

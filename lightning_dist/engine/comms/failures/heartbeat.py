@@ -1,18 +1,14 @@
 """Distinguish a rank that hangs from one that computes.
 
-A process that is stopped, or whose file system does not answer, closes no connection. The other
-ranks would wait for the process group's timeout, and then report only the operation that timed out.
-So each rank sends its predecessor a beat every few seconds, with its main thread's activity.
+A process that is stopped, or whose file system does not answer, closes no connection. So each rank
+sends its predecessor a beat every few seconds, with its main thread's activity.
 
 Two states count as a standstill. A *silent* rank sends no beats: it is stopped, its host is gone,
 or something holds the interpreter's lock. An *idle* rank sends beats, but uses next to no processor
-time, and its main thread waits for something that is no other rank, such as a disk. A rank that
-computes is never reported, however long it takes, nor one that waits for another rank. A
-standstill is a message, not a failure, since a rank may go on. Only a silent rank that has not
-answered for the run's timeout ends the run.
-
-Time is counted in a rank's own wake-ups, not read from a clock. If a process was itself stopped, it
-has slept once, so it accuses no other rank when it goes on.
+time, and its main thread waits for something that is no other rank, such as a disk. A standstill is
+a message, not a failure, since a rank may go on. Only a silent rank that has not answered for the
+run's timeout ends the run. Time is counted in a rank's own wake-ups: a process that was itself
+stopped has slept once, so it accuses no other rank when it goes on.
 """
 
 from __future__ import annotations
@@ -71,20 +67,14 @@ class Rhythm:
 
     @classmethod
     def for_timeout(cls, timeout_seconds: float) -> Rhythm:
-        """Returns the rhythm of a run."""
+        """Returns the rhythm of a run with this ``timeout_s``."""
         patience = min(_PATIENCE_SECONDS, timeout_seconds / 2)
         return cls(patience / _BEATS_IN_PATIENCE, patience, timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """The process in which a rank runs.
-
-    Attributes:
-        rank: The rank.
-        host: Name of the rank's host.
-        pid: Process ID on that host.
-    """
+    """The process in which a rank runs."""
 
     rank: int
     host: str
@@ -112,12 +102,7 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A message that a rank lives.
-
-    Attributes:
-        process: The rank.
-        activity: What the rank's main thread is doing.
-    """
+    """A message that a rank lives."""
 
     process: RankProcess
     activity: str
@@ -125,14 +110,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """A message that a rank does not go on.
-
-    Attributes:
-        process: The rank.
-        activity: What the rank's main thread was doing last.
-        seconds: Duration of the standstill.
-        is_silent: Whether the rank sends no beats; otherwise its main thread waits.
-    """
+    """A message that a rank does not go on: it sends no beats, or its main thread waits."""
 
     process: RankProcess
     activity: str
@@ -150,12 +128,7 @@ class Standstill:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A message that a rank goes on.
-
-    Attributes:
-        process: The rank.
-        seconds: Duration of the standstill.
-    """
+    """A message that a rank goes on."""
 
     process: RankProcess
     seconds: float
@@ -169,12 +142,7 @@ Notice: TypeAlias = Standstill | Resumption
 
 
 class Silence:
-    """Counts how long nothing has come from the successor.
-
-    Args:
-        rhythm: Rhythm of the run.
-        successor: Rank of the successor.
-    """
+    """Counts how long nothing has come from the successor."""
 
     def __init__(self, rhythm: Rhythm, successor: int) -> None:
         self._rhythm = rhythm
@@ -193,11 +161,7 @@ class Silence:
         return Resumption(beat.process, seconds) if was_reported else None
 
     def missed(self) -> Standstill | None:
-        """Counts an interval in which nothing has come.
-
-        Returns:
-            The message to report, or None.
-        """
+        """Counts an interval in which nothing has come."""
         self._seconds += self._rhythm.interval_seconds
         if self._is_reported or self._seconds < self._rhythm.patience_seconds:
             return None

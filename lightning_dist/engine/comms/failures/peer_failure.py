@@ -1,24 +1,13 @@
 """Report one rank's failure to all ranks, at once and with the true cause.
 
-When a rank dies, the others would sit in a receive until the process group's timeout, half an hour
-by default, and then report the timeout. So each rank has a thread that waits for a message from its
-successor and is idle otherwise. A rank that raises sends its traceback to its predecessor, which
-passes the traceback on around the ring. A killed rank sends nothing, but the kernel closes its
-connection. Its predecessor sees that within milliseconds and passes the loss on likewise. Nothing
-depends on a rank that may be the lost one.
+Else the others would sit in a receive until the process group's timeout, and report the timeout. So
+each rank has a thread that waits for messages from its successor. A rank that raises sends its
+traceback to its predecessor, which passes it on around the ring. If a rank is killed, the kernel
+closes its connection, which its predecessor sees within milliseconds. No rank is needed for that
+which may be the lost one. Beats and standstills (:mod:`.failures.heartbeat`) go the same way.
 
-A rank that hangs neither raises nor closes its connection. Beats go the same way
-(:mod:`.failures.heartbeat`), and messages on standstills go around the ring, too.
-
-:func:`exit_after_grace` ends a process in which a thread waits for a rank that will never answer.
-
-A rank that learns of a failure normally raises where it waits for its pipeline neighbour. A main
-thread inside of a collective or of the user's own code cannot be interrupted. After a grace period
-the process prints the true cause and exits, and does not wait for the process group's timeout.
-
-Gloo's threads for asynchronous collectives cannot be interrupted either. A process group joins
-these threads when it is destroyed, at the latest while Python exits. Survivors of a failure may
-each wait for the other's connection to close. So after a failure the groups are never destroyed.
+A rank raises a failure where it waits for a pipeline neighbour. A main thread in a collective or in
+the user's code cannot be interrupted: after a grace period its process prints the cause and exits.
 """
 
 from __future__ import annotations
@@ -47,8 +36,7 @@ from lightning_dist.engine.comms.failures.heartbeat import (
     Silence,
     Standstill,
 )
-from lightning_dist.engine.comms.receiver import DistributedReceiver
-from lightning_dist.engine.comms.sender import DistributedSender
+from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 
 _CLOSE_SECONDS = 2.0
 

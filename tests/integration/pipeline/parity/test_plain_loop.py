@@ -12,8 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.comms.receiver import DistributedReceiver
-from lightning_dist.engine.comms.sender import DistributedSender
+from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.pipeline.connect import connect
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links

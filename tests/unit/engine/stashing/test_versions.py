@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dist.engine.comms.codec import BufferPool
+from lightning_dist.engine.comms.packet import BufferPool
 from lightning_dist.engine.stashing.versions import Stashed
 
 

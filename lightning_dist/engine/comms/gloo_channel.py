@@ -1,0 +1,266 @@
+"""Both ends of a channel to another process, over a gloo process group.
+
+*No thread with work waits.* A send is begun and left to itself. A thread posts the receive of the
+next packet before that packet is sent, so that data flows while the stage computes.
+
+*One communicator per direction.* Two ranks that send to each other on one communicator depend on
+the order of their calls; on two they cannot deadlock.
+
+Gloo alone takes CPU tensors and several ranks on one GPU. Tensors of a GPU are staged through
+pinned host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.engine.comms.channel import ChannelClosedError, Inbox, Message, PeerLostError
+from lightning_dist.engine.comms.packet import (
+    NO_SCHEMA,
+    Memory,
+    PacketHeader,
+    PacketKind,
+    PacketLayout,
+    TensorInfo,
+    TreeReader,
+    as_bytes,
+    read_header,
+    schema_of,
+    write_header,
+)
+from lightning_dist.engine.tensors.tree import flatten
+
+# A thread that outlives this has a peer that died without closing its connection.
+_CLOSE_SECONDS = 10.0
+
+
+class DistributedSender:
+    """Sends trees to one rank over a gloo process group.
+
+    Args:
+        group: The communicator of this direction.
+        peer: Global rank of the receiver.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._peer = peer
+        # The schema that the receiver knows, and the layout for which it has posted a receive.
+        self._schema, self._layout = NO_SCHEMA, PacketLayout()
+        # A tensor must live until it is sent. Only a wait can tell whether it is, so a separate
+        # thread waits. The sending itself begins in `send`, where no thread has to wake up first.
+        self._pending: queue.SimpleQueue[tuple[list[dist.Work], list[Tensor]] | None] = (
+            queue.SimpleQueue()  # None ends the thread
+        )
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._reap, name=f"send-to-{peer}", daemon=True)
+        self._thread.start()
+
+    def send(self, tree: Any, *, tag: int = 0) -> None:
+        """Sends a tree; returns at once.
+
+        Args:
+            tree: Any tree; its tensors may be written to afterwards.
+            tag: Tag of the tree, any integer of 63 bits.
+
+        Raises:
+            PeerLostError: The receiver is gone.
+        """
+        try:
+            self._send(tree, tag)
+        except (KeyboardInterrupt, SystemExit) as error:
+            # It is unknown how much of the message has left, so nothing can follow it, not even a
+            # goodbye: gloo ends a process that gets more bytes than it expects.
+            self._failure = error
+            raise
+
+    def _send(self, tree: Any, tag: int) -> None:
+        self._refuse_after_failure()
+        tensors, skeleton = flatten(tree)
+        infos = [TensorInfo.of(tensor) for tensor in tensors]
+        schema = schema_of(skeleton, infos)
+        parts: list[Tensor] = []
+        if schema != self._schema:
+            header = PacketHeader(PacketKind.SCHEMA, len(schema))
+            announcement = _packed(self._layout, [], header)
+            parts = [announcement, torch.frombuffer(bytearray(schema), dtype=torch.uint8)]
+            self._schema, self._layout = schema, PacketLayout(infos)
+        packet = _packed(self._layout, tensors, PacketHeader(PacketKind.TREE, tag=tag))
+        self._transmit([*parts, packet])
+
+    def close(self) -> None:
+        """Waits until everything has been sent, and closes the channel; again, does nothing."""
+        if self._group is None:
+            return
+        with contextlib.suppress(PeerLostError):
+            self._transmit([_packed(self._layout, [], PacketHeader(PacketKind.CLOSE))])
+        self._pending.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+        # Kept in a reference cycle, a group could be freed in a forked process, where gloo would
+        # wait for threads that are not there.
+        self._group = None
+
+    def _transmit(self, parts: list[Tensor]) -> None:
+        self._refuse_after_failure()
+        assert self._group is not None, "the channel is closed"
+        try:
+            works = [dist.isend(part, dst=self._peer, group=self._group) for part in parts]
+        except RuntimeError as error:
+            raise PeerLostError(f"Rank {self._peer} cannot be reached: {error}") from error
+        self._pending.put(([work for work in works if work is not None], parts))
+
+    def _refuse_after_failure(self) -> None:
+        if self._failure is not None:
+            raise PeerLostError(f"Rank {self._peer} cannot be reached.") from self._failure
+
+    def _reap(self) -> None:
+        try:
+            while (message := self._pending.get()) is not None:
+                for work in message[0]:
+                    work.wait()
+                del message  # else the last activation stays alive until the next one
+        except RuntimeError as error:
+            self._failure = error
+
+
+def _packed(layout: PacketLayout, tensors: Sequence[Tensor], header: PacketHeader) -> Tensor:
+    """Copies tensors and a header into a new packet.
+
+    Args:
+        layout: Layout of the packet.
+        tensors: Tensors of the layout; if empty, the packet holds the header only.
+        header: The header.
+    """
+    is_pinned = any(tensor.device.type != "cpu" for tensor in tensors)
+    packet = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    memory: Memory = packet.numpy()
+    write_header(memory, header)
+    for place, tensor in zip(layout.tensors(memory), tensors, strict=False):
+        place.copy_(tensor.detach())
+    return packet
+
+
+class DistributedReceiver:
+    """Receives trees from one rank over a gloo process group.
+
+    Args:
+        group: The communicator of this direction.
+        peer: Global rank of the sender.
+        device: Device of the received tensors.
+        timeout_seconds: How long :meth:`receive` waits; None waits for ever.
+        cause_seconds: How long :meth:`receive` waits for :meth:`interrupt` to bring the cause when
+            the sender is gone.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        device: torch.device,
+        timeout_seconds: float | None,
+        cause_seconds: float = 2.0,
+    ) -> None:
+        self._cause_seconds = cause_seconds
+        self._peer = peer
+        self._timeout_seconds = timeout_seconds
+        self._reader = TreeReader(device)
+        self._arrived: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+        self._inbox = Inbox(self._next)
+        self._failure: BaseException | None = None
+        # The group goes with the thread. Kept in a reference cycle, it could be freed in a forked
+        # process, where gloo would wait for threads that are not there.
+        self._thread = threading.Thread(
+            target=self._run, args=(group,), name=f"receive-from-{peer}", daemon=True
+        )
+        self._thread.start()
+
+    def receive(self, *, tag: int = 0) -> Any:
+        """Waits for the next tree with a tag.
+
+        Args:
+            tag: Tag of the tree.
+
+        Returns:
+            The tree, on this receiver's device; its tensors require grad as the sent ones did.
+
+        Raises:
+            PeerLostError: The sender is gone.
+            TimeoutError: Nothing came in time.
+        """
+        return self._inbox.next(tag).tree
+
+    def _next(self) -> Message:
+        if self._failure is not None:
+            raise self._failure
+        item = self._take()
+        if isinstance(item, Message):
+            return item
+        self._failure = self._cause_of(item)
+        raise self._failure
+
+    def _take(self) -> Message | BaseException:
+        try:
+            return self._arrived.get(timeout=self._timeout_seconds)
+        except queue.Empty:
+            raise TimeoutError(
+                f"Nothing came from rank {self._peer} for timeout_s={self._timeout_seconds:g}"
+                " seconds. Raise `timeout_s` if a step may take longer than that."
+            ) from None
+
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """Returns the cause of a lost peer: an error from :meth:`interrupt`, if one comes soon."""
+        if isinstance(error, PeerLostError):
+            with contextlib.suppress(queue.Empty):
+                later = self._arrived.get(timeout=self._cause_seconds)
+                if isinstance(later, BaseException):
+                    return later
+        return error
+
+    def interrupt(self, error: BaseException) -> None:
+        """Raises an error in the present and each later :meth:`receive`."""
+        self._arrived.put(error)
+
+    def close(self) -> None:
+        """Waits until the far end has closed the channel."""
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self, group: dist.ProcessGroup) -> None:
+        try:
+            # Posted before the packet comes, so that its data need not wait for this thread.
+            while (header := self._receive_packet(group)).kind is not PacketKind.CLOSE:
+                if header.kind is PacketKind.SCHEMA:
+                    self._receive_schema(group, header.num_bytes)
+        except Exception as error:  # a waiting thread must learn of it
+            self._arrived.put(error)
+        else:
+            self._arrived.put(ChannelClosedError(f"Rank {self._peer} has closed the channel."))
+
+    def _receive_packet(self, group: dist.ProcessGroup) -> PacketHeader:
+        memory = self._reader.take_memory()
+        self._receive_into(as_bytes(memory), group)
+        header = read_header(memory)
+        if header.kind is PacketKind.TREE:
+            self._arrived.put(Message(self._reader.read(memory), header.tag))
+        return header
+
+    def _receive_schema(self, group: dist.ProcessGroup, num_bytes: int) -> None:
+        schema = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._receive_into(schema, group)
+        self._reader.expect(schema.numpy().tobytes())
+
+    def _receive_into(self, memory: Tensor, group: dist.ProcessGroup) -> None:
+        try:
+            work = dist.irecv(memory, src=self._peer, group=group)
+            assert work is not None
+            work.wait()
+        except RuntimeError as error:
+            lost = f"The connection to rank {self._peer} broke: {error}"
+            raise PeerLostError(lost) from error
