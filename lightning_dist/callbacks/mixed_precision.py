@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.optim import Optimizer
@@ -23,6 +22,7 @@ from lightning_dist.engine.precision.gradient_range import Ranges, merge
 from lightning_dist.engine.precision.loss_scale import LossScale
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
+from lightning_dist.strategies.base.process_mesh import gather_objects
 from lightning_dist.strategies.base.rank_view import Viewable, view_of
 
 Compute = Literal["bf16", "fp16"]
@@ -141,8 +141,7 @@ class MixedPrecision(pl.Callback):
         everyone: list[Any] = [own]
         view = view_of(trainer.strategy)
         if view is not None:
-            everyone *= view.mesh.world_size
-            dist.all_gather_object(everyone, own, group=view.group_of_all(""))
+            everyone = gather_objects(own, view.group_of_all(""))
         self._ranges = merge(everyone)
         for layer, found in self._ranges.items():
             metrics = {

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
@@ -28,6 +27,7 @@ from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.engine.profiling.step_plan import Role, StepPlan
 from lightning_dist.engine.schedules.timeline import Timeline
 from lightning_dist.strategies.base.lightning_internals import callbacks_of, profiler_of
+from lightning_dist.strategies.base.process_mesh import gather_objects
 
 
 class StepProfiler(pl.Callback):
@@ -221,9 +221,8 @@ class StepProfiler(pl.Callback):
         offsets: tuple[ClockOffset, ...] = (ClockOffset(),)
         group = self._probe.group
         if group is not None:
-            everyone: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(everyone, record, group=group)
-            records, offsets = everyone, exchange_pings(self._watch.now, group)
+            records = gather_objects(record, group)
+            offsets = exchange_pings(self._watch.now, group)
         first_batch = last_batch + 1 - self._plan.active_steps
         self._report = ProfileReport.join(records, offsets, first_batch)
         module.log_dict(self._report.metrics, batch_size=1)

@@ -18,6 +18,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
@@ -29,12 +30,10 @@ from lightning_dist.engine.precision.overflow import AllReducedOverflow, Overflo
 from lightning_dist.engine.tensors.rng import seed_all, share_random_state
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import (
-    ExceptionListener,
     add_first_callback,
     mute_checkpoints,
 )
 from lightning_dist.strategies.base.ending.run_guard import RunGuard
-from lightning_dist.strategies.base.ending.shared_failure import SharedFailure
 from lightning_dist.strategies.base.loaders.replica_loaders import ReplicaLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.process_mesh import ProcessMesh
@@ -126,15 +125,16 @@ class DistributedStrategy(ProcessMesh):
         self.begin_run()
         self._guard = RunGuard(
             self.module.trainer,
-            self.group(*self.mesh.sizes, purpose="failures", timeout=_NEVER),
-            self.group(*self.mesh.sizes),
-            self.stop_lag,
-            self._wake,
-            self._is_stop_due,
-            self._shared_failure(),
-            self._timeout_seconds,
+            ring_group=self.group(*self.mesh.sizes, purpose="failures", timeout=_NEVER),
+            stop_group=self.group(*self.mesh.sizes),
+            stop_lag=self.stop_lag,
+            interrupt=self._wake,
+            is_stop_due=self._is_stop_due,
+            notes=self.make_notes(self.group(*self.mesh.sizes)),
+            steps_are_local=self.holds_whole_model,
+            timeout_seconds=self._timeout_seconds,
         )
-        listener = ExceptionListener(self._report)
+        listener = LambdaCallback(on_exception=lambda _, __, error: self._report(error))
         self._undo_listening = add_first_callback(self.module.trainer, listener)
         if self._read == "first" and self.mesh.data_size < self.mesh.world_size:
             group = self.group("pp", "tp", purpose="batches", timeout=_NEVER)
@@ -145,13 +145,6 @@ class DistributedStrategy(ProcessMesh):
     def holds_whole_model(self) -> bool:
         """Whether each rank has the whole model."""
         return self.mesh.pp == self.mesh.dp_shard == self.mesh.tp == 1
-
-    def _shared_failure(self) -> SharedFailure:
-        return SharedFailure(
-            self.module.trainer,
-            self.make_notes(self.group(*self.mesh.sizes)),
-            steps_are_local=self.holds_whole_model,
-        )
 
     def view(self) -> RankView:
         """Returns what callbacks see of this rank, from ``setup_environment`` on."""

@@ -2,9 +2,8 @@
 
 Each function says which name, and why no public one serves. The tests call each of them on the real
 objects, so that a renamed attribute fails there and not in a user's run. Of Lightning's names only
-the launcher's are elsewhere, in :mod:`.base.launcher`. A private name of
-torch that one module needs, most often below the strategies, stands in that module:
-:mod:`.mesh_runtime.dry.fake_ranks`, :mod:`.sharding.fully_shard` and others.
+the launcher's are elsewhere, in :mod:`.base.launcher`. A private name of torch that one module
+needs stands in that module.
 """
 
 from __future__ import annotations
@@ -41,46 +40,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.engine.tensors.patch import Undo, replace_method
 
 CombinedMode: TypeAlias = Literal["max_size_cycle", "sequential"]
 SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int
 
-
-def between_backward_and_step(
-    precision: Precision, module: pl.LightningModule, optimizer: Optimizer
-) -> None:
-    """Calls the hooks before an optimizer's step, and clips.
-
-    The base class of precision plugins does both in ``_after_closure``. Only its own
-    ``optimizer_step`` calls it, and that method never skips a step.
-
-    Args:
-        precision: The plugin that clips.
-        module: The user's module.
-        optimizer: The optimizer, whether it steps or skips the step.
-    """
-    precision._after_closure(module, optimizer)
+# --- signals and errors --------------------------------------------------------------------------
 
 
-def set_device(module: pl.LightningModule, device: torch.device) -> None:
-    """Sets ``module.device``, which in public only ``.to`` does, by moving all parameters."""
-    _update_properties(module, device=device)
-
-
-def move_optimizers(optimizers: list[Optimizer], device: torch.device) -> None:
-    """Moves optimizers' initial states to a device, which in public only ``Strategy.setup`` does.
-
-    Args:
-        optimizers: The optimizers; their step counters are not moved.
-        device: The device of the parameters.
-    """
-    _optimizers_to_device(optimizers, device)
-
-
-def replace_sigterm_protocol(
-    trainer: pl.Trainer, before_batch: Callable[[], None]
-) -> Callable[[], None]:
+def replace_sigterm_protocol(trainer: pl.Trainer, before_batch: Callable[[], None]) -> Undo:
     """Takes the blocking broadcasts out of Lightning's handling of SIGTERM.
 
     ``_sigterm_notifier_fn`` broadcasts in the signal handler, and ``_broadcast_sigterm_tensor``
@@ -108,13 +76,7 @@ def replace_sigterm_protocol(
 def replace_handler_to_restore(
     trainer: pl.Trainer, signum: signal.Signals, handler: SignalHandler
 ) -> None:
-    """Replaces the signal handler that Lightning restores when a run is over.
-
-    Args:
-        trainer: The trainer, whether or not it has registered its signal handlers.
-        signum: The signal.
-        handler: The handler to restore, in the place of the one that ``_original_handlers`` keep.
-    """
+    """Replaces the signal handler in ``_original_handlers``, restored when a run is over."""
     found = trainer._signal_connector._original_handlers
     if signum in found:
         found[signum] = handler
@@ -122,7 +84,7 @@ def replace_handler_to_restore(
 
 def replace_requeue(
     trainer: pl.Trainer, on_signal: Callable[[], None]
-) -> tuple[Callable[[], None], Callable[[], None]]:
+) -> tuple[Callable[[], None], Undo]:
     """Takes the save out of Lightning's handler of the signal by which SLURM announces its end.
 
     ``_slurm_sigusr_handler_fn`` saves wherever the signal has found the process. In
@@ -134,8 +96,7 @@ def replace_requeue(
         on_signal: Called in the handler, so it must do nothing that waits.
 
     Returns:
-        A function that saves and asks SLURM to requeue the job, which every rank must call, and a
-        function that undoes the change.
+        A collective function that saves and asks SLURM to requeue the job, and the undo.
     """
     signals, checkpoints = trainer._signal_connector, trainer._checkpoint_connector
     own = type(signals)._slurm_sigusr_handler_fn
@@ -155,6 +116,11 @@ def replace_requeue(
     return requeue, replace_method(signals, own.__name__, lambda *_: on_signal())
 
 
+def set_received_sigterm(trainer: pl.Trainer) -> None:
+    """Ends Lightning's loops at their next boundary; the public property is read-only."""
+    trainer._signal_connector.received_sigterm = True
+
+
 def is_raised_in_step(error: BaseException) -> bool:
     """Returns whether an exception was raised in a step, as the traceback shows.
 
@@ -170,57 +136,68 @@ def is_raised_in_step(error: BaseException) -> bool:
     return any(frame.f_code in steps for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def replace_torch_layer_sync(strategy: ParallelStrategy, layer_sync: LayerSync) -> None:
-    """Replaces the plugin of torch's ``SyncBatchNorm``, if the user asked for that one."""
-    if isinstance(strategy._layer_sync, TorchSyncBatchNorm):
-        strategy._layer_sync = layer_sync
+# --- loops ---------------------------------------------------------------------------------------
 
 
-def apply_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
-    """Synchronises BatchNorm layers over all ranks if ``sync_batchnorm=True``.
+def can_stop_early(trainer: pl.Trainer) -> bool:
+    """Returns whether training may end before its last epoch and step.
 
-    The Trainer leaves the plugin for it in ``_layer_sync``.
+    A loop obeys ``trainer.should_stop`` if ``_can_stop_early`` says that ``min_epochs`` and
+    ``min_steps`` are met. No public name says from when on the loop counts an epoch.
     """
-    if strategy._layer_sync is not None:
-        strategy._layer_sync.apply(module)
+    return trainer.fit_loop._can_stop_early
 
 
-def revert_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
-    """Undoes :func:`apply_layer_sync`."""
-    if strategy._layer_sync is not None:
-        strategy._layer_sync.revert(module)
+def validates_by_the_clock(trainer: pl.Trainer) -> bool:
+    """Returns whether ``val_check_interval`` is a time, parsed in ``_val_check_time_interval``."""
+    return getattr(trainer, "_val_check_time_interval") is not None  # noqa: B009
 
 
-def default_store() -> dist.Store:
-    """Returns the store of the default process group.
+def change_validation_due(trainer: pl.Trainer, change: Callable[[bool], bool]) -> Undo:
+    """Changes whether a training batch is followed by a validation.
 
-    Another store would need an address and a port of its own. ``_get_default_store`` is the only
-    way to the existing one.
+    Each rank reads its own clock in ``_should_check_val_fx``, and no hook is called before.
+
+    Args:
+        trainer: The trainer, before it fits.
+        change: Takes the decision of this rank, and returns the decision to follow.
     """
-    return dist.distributed_c10d._get_default_store()
+    loop = trainer.fit_loop.epoch_loop
+    own = loop._should_check_val_fx
+    return replace_method(loop, own.__name__, lambda fetcher: change(own(fetcher)))
+
+
+def batches_read(trainer: pl.Trainer) -> tuple[int, int | None, bool]:
+    """Returns how far the training loader has been read in this epoch.
+
+    The loop counts the batches that it has trained on. ``_data_fetcher`` counts those it has read.
+
+    Returns:
+        Batches read, the loader's length if it has one, and whether it has ended.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    return fetcher.fetched, fetcher.length, fetcher.done
+
+
+# --- loaders -------------------------------------------------------------------------------------
 
 
 def keep_users_samplers(trainer: pl.Trainer) -> None:
     """Keeps Lightning from putting in a ``DistributedSampler``, which would shuffle besides.
 
     With one data replica there is nothing to share out. ``use_distributed_sampler`` is an argument
-    of the Trainer that cannot be changed later. A strategy can only choose a sampler's arguments,
-    not whether there is one.
+    of the Trainer that cannot be changed later, and a strategy only chooses a sampler's arguments.
     """
     assert hasattr(trainer._accelerator_connector, "use_distributed_sampler")
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def copy_of_loader(loader: DataLoader[Any], name: str, value: Any) -> DataLoader[Any]:
-    """Copies a loader and sets an attribute of the copy; plain assignment refuses samplers.
+    """Returns a copy of a loader with another attribute; plain assignment refuses samplers.
 
     To build another loader would take the arguments that the user's class was built with.
     ``_iterator`` holds the loader's workers.
-
-    Args:
-        loader: The loader to copy; not changed.
-        name: Name of the attribute.
-        value: Value of the attribute in the copy.
     """
     copied = copy(loader)
     copied.__dict__.update({name: value, "_iterator": None})
@@ -239,13 +216,13 @@ def is_iterated_by_loop() -> bool:
 
 def replace_loader_hooks(
     trainer: pl.Trainer, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
-) -> Callable[[], None]:
+) -> Undo:
     """Wraps the calls of ``train_dataloader`` and ``val_dataloader``, of modules and data modules.
 
     Nothing public comes before these hooks; ``_data_source`` calls them.
 
     Args:
-        trainer: The trainer, before it fits; changed until the returned function is called.
+        trainer: The trainer, before it fits.
         wrap: Returns the function to call in the place of each hook.
     """
     loop = trainer.fit_loop
@@ -285,13 +262,7 @@ def request_loaders(trainer: pl.Trainer) -> tuple[Any, CombinedMode] | None:
 
 
 def to_step(trainer: pl.Trainer, batch: Any, device: torch.device) -> Any:
-    """Returns a loader's batch as a step gets it, after the transfer hooks that a loop calls.
-
-    Args:
-        trainer: The trainer, before it runs.
-        batch: The batch of a loader.
-        device: The device to move the batch to, after ``_on_before_batch_transfer``.
-    """
+    """Returns a loader's batch as a step gets it, after ``_on_before_batch_transfer``."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, device, dataloader_idx=0)
@@ -301,61 +272,14 @@ def set_sampler_epoch(trainer: pl.Trainer, dataloader: object) -> None:
     """Sets the epoch of a training loader's sampler, before workers ask the sampler for indices.
 
     Lightning calls ``_set_sampler_epoch`` when an epoch begins. A run that is resumed has started
-    the workers by then, and would read its first epoch in the order of epoch 0. Other runs do not
-    need the second call.
+    the workers by then, and would read its first epoch in the order of epoch 0.
     """
     epoch = getattr(trainer.fit_loop.epoch_progress.current, "processed")  # noqa: B009
     if epoch:
         _set_sampler_epoch(dataloader, epoch)
 
 
-def batches_read(trainer: pl.Trainer) -> tuple[int, int | None, bool]:
-    """Returns how far the training loader has been read in this epoch.
-
-    The loop counts the batches that it has trained on, not those that were read. ``_data_fetcher``,
-    which reads the loader, counts the latter.
-
-    Returns:
-        Batches read, the loader's length if it has one, and whether it has ended.
-    """
-    fetcher = trainer.fit_loop._data_fetcher
-    assert fetcher is not None
-    return fetcher.fetched, fetcher.length, fetcher.done
-
-
-def set_received_sigterm(trainer: pl.Trainer) -> None:
-    """Ends Lightning's loops at their next boundary; the public property is read-only."""
-    trainer._signal_connector.received_sigterm = True
-
-
-def can_stop_early(trainer: pl.Trainer) -> bool:
-    """Returns whether training may end before its last epoch and step.
-
-    A loop obeys ``trainer.should_stop`` if ``_can_stop_early`` says that ``min_epochs`` and
-    ``min_steps`` are met. No public name says from when on the loop counts an epoch.
-    """
-    return trainer.fit_loop._can_stop_early
-
-
-def validates_by_the_clock(trainer: pl.Trainer) -> bool:
-    """Returns whether ``val_check_interval`` is a time, parsed in ``_val_check_time_interval``."""
-    return getattr(trainer, "_val_check_time_interval") is not None  # noqa: B009
-
-
-def change_validation_due(
-    trainer: pl.Trainer, change: Callable[[bool], bool]
-) -> Callable[[], None]:
-    """Changes whether a training batch is followed by a validation.
-
-    Each rank reads its own clock in ``_should_check_val_fx``, and no hook is called before.
-
-    Args:
-        trainer: The trainer, before it fits; changed until the returned function is called.
-        change: Takes the decision of this rank, and returns the decision to follow.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    own = loop._should_check_val_fx
-    return replace_method(loop, own.__name__, lambda fetcher: change(own(fetcher)))
+# --- logging -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -369,34 +293,24 @@ def as_of_training_step(module: pl.LightningModule) -> Iterator[None]:
     """
     trainer = module.trainer
     connector, stage = trainer._logger_connector, trainer.state.stage
-    hook, iteration = module._current_fx_name, connector._first_loop_iter
-    trainer.state.stage = RunningStage.TRAINING
-    module._current_fx_name, connector._first_loop_iter = "training_step", False
+    iteration = connector._first_loop_iter
+    trainer.state.stage, connector._first_loop_iter = RunningStage.TRAINING, False
     try:
-        yield
-        _ = trainer.callback_metrics  # reads the results anew, for callbacks that monitor a metric
+        with as_of_hook(module, "training_step"):
+            yield
+            _ = trainer.callback_metrics  # reads the results anew, for callbacks that monitor one
     finally:
-        trainer.state.stage = stage
-        module._current_fx_name, connector._first_loop_iter = hook, iteration
+        trainer.state.stage, connector._first_loop_iter = stage, iteration
 
 
 def hook_of(module: pl.LightningModule) -> str | None:
-    """Returns the name of the running hook, which ``_current_fx_name`` has.
-
-    Args:
-        module: The user's module; the hook is the module's or a callback's.
-    """
+    """Returns the name of the running hook, a module's or a callback's: ``_current_fx_name``."""
     return module._current_fx_name
 
 
 @contextmanager
 def as_of_hook(module: pl.LightningModule, hook: str) -> Iterator[None]:
-    """Lets ``self.log`` log as in another hook than the one that is running.
-
-    Args:
-        module: The module whose ``log`` is called.
-        hook: Name of the other hook.
-    """
+    """Lets ``self.log`` log as in another hook than the one that is running."""
     present, module._current_fx_name = module._current_fx_name, hook
     try:
         yield
@@ -450,43 +364,6 @@ def forget_step_values(trainer: pl.Trainer) -> None:
             item._forward_cache = None
 
 
-def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Returns a trainer's callbacks; the documented attribute is not declared."""
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks")  # noqa: B009
-    return callbacks
-
-
-def set_callbacks(trainer: pl.Trainer, callbacks: list[pl.Callback]) -> None:
-    """Replaces a trainer's callbacks; see :func:`callbacks_of`."""
-    setattr(trainer, "callbacks", callbacks)  # noqa: B010
-
-
-def profiler_of(trainer: pl.Trainer) -> Profiler:
-    """Returns the profiler that the loop reports to; the attribute is not declared."""
-    profiler: Profiler = getattr(trainer, "profiler")  # noqa: B009
-    return profiler
-
-
-def set_profiler(trainer: pl.Trainer, profiler: Profiler) -> None:
-    """Replaces a trainer's profiler; see :func:`profiler_of`."""
-    setattr(trainer, "profiler", profiler)  # noqa: B010
-
-
-def set_rank_of_rank_zero_functions(rank: int) -> None:
-    """Sets the rank of ``rank_zero_only``; the documented function attribute is not declared."""
-    setattr(rank_zero_only, "rank", rank)  # noqa: B010
-
-
-def mark_optimizer_called(optimizer: Optimizer) -> None:
-    """Marks an optimizer as stepped for LR schedulers, although its first step is still to come.
-
-    The first steps of an asynchronous pipeline fill it, and the first steps in fp16 may be skipped.
-    Torch would warn that the scheduler was stepped before the optimizer; ``_opt_called`` is the
-    flag that torch reads.
-    """
-    setattr(optimizer, "_opt_called", True)  # noqa: B010
-
-
 def set_step_value(metric: Metric, value: Tensor) -> None:
     """Sets the value that a metric reports for the present step.
 
@@ -499,3 +376,92 @@ def set_step_value(metric: Metric, value: Tensor) -> None:
 def step_value(metric: Metric) -> Any:
     """Returns the value that a metric reports for the present step; see :func:`set_step_value`."""
     return metric._forward_cache
+
+
+# --- modules, plugins and optimizers -------------------------------------------------------------
+
+
+def set_device(module: pl.LightningModule, device: torch.device) -> None:
+    """Sets ``module.device``, which in public only ``.to`` does, by moving all parameters."""
+    _update_properties(module, device=device)
+
+
+def between_backward_and_step(
+    precision: Precision, module: pl.LightningModule, optimizer: Optimizer
+) -> None:
+    """Calls the hooks before an optimizer's step, and clips; also if the step is then skipped.
+
+    The base class of precision plugins does both in ``_after_closure``. Only its own
+    ``optimizer_step`` calls it, and that method never skips a step.
+    """
+    precision._after_closure(module, optimizer)
+
+
+def move_optimizers(optimizers: list[Optimizer], device: torch.device) -> None:
+    """Moves optimizers' states, but for step counters; in public only ``Strategy.setup`` does."""
+    _optimizers_to_device(optimizers, device)
+
+
+def mark_optimizer_called(optimizer: Optimizer) -> None:
+    """Marks an optimizer as stepped for LR schedulers, although its first step is still to come.
+
+    The first steps of an asynchronous pipeline fill it, and the first steps in fp16 may be skipped.
+    Torch reads ``_opt_called``, and would warn that the scheduler was stepped first.
+    """
+    setattr(optimizer, "_opt_called", True)  # noqa: B010
+
+
+def replace_torch_layer_sync(strategy: ParallelStrategy, layer_sync: LayerSync) -> None:
+    """Replaces the plugin of torch's ``SyncBatchNorm``, if the user asked for that one."""
+    if isinstance(strategy._layer_sync, TorchSyncBatchNorm):
+        strategy._layer_sync = layer_sync
+
+
+def apply_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
+    """Synchronises BatchNorm by the plugin of ``sync_batchnorm=True``, in ``_layer_sync``."""
+    if strategy._layer_sync is not None:
+        strategy._layer_sync.apply(module)
+
+
+def revert_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
+    """Undoes :func:`apply_layer_sync`."""
+    if strategy._layer_sync is not None:
+        strategy._layer_sync.revert(module)
+
+
+# --- documented, but not declared ----------------------------------------------------------------
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Returns a trainer's callbacks."""
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks")  # noqa: B009
+    return callbacks
+
+
+def set_callbacks(trainer: pl.Trainer, callbacks: list[pl.Callback]) -> None:
+    """Replaces a trainer's callbacks."""
+    setattr(trainer, "callbacks", callbacks)  # noqa: B010
+
+
+def profiler_of(trainer: pl.Trainer) -> Profiler:
+    """Returns the profiler that the loop reports to."""
+    profiler: Profiler = getattr(trainer, "profiler")  # noqa: B009
+    return profiler
+
+
+def set_profiler(trainer: pl.Trainer, profiler: Profiler) -> None:
+    """Replaces a trainer's profiler."""
+    setattr(trainer, "profiler", profiler)  # noqa: B010
+
+
+def set_rank_of_rank_zero_functions(rank: int) -> None:
+    """Sets the rank of ``rank_zero_only``."""
+    setattr(rank_zero_only, "rank", rank)  # noqa: B010
+
+
+def default_store() -> dist.Store:
+    """Returns the store of the default process group, by torch's ``_get_default_store``.
+
+    Another store would need an address and a port of its own.
+    """
+    return dist.distributed_c10d._get_default_store()

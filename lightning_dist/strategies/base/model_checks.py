@@ -19,6 +19,7 @@ from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
 from lightning_dist.engine.stashing.learning_rates import group_values
 from lightning_dist.engine.tensors.dtensor import is_spread
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
+from lightning_dist.strategies.base.process_mesh import gather_objects
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:
@@ -59,9 +60,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 def check_sharded_optimizers(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
     """Checks that torch can update shards with each optimizer."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, _find_unshardable(optimizers), group=group)
-    for reason in filter(None, found):
+    for reason in filter(None, gather_objects(_find_unshardable(optimizers), group)):
         raise ValueError(
             f"{reason}. Ranks hold shards of parameters. Use AdamW or another optimizer that"
             " updates each element by itself, or DDPStrategy."
@@ -95,9 +94,7 @@ def check_group_values(optimizers: Sequence[Optimizer], group: dist.ProcessGroup
     Collective: every rank must call it. An optimizer with one estimate for all parameters computes
     a different estimate from each rank's part of the gradients.
     """
-    found: list[Any] = [None] * dist.get_world_size(group)
-    own = [(type(o).__name__, _numbers(o)) for o in optimizers]
-    dist.all_gather_object(found, own, group=group)
+    found = gather_objects([(type(o).__name__, _numbers(o)) for o in optimizers], group)
     seen: dict[tuple[int, int, str], dict[float, int]] = {}
     for rank, of_rank in enumerate(found):
         for position, (_, groups) in enumerate(of_rank):

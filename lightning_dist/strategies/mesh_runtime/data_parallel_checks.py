@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, get_args
+from typing import get_args
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.data_parallel.checks import some_names
 from lightning_dist.engine.data_parallel.compression import Compression
 from lightning_dist.engine.tensors.dtensor import is_spread
+from lightning_dist.strategies.base.process_mesh import gather_objects
 
 
 def check_arguments(
@@ -105,8 +106,7 @@ def check_module(module: nn.Module, group: dist.ProcessGroup) -> None:
                 f"{name!r} is wrapped in {type(part).__name__} already. Give the strategy the plain"
                 " module; it wraps it itself."
             )
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, _described(module), group=group)
+    everyone = gather_objects(_described(module), group)
     for rank, other in enumerate(everyone):
         for kind, tensors in everyone[0].items():
             difference = _difference(kind, tensors, rank, other[kind])
@@ -142,8 +142,7 @@ def _difference(kind: str, first: dict[str, str], rank: int, other: dict[str, st
 
 def check_lengths(trainer: pl.Trainer, group: dist.ProcessGroup) -> None:
     """Checks that each rank has as many training batches."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, trainer.num_training_batches, group=group)
+    everyone = gather_objects(trainer.num_training_batches, group)
     if len(set(everyone)) > 1:
         raise ValueError(
             f"The ranks have {everyone} training batches, and the ones with more would wait for the"

@@ -24,11 +24,8 @@ class BriefHook:
 
     Args:
         mistake: The error to show briefly. Only its text is kept, for its frames hold the model.
-        otherwise: Shows any other exception.
-        is_shown_elsewhere: Whether another rank shows it.
-
-    Attributes:
-        otherwise: Shows any other exception.
+        otherwise: Shows any other exception; an attribute too.
+        is_shown_elsewhere: Whether another rank shows the mistake.
     """
 
     def __init__(self, mistake: ValueError, otherwise: _Hook, *, is_shown_elsewhere: bool) -> None:

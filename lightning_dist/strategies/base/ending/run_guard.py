@@ -1,13 +1,23 @@
-"""End all ranks of a run together: when one fails, and when one is asked to stop."""
+"""End all ranks of a run together: when one fails, and when one is asked to stop.
+
+A rank that fails reports its exception to the others, which raise it too. But a hook that all ranks
+run may raise on all of them, between two steps and with nothing in flight. Then a checkpoint can
+still be written. A rank that fails alone must not wait for the others, which do not know yet. So a
+rank that fails leaves a note, and checks for a moment whether all have left one. The first rank to
+decide decides for all.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import blake2b
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -16,13 +26,17 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dist.engine.comms.failures.heartbeat import Notice, Rhythm, Standstill
 from lightning_dist.engine.comms.failures.peer_failure import Failure, FailureRing, exit_after_grace
+from lightning_dist.engine.comms.store_notes import RankNotes
 from lightning_dist.engine.comms.votes import Posted, StopAgreement, StopReason
+from lightning_dist.engine.tensors.patch import Undo
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.brief_errors import show_briefly
-from lightning_dist.strategies.base.ending.shared_failure import SharedFailure
 from lightning_dist.strategies.base.ending.signal_handlers import InterruptHandler, SigtermHandler
 
 _NEWS_SECONDS = 2.0
+_ALIKE_SECONDS = 1.5  # for other ranks to fail, too
+_POLL_SECONDS = 0.05
+_STORE_SECONDS = 1.0  # to answer
 
 
 class RunGuard:
@@ -35,74 +49,65 @@ class RunGuard:
         stop_lag: By how many batches one rank can be ahead of another.
         interrupt: Raises an error in this rank's main thread, where it waits for another rank.
         is_stop_due: Whether to ask for a stop at the first batch boundary.
-        shared: Decides whether all ranks have failed alike.
+        notes: The notes of all ranks.
+        steps_are_local: Whether an exception in a step leaves no other rank inside of that step.
         timeout_seconds: Seconds that ranks wait for a rank that does not answer.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
+        *,
         ring_group: dist.ProcessGroup,
         stop_group: dist.ProcessGroup,
         stop_lag: int,
         interrupt: Callable[[BaseException], None],
         is_stop_due: bool,
-        shared: SharedFailure,
+        notes: RankNotes,
+        steps_are_local: bool,
         timeout_seconds: float,
     ) -> None:
         self._trainer = trainer
         self._rank = dist.get_rank()
         self._interrupt = interrupt
+        self._notes = notes
+        self._steps_are_local = steps_are_local
+        self._timeout_seconds = timeout_seconds
         self._failed = threading.Event()
         self._closed = threading.Event()
         self._own_failure: Failure | None = None
         self._peers_failure: Failure | None = None
-        self._is_leaving = False
-        self._file_work = ""
-        self._timeout_seconds = timeout_seconds
-        self._has_stopped = False
-        self._shared = shared
         self._have_all_failed = False
+        self._is_leaving = False
+        self._has_stopped = False
         self._has_boundaries = False
+        self._file_work = ""
         self._stop = StopAgreement(stop_group, stop_lag)
         terminate = partial(self._stop.request, StopReason.TERMINATE)
         if is_stop_due:
             terminate()
-        self._requeue: Callable[[], None] = _ignore
-        self._undo_signals: tuple[Callable[[], None], ...] = ()
+        self._requeue: Callable[[], None] | None = None
+        self._undo_signals: tuple[Undo, ...] = ()
         self._sigterm = SigtermHandler(trainer, terminate)
         self._sigint = InterruptHandler(trainer, self._interrupt_at_boundary)
         self._ring: FailureRing | None = None
         if dist.get_world_size() > 1:
             self._ring = FailureRing(
                 ring_group,
-                self._rank,
-                dist.get_world_size(),
-                Rhythm.for_timeout(timeout_seconds),
-                self._progress,
-                self._on_peer_failure,
-                self._on_notice,
+                rank=self._rank,
+                world_size=dist.get_world_size(),
+                rhythm=Rhythm.for_timeout(timeout_seconds),
+                progress=lambda: self._file_work or _progress_of(trainer),
+                on_failure=self._on_peer_failure,
+                on_notice=self._on_notice,
             )
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether no rank is known to have failed."""
-        return not self._failed.is_set()
+    # --- stops -------------------------------------------------------------------------------
 
     @property
     def is_stop_due(self) -> bool:
         """Whether this rank was asked to stop when no batch boundary was left."""
         return self._stop.requested is StopReason.TERMINATE and not self._has_stopped
-
-    def check_peers(self) -> None:
-        """Raises another rank's failure on a rank that was not waiting when the failure came.
-
-        Raises:
-            ValueError: Another rank has raised one, for a mistake of the user's.
-            RankFailedError: Another rank has failed otherwise.
-        """
-        if self._peers_failure is not None and not self._is_leaving:
-            raise self._peers_failure.to_exception()
 
     def stop_if_agreed(self) -> None:
         """Combines the ranks' requests to stop. Collective, once before each batch.
@@ -117,6 +122,7 @@ class RunGuard:
         self._has_boundaries = True
         reason = self._stop.at_boundary()
         if reason is StopReason.REQUEUE:
+            assert self._requeue is not None
             self._stop.go_on()
             self._requeue()  # SLURM ends the job when it sees fit
             return
@@ -129,9 +135,6 @@ class RunGuard:
 
     def post_vote(self, vote: int) -> Posted:
         """Posts a vote with this rank's request at the next batch boundary. Collective.
-
-        Args:
-            vote: Any number.
 
         Returns:
             The pending sum of all ranks' votes, as the first element.
@@ -160,12 +163,29 @@ class RunGuard:
         self._requeue, undo_requeue = lightning_internals.replace_requeue(self._trainer, ask)
         self._undo_signals = (undo_sigterm, undo_requeue)
 
+    # --- failures ----------------------------------------------------------------------------
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no rank is known to have failed."""
+        return not self._failed.is_set()
+
+    def check_peers(self) -> None:
+        """Raises another rank's failure on a rank that was not waiting when the failure came.
+
+        Raises:
+            ValueError: Another rank has raised one, for a mistake of the user's.
+            RankFailedError: Another rank has failed otherwise.
+        """
+        if self._peers_failure is not None and not self._is_leaving:
+            raise self._peers_failure.to_exception()
+
     def report(self, exception: BaseException) -> None:
         """Reports a failure to the other ranks, unless all have stopped or failed alike."""
         is_first, self._is_leaving = not self._is_leaving, True
         if self._has_stopped or self._have_all_failed or self._failed.is_set():
             return
-        if is_first and self._shared.is_shared(exception, self._failed):
+        if is_first and self._is_shared(exception):
             self._have_all_failed = True
             show_briefly(exception, is_shown_elsewhere=self._rank > 0)
             return
@@ -176,6 +196,29 @@ class RunGuard:
         if self._ring is not None:
             self._own_failure = self._failure_of(exception, self._ring.standstill)
             self._ring.announce(self._own_failure)
+
+    def _is_shared(self, error: BaseException) -> bool:
+        """Returns whether all ranks have failed alike, after a short wait; called once in a run."""
+        if lightning_internals.is_raised_in_step(error) and not self._steps_are_local:
+            return False
+        numbers = [_digest(error, self._trainer)]
+        found = threading.Event()
+        deadline = time.monotonic() + _ALIKE_SECONDS
+
+        def look() -> None:
+            with suppress(RuntimeError):  # the store's process is gone
+                self._notes.leave(0, numbers)
+                is_common = False
+                while not is_common and time.monotonic() < deadline and self.is_sound:
+                    is_common = bool(self._notes.await_common(0, numbers, _POLL_SECONDS))
+                if self._notes.decide(0, is_common):
+                    found.set()
+
+        # A thread of its own: the store may be in a process that does not answer any more.
+        looking = threading.Thread(target=look, name="shared-failure", daemon=True)
+        looking.start()
+        looking.join(_ALIKE_SECONDS + _STORE_SECONDS)
+        return found.is_set()
 
     def _failure_of(self, exception: BaseException, standstill: Standstill | None) -> Failure:
         failure = Failure.from_exception(self._rank, exception)
@@ -230,9 +273,6 @@ class RunGuard:
         finally:
             self._file_work = before
 
-    def _progress(self) -> str:
-        return self._file_work or _progress_of(self._trainer)
-
     def _on_notice(self, notice: Notice) -> None:
         text = str(notice)
         if isinstance(notice, Standstill) and notice.is_silent:
@@ -251,15 +291,21 @@ class RunGuard:
             exit_after_grace(failure, self._closed.is_set)
 
 
-def _ignore() -> None:
-    """Does nothing."""
-
-
 def _progress_of(trainer: pl.Trainer) -> str:
     stage = trainer.state.stage
     if stage is RunningStage.TRAINING:
         return f"training, epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}"
     return "between two runs" if stage is None else f"in the stage {stage.value!r}"
+
+
+def _digest(error: BaseException, trainer: pl.Trainer) -> int:
+    """Returns a number that is the same for the same exception at the same place in a run."""
+    loop = trainer.fit_loop.epoch_loop
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(frame.f_code.co_name, line) for frame, line in frames]
+    progress = trainer.state.stage, loop.total_batch_idx, loop.global_step
+    place = (type(error).__qualname__, lines, *progress)
+    return int.from_bytes(blake2b(repr(place).encode(), digest_size=7).digest(), "little")
 
 
 def _is_timeout(exception: BaseException) -> bool:

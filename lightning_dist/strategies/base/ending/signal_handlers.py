@@ -40,8 +40,7 @@ class SigtermHandler:
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """Calls ``on_signal`` in the process of the run.
 
-        A process that was forked from this one, by a pool for example, has no run to end. A pool
-        ends its processes by this signal and waits until they have ended.
+        A forked process has no run to end: a pool's must end by this signal, for the pool waits.
         """
         if os.getpid() == self._process:
             self._on_signal()

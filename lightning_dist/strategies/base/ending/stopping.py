@@ -5,16 +5,9 @@ In training a rank may set ``trainer.should_stop``, or return -1 from its module
 others wait for its gradients until the process group's timeout. Here the ranks decide together. If
 all ranks ask, the stop comes at the same place as on a single device. If only some ask, it comes
 some batches later: one, or as many as a rank can be ahead of another. A validation that is due by
-the clock is decided likewise.
-
-A rank's request to stop waits until ``min_epochs`` and ``min_steps`` are met, as Lightning's does.
-
-In training each step synchronises the ranks, and the guard's agreement goes with it. Evaluating
-replicas share nothing until their metrics are combined, and may have different numbers of batches.
-They agree before each batch that all of them have; the remaining few batches run to their end.
-
-A validation between batches also needs the weights to be final: an asynchronous pipeline has
-batches in flight, and the replicas of local SGD differ. So the strategy drains before it.
+the clock is decided likewise. In training each step synchronises the ranks, and the guard's
+agreement goes with it. Evaluating replicas share nothing until their metrics are combined, and may
+have different numbers of batches. They agree before each batch that all of them have.
 """
 
 from __future__ import annotations
@@ -25,100 +18,65 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from typing_extensions import override
 
 from lightning_dist.engine.comms.votes import JointDecision, Posted
-from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.engine.tensors.patch import Undo, replace_method
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.ending.run_guard import RunGuard
+from lightning_dist.strategies.base.process_mesh import gather_objects
+
+_SKIP = -1  # Lightning's value for it
 
 
-def drain_before_validation(
-    module: pl.LightningModule, drain: Callable[[], None]
-) -> Callable[[], None]:
-    """Drains before each validation inside of ``fit``.
+def drain_before_validation(module: pl.LightningModule, drain: Callable[[], None]) -> Undo:
+    """Drains before each validation inside of ``fit``, which needs final weights.
 
+    An asynchronous pipeline has batches in flight, and the replicas of local SGD differ.
     ``on_validation_model_zero_grad`` is the one hook that Lightning calls exactly then while the
     module is still in training mode. Later hooks come after ``module.eval()``, where a backward
     that recomputes activations would do so without dropout.
-
-    Args:
-        module: The user's module; changed until the returned function is called.
-        drain: Runs the backwards in flight.
     """
-    release_gradients = module.on_validation_model_zero_grad
-
-    def drain_and_release() -> None:
-        drain()
-        release_gradients()
-
-    return replace_method(module, "on_validation_model_zero_grad", drain_and_release)
+    return _surround(module, "on_validation_model_zero_grad", before=drain)
 
 
 def stop_evaluations_together(
     trainer: pl.Trainer, guard: RunGuard, group: dist.ProcessGroup
-) -> Callable[[], None]:
+) -> Undo:
     """Lets the ranks of ``validate``, ``test`` and ``predict`` agree to stop.
 
     Args:
-        trainer: The trainer, changed until the returned function is called.
+        trainer: The trainer.
         guard: Combines the ranks' requests to stop.
         group: A gloo group of all ranks.
     """
-    return add_first_callback(trainer, EvaluationStop(guard, group))
+    shared_lengths: list[int] = []  # batches of each loader that all ranks have
 
+    def start(lengths: Sequence[int | float]) -> None:
+        of_loaders = zip(*gather_objects(list(lengths), group), strict=False)
+        shared_lengths[:] = [0 if float("inf") in own else min(own) for own in of_loaders]
 
-class EvaluationStop(pl.Callback):
-    """Stops before a batch if the ranks agree to.
-
-    Args:
-        guard: Combines the ranks' requests to stop.
-        group: A gloo group of all ranks.
-    """
-
-    def __init__(self, guard: RunGuard, group: dist.ProcessGroup) -> None:
-        self._guard = guard
-        self._group = group
-        self._common: list[int] = []
-
-    def _start(self, lengths: Sequence[int | float]) -> None:
-        """Counts the batches of each loader that all ranks have; none if a length is unknown."""
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, list(lengths), group=self._group)
-        self._common = [
-            0 if float("inf") in same else min(same) for same in zip(*everyone, strict=False)
-        ]
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start(trainer.num_val_batches)
-
-    @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start(trainer.num_test_batches)
-
-    @override
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start(trainer.num_predict_batches)
-
-    @override
-    def on_validation_batch_start(
-        self,
+    def before_batch(
         trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
+        module: pl.LightningModule,
         batch: Any,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if batch_idx < self._common[dataloader_idx]:
-            self._guard.stop_if_agreed()
+        if batch_idx < shared_lengths[dataloader_idx]:
+            guard.stop_if_agreed()
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-
-
-_SKIP = -1  # Lightning's value for it
+    callback = LambdaCallback(
+        on_validation_start=lambda trainer, _: start(trainer.num_val_batches),
+        on_test_start=lambda trainer, _: start(trainer.num_test_batches),
+        on_predict_start=lambda trainer, _: start(trainer.num_predict_batches),
+        on_validation_batch_start=before_batch,
+        on_test_batch_start=before_batch,
+        on_predict_batch_start=before_batch,
+    )
+    return add_first_callback(trainer, callback)
 
 
 def stop_training_together(
@@ -127,14 +85,15 @@ def stop_training_together(
     lag: int,
     post: Callable[[int], Posted],
     check_batch: Callable[[], None] = lambda: None,
-) -> Callable[[], None]:
+) -> Undo:
     """Replaces a rank's own decisions in Lightning's loops by joint decisions of all ranks.
 
-    A validation depends on ``should_stop`` too, in ``on_advance_end``. The other places are ends of
+    A request to stop waits until ``min_epochs`` and ``min_steps`` are met, as Lightning's does. A
+    validation depends on ``should_stop`` too, in ``on_advance_end``. The other places are ends of
     loops, where all ranks meet.
 
     Args:
-        trainer: The trainer, set up to fit; changed until the returned function is called.
+        trainer: The trainer, set up to fit.
         group: A gloo group of all ranks.
         lag: By how many batches one rank can be ahead of another.
         post: Posts a vote behind a batch, together with the vote before the next batch.
@@ -153,14 +112,24 @@ def stop_training_together(
 
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     changes = [
-        _change(batches, "on_advance_end", before=decide),
-        _change(batches.val_loop, "run", after=settle),
-        _change(batches, "on_run_start", after=settle),
-        _change(epochs, "on_run_start", after=settle),
-        _change(epochs, "on_advance_end", after=settle),
+        _surround(batches, "on_advance_end", before=decide),
+        _surround(batches.val_loop, "run", after=settle),
+        _surround(batches, "on_run_start", after=settle),
+        _surround(epochs, "on_run_start", after=settle),
+        _surround(epochs, "on_advance_end", after=settle),
     ]
-    if is_overridden("on_train_batch_start", trainer.lightning_module):
-        changes.append(_skip_together(trainer, JointDecision(group, lag)))
+    module = trainer.lightning_module
+    if is_overridden("on_train_batch_start", module):
+        skip = JointDecision(group, lag)
+        own = module.on_train_batch_start
+
+        @wraps(own)
+        def on_train_batch_start(*args: Any, **kwargs: Any) -> int | None:
+            response = own(*args, **kwargs)
+            return _SKIP if skip.at_boundary(response == _SKIP) else None
+
+        changes.append(replace_method(module, "on_train_batch_start", on_train_batch_start))
+        changes.append(_surround(epochs, "on_advance_end", before=skip.forget))
     if lightning_internals.validates_by_the_clock(trainer):
         validate = JointDecision(group, lag)
         changes.append(lightning_internals.change_validation_due(trainer, validate.at_boundary))
@@ -172,35 +141,13 @@ def stop_training_together(
     return undo
 
 
-def _skip_together(trainer: pl.Trainer, skip: JointDecision) -> Callable[[], None]:
-    module = trainer.lightning_module
-    own = module.on_train_batch_start
-
-    @wraps(own)
-    def on_train_batch_start(*args: Any, **kwargs: Any) -> int | None:
-        response = own(*args, **kwargs)
-        return _SKIP if skip.at_boundary(response == _SKIP) else None
-
-    undo_hook = replace_method(module, "on_train_batch_start", on_train_batch_start)
-    undo_end = _change(trainer.fit_loop, "on_advance_end", before=skip.forget)
-
-    def undo() -> None:
-        undo_end()
-        undo_hook()
-
-    return undo
-
-
-def _nothing() -> None:
-    """Does nothing."""
-
-
-def _change(
+def _surround(
     owner: object,
     name: str,
-    before: Callable[[], None] = _nothing,
-    after: Callable[[], None] = _nothing,
-) -> Callable[[], None]:
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
+) -> Undo:
+    """Calls functions before and after a method of one object."""
     own = getattr(owner, name)
 
     @wraps(own)

@@ -18,7 +18,6 @@ during the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from lightning_dist.engine.comms.store_notes import RankNotes
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.lightning_internals import batches_read
+from lightning_dist.strategies.base.process_mesh import gather_objects
 
 _GRACE_SECONDS = 10.0  # the ranks have just been at the same batch, or nearly
 
@@ -132,8 +132,7 @@ def check_evaluation_lengths(
     def set_up_and_check() -> None:
         set_up()
         lengths = getattr(trainer, f"num_{short}_batches")  # not cut by the sanity check
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, list(lengths), group=group)
+        everyone = gather_objects(list(lengths), group)
         if any(everyone[rank] != everyone[ranks[0]] for ranks in tied for rank in ranks):
             shown = [of[0] if len(of) == 1 else of for of in everyone]
             raise ValueError(

@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.data_parallel.missing_gradients import zero_loss
 from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
+from lightning_dist.strategies.base.process_mesh import gather_objects
 
 
 class ProlongedLoader(LoaderProxy):
@@ -113,10 +114,8 @@ class UnevenInputs:
         Raises:
             ValueError: On each rank: a loader has no length, no batch, or a state to be resumed.
         """
-        own = sized_len(loader)
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        has_state = hasattr(loader, "load_state_dict")
-        dist.all_gather_object(everyone, (own, has_state), group=self._group)
+        own = sized_len(loader), hasattr(loader, "load_state_dict")
+        everyone = gather_objects(own, self._group)
         lengths = [length for length, _ in everyone]
         _check_lengths(lengths)
         _check_states([has_state for _, has_state in everyone])
