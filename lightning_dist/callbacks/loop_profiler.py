@@ -63,37 +63,31 @@ class LoopProfiler(Profiler):
         if self.listens or self.annotates:
             told = self._told(action_name)
             if told is not None and told != _UPDATE:
-                self._begin(told)
+                self.begin(told)
 
     @override
     def stop(self, action_name: str) -> None:
         if self.listens or self.annotates:
             told = self._told(action_name)
             if told is not None:
-                self._end(told)
+                self.end(told)
         self.users.stop(action_name)
 
     def begin_update(self) -> None:
         """Notes that the gradients are complete: Lightning's own action holds the whole step."""
         if self._records_steps:
-            self._begin(_UPDATE)
+            self.begin(_UPDATE)
 
-    def begin(self, kind: PhaseKind) -> None:
-        """Records the begin of a phase that only hooks report."""
-        self._begin(kind)
-
-    def end(self, kind: PhaseKind) -> None:
-        """Records the end of a phase."""
-        self._end(kind)
-
-    def _begin(self, told: _Told) -> None:
+    def begin(self, told: _Told) -> None:
+        """Begins a phase, or a part of a step."""
         if self.annotates and told in _PARTS:
             self._named[told] = ExitStack()
             self._named[told].enter_context(part_of_step(_PARTS[told]))
         if self.listens:
             self._begun[told] = self._recorder.mark()
 
-    def _end(self, told: _Told) -> None:
+    def end(self, told: _Told) -> None:
+        """Ends what has begun, and records it."""
         self._named.pop(told, ExitStack()).close()
         start = self._begun.pop(told, None)
         if start is None:

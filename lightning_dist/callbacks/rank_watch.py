@@ -1,17 +1,23 @@
-"""Measure this rank's steps, each according to its role."""
+"""Measure this rank's steps, each according to its role, under any strategy."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_dist.callbacks.loop_profiler import LoopProfiler
-from lightning_dist.callbacks.rank_probe import RankProbe
+from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.engine.profiling.exposure import Exposure
 from lightning_dist.engine.profiling.meters.flops import num_samples, num_tokens
+from lightning_dist.engine.profiling.meters.memory import bytes_of, gradient_bytes, optimizer_bytes
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.profiling.meters.step_counter import StepCounter
 from lightning_dist.engine.profiling.meters.torch_trace import CollectiveTrace
@@ -19,36 +25,50 @@ from lightning_dist.engine.profiling.record import (
     MemoryUse,
     Phase,
     PhaseKind,
+    RankPlace,
     RankRecord,
     StepCount,
 )
 from lightning_dist.engine.profiling.step_plan import Role, StepPlan
 from lightning_dist.engine.schedules.timeline import Span
 from lightning_dist.strategies.base.lightning_internals import profiler_of, set_profiler
+from lightning_dist.strategies.base.rank_view import view_of
 
 
 class RankWatch:
-    """Measures a training from its begin to its end, with a profiler between loop and user's.
+    """Measures a training from its begin to its end. Collective: every rank needs one.
 
     Args:
         trainer: The trainer, before it trains.
         module: The user's module.
-        probe: The probe of this rank's strategy.
+
+    Attributes:
+        device: The device that this rank computes on.
+        group: A gloo group of all ranks, for this watch alone; None if there is one rank.
+        loop: The profiler between Lightning's loop and the user's profiler.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, probe: RankProbe) -> None:
-        self._trainer, self._probe = trainer, probe
-        pipeline = probe.pipeline
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        self._view = view = view_of(trainer.strategy)
+        self.device: torch.device = trainer.strategy.root_device
+        # Foreign strategies are taken for replicas only.
+        self._mesh = MeshShape(dp_replicate=trainer.world_size) if view is None else view.mesh
+        self._pipeline = pipeline = None if view is None else view.pipeline
+        self.group: dist.ProcessGroup | None = None
+        if trainer.world_size > 1:
+            gloo = dist.new_group(backend="gloo") if view is None else view.group_of_all("profile")
+            self.group = gloo
         self._recorder = (
-            Recorder(trainer.global_rank, probe.device) if pipeline is None else pipeline.recorder
+            Recorder(trainer.global_rank, self.device) if pipeline is None else pipeline.recorder
         )
         users = profiler_of(trainer)
         self.loop = LoopProfiler(users, self._recorder, records_steps=pipeline is None)
-        self._counter: StepCounter | None = StepCounter(probe.mesh, module.parameters())
+        self._counter: StepCounter | None = StepCounter(self._mesh, module.parameters())
         self._layers: LayerProfiler | None = None
         is_traced = isinstance(users, PyTorchProfiler)  # torch runs one at a time
-        wants_trace = pipeline is None and probe.group is not None and not is_traced
-        self._trace = CollectiveTrace(probe.device) if wants_trace else None
+        wants_trace = pipeline is None and self.group is not None and not is_traced
+        self._trace = CollectiveTrace(self.device) if wants_trace else None
         self._count = StepCount()
         self._exposure: Exposure | None = None
         self._marks: list[Any] = []
@@ -57,20 +77,26 @@ class RankWatch:
         self._gradient_bytes = 0
         set_profiler(trainer, self.loop)
 
+    @property
+    def num_counted(self) -> int:
+        """Number of batches until the first counted batch has passed all stages."""
+        return 1 if self._pipeline is None else 1 + self._pipeline.lag
+
     def now(self) -> float:
         """Returns the time of this rank's clock, in seconds."""
         return self._recorder.seconds(self._recorder.mark())
 
     def close(self) -> None:
         """Stops all measurements, and restores the user's profiler."""
-        if self._counter is not None:
-            self._counter.stop()
-        if self._trace is not None:
-            self._trace.stop()
-        if self._layers is not None:
-            self._layers.stop()
+        for meter in (self._counter, self._trace, self._layers):
+            if meter is not None:
+                meter.stop()
         if profiler_of(self._trainer) is self.loop:
             set_profiler(self._trainer, self.loop.users)
+
+    def _barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(self.group)
 
     # --- counting and examining --------------------------------------------------------------
 
@@ -83,12 +109,13 @@ class RankWatch:
         """
         if role is Role.COUNTED and is_first and self._counter is not None:
             self._counter.start()
-        pipeline = self._probe.pipeline
-        if role is Role.EXAMINED and pipeline is not None:  # layers may have moved
-            self._layers = pipeline.stages.layer_profiler(pipeline.recorder)
+        if role is not Role.EXAMINED:
+            return
+        if self._pipeline is not None:  # layers may have moved
+            self._layers = self._pipeline.stages.layer_profiler(self._pipeline.recorder)
             self._layers.start()
-        if role is Role.EXAMINED and self._trace is not None:
-            self._trace.start(self._probe.barrier)
+        if self._trace is not None:
+            self._trace.start(self._barrier)
             self.loop.annotates = True
 
     def end(self, role: Role, plan: StepPlan, *, is_last: bool) -> None:
@@ -101,7 +128,7 @@ class RankWatch:
         """
         if role is Role.COUNTED and is_last and self._counter is not None:
             self._counter.stop()
-            self._count = self._counter.count(plan.num_counted, self._probe.num_forwards)
+            self._count = self._counter.count(plan.num_counted, self._num_forwards)
             self._counter = None
         if role is Role.EXAMINED and self._layers is not None:
             self._layers.stop()
@@ -109,21 +136,33 @@ class RankWatch:
             self.loop.annotates = False
             self._exposure = self._trace.stop()
 
+    @property
+    def _num_forwards(self) -> int:
+        """Number of forwards of this rank in a batch."""
+        if self._pipeline is None:
+            return 1
+        return len(self._pipeline.stages) * max(1, len(self._pipeline.microbatch_sizes))
+
     def note_gradients(self) -> None:
-        """Updates the most bytes of gradients."""
-        self._gradient_bytes = max(self._gradient_bytes, self._probe.gradient_bytes())
+        """Updates the most bytes of gradients, those that a pipeline holds included."""
+        held: Iterable[torch.Tensor] = []
+        if self._pipeline is not None and self._pipeline.has_gradients:
+            update, stages = self._pipeline.due_update, self._pipeline.stages.values()
+            held = [g for stage in stages for g in stage.gradients.held(update).values()]
+        present = gradient_bytes(self._module.parameters()) + bytes_of(held)
+        self._gradient_bytes = max(self._gradient_bytes, present)
 
     # --- timing ------------------------------------------------------------------------------
 
     def begin_timing(self) -> None:
         """Begins the first timed batch, before its data are read. Collective: a barrier."""
-        self._probe.barrier()  # some ranks have read a longer trace, and the others would wait
+        self._barrier()  # some ranks have read a longer trace, and the others would wait
         self._marks = [self._recorder.mark()]
         self._num_samples, self._num_tokens = 0, 0
         self.loop.listens = True
 
     def end_timed(self, batch: Any) -> None:
-        """Ends a timed batch."""
+        """Ends a timed batch, with the batch that was trained on."""
         self._marks.append(self._recorder.mark())
         self._num_samples += num_samples(batch)
         tokens = num_tokens(batch)
@@ -135,20 +174,54 @@ class RankWatch:
         self.loop.listens = False
         ends = [self._recorder.seconds(mark) for mark in self._marks]
         phases = self.loop.take()
-        measured = self._probe.measured(self._gradient_bytes, self._count)
-        predicted = self._probe.predicted(measured, self._count)
         return RankRecord(
-            place=self._probe.place,
+            place=self._place,
             steps=tuple(zip(ends, ends[1:], strict=False)),
             spans=_outside_validation(self._recorder.since(self._marks[0]), phases),
             phases=phases,
             num_samples=self._num_samples,
             num_tokens=self._num_tokens,
             count=self._count,
-            memory=MemoryUse(measured, predicted, self._probe.allocated_bytes()),
+            memory=self._memory,
             exposure=self._exposure,
             layers={} if self._layers is None else self._layers.profile().layers,
         )
+
+    @property
+    def _place(self) -> RankPlace:
+        rank, is_gpu = self._trainer.global_rank, self.device.type == "cuda"
+        return RankPlace(
+            rank=rank,
+            host=socket.gethostname(),
+            device=torch.cuda.get_device_name(self.device) if is_gpu else self.device.type,
+            precision=str(self._trainer.precision),
+            stage_group=self._mesh.coordinates(rank)["pp"],
+            data_index=self._mesh.data_index(rank),
+            strategy=type(self._trainer.strategy).__name__,
+            shape=None if self._pipeline is None else self._pipeline.shape,
+        )
+
+    @property
+    def _memory(self) -> MemoryUse:
+        stash = {} if self._pipeline is None else self._pipeline.stages.peak_stash_bytes
+        measured = RankMemory(
+            parameters=bytes_of(self._module.parameters()),
+            gradients=self._gradient_bytes,
+            optimizer_state=optimizer_bytes(self._trainer.optimizers),
+            activations=self._count.activation_bytes,
+            stash=sum(stash.values()),
+        )
+        states = round(measured.optimizer_state / max(1, measured.parameters))
+        part = TrainedPart(measured.parameters, self._count.forward_bytes, states)
+        accumulates = self._trainer.accumulate_grad_batches > 1
+        predicted: RankMemory | None = None
+        if self._view is not None:
+            predicted = self._view.predict_memory(part, accumulates)
+        elif self.group is None:
+            predicted = replicated(part, 1, accumulates=accumulates)
+        is_gpu = self.device.type == "cuda"
+        allocated = torch.cuda.max_memory_allocated(self.device) if is_gpu else None
+        return MemoryUse(measured, predicted, allocated)
 
 
 def _outside_validation(spans: tuple[Span, ...], phases: tuple[Phase, ...]) -> tuple[Span, ...]:

@@ -8,6 +8,7 @@ metric is the same on all of them and rank 0 can draw one picture.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.callbacks.output import publish
-from lightning_dist.callbacks.rank_probe import RankProbe
 from lightning_dist.callbacks.rank_watch import RankWatch
 from lightning_dist.engine.profiling.meters.clock_sync import exchange_pings
 from lightning_dist.engine.profiling.meters.torch_trace import TorchTrace
@@ -70,7 +70,6 @@ class StepProfiler(pl.Callback):
         self._directory = Path()
         self._batch = 0
         self._watch: RankWatch | None = None
-        self._probe: RankProbe | None = None
         self._torch: TorchTrace | None = None
         self._report: ProfileReport | None = None
 
@@ -105,13 +104,9 @@ class StepProfiler(pl.Callback):
         self._directory = Path(directory)
         self._batch = 0
         self._report = None
-        self._probe = probe = RankProbe(trainer, pl_module)
-        plan = self._plan
-        self._plan = StepPlan(
-            plan.every_n_steps, plan.active_steps, plan.warmup_steps, probe.num_counted
-        )
-        self._watch = RankWatch(trainer, pl_module, probe)
-        self._torch = TorchTrace(probe.device) if self._torch_profiler else None
+        self._watch = watch = RankWatch(trainer, pl_module)
+        self._plan = replace(self._plan, num_counted=watch.num_counted)
+        self._torch = TorchTrace(watch.device) if self._torch_profiler else None
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -145,7 +140,7 @@ class StepProfiler(pl.Callback):
             self._torch.stop()
         if self._watch is not None:
             self._watch.close()
-        self._watch = self._probe = self._torch = None
+        self._watch = self._torch = None
 
     # --- batches -----------------------------------------------------------------------------
 
@@ -198,7 +193,7 @@ class StepProfiler(pl.Callback):
             watch.end_timed(batch)
         watch.end(role, plan, is_last=self._role is not role)
         if plan.ends_timing(number):
-            self._finish(pl_module, watch.take(), number)
+            self._finish(pl_module, watch, number)
         if plan.begins_timing(self._batch):
             if self._torch is not None:
                 self._torch.start()
@@ -214,15 +209,13 @@ class StepProfiler(pl.Callback):
         if self._watch is not None:
             self._watch.loop.end(PhaseKind.VALIDATION)
 
-    def _finish(self, module: pl.LightningModule, record: RankRecord, last_batch: int) -> None:
-        assert self._watch is not None
-        assert self._probe is not None
+    def _finish(self, module: pl.LightningModule, watch: RankWatch, last_batch: int) -> None:
+        record = watch.take()
         records: list[RankRecord] = [record]
         offsets: tuple[ClockOffset, ...] = (ClockOffset(),)
-        group = self._probe.group
-        if group is not None:
-            records = gather_objects(record, group)
-            offsets = exchange_pings(self._watch.now, group)
+        if watch.group is not None:
+            records = gather_objects(record, watch.group)
+            offsets = exchange_pings(watch.now, watch.group)
         first_batch = last_batch + 1 - self._plan.active_steps
         self._report = ProfileReport.join(records, offsets, first_batch)
         module.log_dict(self._report.metrics, batch_size=1)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_dist.engine.pipeline.connect import wire
 from lightning_dist.engine.pipeline.loss import WeighedGradients
@@ -21,47 +20,32 @@ from lightning_dist.engine.tensors.tree import flatten, unflatten
 
 
 @dataclass(frozen=True, slots=True)
-class TensorShape:
-    """Stands for a tensor.
-
-    Attributes:
-        size: Shape of the tensor.
-        dtype: Dtype of the tensor.
-        requires_grad: Whether the sender of the tensor wants a gradient.
-    """
-
-    size: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def make(self) -> Tensor:
-        """Creates a tensor of this shape."""
-        made = torch.empty(self.size, dtype=self.dtype)
-        return made.requires_grad_(self.requires_grad)
-
-
-@dataclass(frozen=True, slots=True)
 class DryMessage:
     """Stands for a tree of tensors.
 
     Attributes:
-        shapes: Shapes of the tensors.
+        tensors: Shape, dtype and ``requires_grad`` of each tensor.
         skeleton: The tree without its tensors.
     """
 
-    shapes: tuple[TensorShape, ...]
+    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
     skeleton: Any
 
     @classmethod
     def of(cls, tree: Any) -> DryMessage:
         """Creates the message of a tree, without the tree's values."""
         tensors, skeleton = flatten(tree)
-        shapes = (TensorShape(t.shape, t.dtype, t.requires_grad) for t in tensors)
-        return cls(tuple(shapes), skeleton)
+        return cls(tuple((t.shape, t.dtype, t.requires_grad) for t in tensors), skeleton)
 
     def make(self) -> Any:
         """Creates a tree of these shapes."""
-        return unflatten([shape.make() for shape in self.shapes], self.skeleton)
+        made = [torch.empty(s, dtype=d).requires_grad_(grad) for s, d, grad in self.tensors]
+        return unflatten(made, self.skeleton)
+
+    def gradients(self) -> DryMessage:
+        """Returns the message that would come back for this one."""
+        wanted = [(s, d) for s, d, requires_grad in self.tensors if requires_grad]
+        return DryMessage.of(WeighedGradients([torch.empty(s, dtype=d) for s, d in wanted]))
 
 
 Sent = Mapping[int, DryMessage]
@@ -109,43 +93,32 @@ class DryReceiver:
         """Does nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class DryLinks:
-    """The channels of a rank that is alone.
+def dry_links(
+    rank_of_stage: Sequence[int],
+    rank: int,
+    known: Mapping[int, Sent],
+    note: Callable[[int], None],
+) -> tuple[Links, Mapping[int, Sent]]:
+    """Creates the channels of a rank that is alone.
 
-    Attributes:
-        links: The links for the runtime.
-        sent: Messages of each of the rank's stages to a stage of another rank, by tag.
+    Args:
+        rank_of_stage: The rank of each stage.
+        rank: This rank in the pipeline.
+        known: The messages of other ranks' stages to this rank's.
+        note: Called with the bytes of each message to another rank.
+
+    Returns:
+        The links for the runtime, and the messages of this rank's stages to other ranks' stages.
     """
-
-    links: Links
-    sent: Mapping[int, Sent]
-
-    @classmethod
-    def of(
-        cls,
-        rank_of_stage: Sequence[int],
-        rank: int,
-        known: Mapping[int, Sent],
-        note: Callable[[int], None],
-    ) -> DryLinks:
-        """Creates the channels of a rank.
-
-        Args:
-            rank_of_stage: The rank of each stage.
-            rank: This rank in the pipeline.
-            known: The messages of other ranks' stages to this rank's.
-            note: Called with the bytes of each message to another rank.
-        """
-        activations = _DryActivations(known, note)
-        gradients = _DryGradients(activations.sent, note)
-        return cls(wire(rank_of_stage, rank, activations, gradients), activations.sent)
+    activations = _Channels(lambda stage, tag: known[stage][tag], note)
+    gradients = _Channels(lambda stage, tag: activations.sent[stage - 1][tag].gradients(), note)
+    return wire(rank_of_stage, rank, activations, gradients), activations.sent
 
 
-class _DryActivations:
-    def __init__(self, known: Mapping[int, Sent], note: Callable[[int], None]) -> None:
+class _Channels:
+    def __init__(self, find: Callable[[int, int], DryMessage], note: Callable[[int], None]) -> None:
         self.sent: dict[int, Sent] = {}
-        self._known = known
+        self._find = find
         self._note = note
 
     def to(self, peer: int, stage: int) -> DrySender:
@@ -154,22 +127,4 @@ class _DryActivations:
         return sender
 
     def of(self, peer: int, stage: int) -> DryReceiver:
-        return DryReceiver(self._known[stage].__getitem__)
-
-
-class _DryGradients:
-    def __init__(self, sent: Mapping[int, Sent], note: Callable[[int], None]) -> None:
-        self._sent = sent
-        self._note = note
-
-    def to(self, peer: int, stage: int) -> DrySender:
-        return DrySender(self._note)
-
-    def of(self, peer: int, stage: int) -> DryReceiver:
-        """Creates a receiver of the gradients that ``stage`` would send back to the one before."""
-        return DryReceiver(lambda tag: _gradient_of(self._sent[stage - 1][tag]))
-
-
-def _gradient_of(activation: DryMessage) -> DryMessage:
-    wanted = [shape for shape in activation.shapes if shape.requires_grad]
-    return DryMessage.of(WeighedGradients([torch.empty(s.size, dtype=s.dtype) for s in wanted]))
+        return DryReceiver(lambda tag: self._find(stage, tag))

@@ -67,10 +67,7 @@ class DryRun:
     optimizer_states_per_parameter: int
 
     def run(self, module: pl.LightningModule) -> DryRunSummary:
-        """Tries each place in a pipeline.
-
-        Args:
-            module: The user's module; not changed.
+        """Tries each place in a pipeline; the user's module is not changed.
 
         Raises:
             ValueError: The module cannot be made parallel so, or its step needs values.
@@ -130,7 +127,14 @@ class DryRun:
         with fake_rank(rank, self.mesh.world_size):
             composed = parallelize(module, build_mesh(self.mesh, _CPU.type), asked)
             context = self.precision.train_step_context
-            step = DryStep(composed, asked, self.mesh, rank, context, ledger)
+            step = DryStep(
+                composed=composed,
+                asked=asked,
+                mesh=self.mesh,
+                rank=rank,
+                context=context,
+                ledger=ledger,
+            )
             with without_values(TrafficCounter(ledger, self.mesh)):
                 _move_from_meta(module)
                 known |= step.run(map_tensors(_without_values, self.batch), known)

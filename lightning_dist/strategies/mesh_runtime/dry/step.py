@@ -21,7 +21,7 @@ from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums, TieLinks
 from lightning_dist.engine.planning.traffic import MessageKind, TrafficLedger
 from lightning_dist.engine.tensors.dtensor import local_part
-from lightning_dist.strategies.mesh_runtime.dry.channel import DryLinks, Sent
+from lightning_dist.strategies.mesh_runtime.dry.channel import Sent, dry_links
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule, StepContext
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 
@@ -92,11 +92,11 @@ class DryStep:
         staged = StagedModule(self.composed, None, config)
         note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
         shape = config.shape(self.mesh, self.rank, split.layers_per_stage)
-        channels = DryLinks.of(split.rank_of_stage, shape.rank, known, note)
+        links, sent = dry_links(split.rank_of_stage, shape.rank, known, note)
         pipeline = Pipeline(
             split.layers,
             shape,
-            channels.links,
+            links,
             StageOptions(layers=staged.root, gradients=staged.gradients),
         )
         step = staged.wrap_step(self._training_step)
@@ -113,7 +113,7 @@ class DryStep:
         for names in tied.sent.values():
             copies = [gradients[name].grad for name in names]
             note(sum(local_part(copy).nbytes for copy in copies if copy is not None))
-        return channels.sent
+        return sent
 
 
 def _loss_of(result: Any) -> Tensor:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from lightning_dist.engine.comms.channel import MemoryChannel
-from lightning_dist.strategies.mesh_runtime.dry.channel import DryLinks, DryMessage, DrySender
+from lightning_dist.strategies.mesh_runtime.dry.channel import DryMessage, DrySender, dry_links
 
 
 def test_what_is_sent_comes_out_as_shapes() -> None:
@@ -22,15 +22,14 @@ def ignore(_: int) -> None: ...
 
 
 def test_a_gradient_comes_back_for_each_tensor_that_wants_one() -> None:
-    made = DryLinks.of((0, 1), 0, {}, ignore)
-    links = made.links
+    links, sent = dry_links((0, 1), 0, {}, ignore)
     assert not links.activations_in
     assert not links.gradients_out
     for size in (2, 3):
         activation = [torch.ones(size, requires_grad=True), torch.ones(9)]
         links.activations_out[0].send(activation, tag=size)
-    assert made.sent.keys() == {0}
-    assert made.sent[0].keys() == {2, 3}
+    assert sent.keys() == {0}
+    assert sent[0].keys() == {2, 3}
     for size in (3, 2):  # whatever the order of the backwards
         (gradient,) = links.gradients_in[0].receive(tag=size).gradients
         assert gradient.shape == (size,)
@@ -40,21 +39,20 @@ def test_a_gradient_comes_back_for_each_tensor_that_wants_one() -> None:
 def test_the_last_stage_receives_activations_and_sends_gradients() -> None:
     sizes: list[int] = []
     known = {0: {7: DryMessage.of(torch.ones(4))}}
-    made = DryLinks.of((0, 1), 1, known, sizes.append)
-    links = made.links
+    links, sent = dry_links((0, 1), 1, known, sizes.append)
     assert not links.activations_out
     assert not links.gradients_in
     assert links.activations_in[1].receive(tag=7).shape == (4,)
     links.gradients_out[1].send([torch.ones(3)])
     assert sizes == [12]
-    assert not made.sent
+    assert not sent
 
 
 def test_stages_of_one_rank_hand_over_and_send_nothing() -> None:
     sizes: list[int] = []
-    made = DryLinks.of((0, 1, 1, 0), 1, {0: {0: DryMessage.of(torch.ones(4))}}, sizes.append)
-    links = made.links
-    assert made.sent.keys() == {2}  # what stage 1 gives stage 2 stays
+    known = {0: {0: DryMessage.of(torch.ones(4))}}
+    links, sent = dry_links((0, 1, 1, 0), 1, known, sizes.append)
+    assert sent.keys() == {2}  # what stage 1 gives stage 2 stays
     assert isinstance(links.activations_out[1], MemoryChannel)
     assert links.activations_in[2] is links.activations_out[1]
     assert links.gradients_in[1] is links.gradients_out[2]
