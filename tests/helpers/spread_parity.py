@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, TensorParallelOptions
+from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensors.dtensor import whole
 
@@ -26,9 +26,7 @@ def largest_difference(
     """Trains both for some steps and compares losses and gradients; all ranks must call it."""
     alone = deepcopy(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
-    spread = TensorParallelModule(
-        model, styles, mesh, TensorParallelOptions(sequence_parallel=sequence_parallel)
-    )
+    spread = TensorParallelModule(model, styles, mesh, sequence_parallel=sequence_parallel)
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (model, alone)]
     worst = 0.0
     for _ in range(steps):

@@ -39,11 +39,7 @@ from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.splitting.tracing.example import CallExample
 from lightning_dist.engine.splitting.tracing.split import UncutError, find_traced_split, is_traced
-from lightning_dist.engine.tensor_parallel.apply import (
-    TensorParallelModule,
-    TensorParallelOptions,
-    refuse_spread,
-)
+from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, refuse_spread
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
@@ -263,6 +259,10 @@ def _keep_all(_: str) -> bool:
     return True
 
 
+def _no_stage(_: str) -> None:
+    """Returns None, for the module of any name."""
+
+
 def _kept_whole(sharding: ShardingOptions) -> ShardingOptions:
     """Turns ``reshard_after_forward`` off, unless the user has set it."""
     # Else each micro-batch would gather the parameters twice (as torchtitan found, too).
@@ -322,10 +322,16 @@ def _spread(
         check_parts(module, styles, mesh.size())
     if config.loss_parallel:
         check_head(module, styles, mesh.size())
-    options = TensorParallelOptions(config.sequence_parallel, config.loss_parallel)
-    if split is None:
-        return TensorParallelModule(module, styles, mesh, options), words
-    return TensorParallelModule(module, styles, mesh, options, split.keeps, split.stage_of), words
+    spread = TensorParallelModule(
+        module,
+        styles,
+        mesh,
+        sequence_parallel=config.sequence_parallel,
+        loss_parallel=config.loss_parallel,
+        is_kept=_keep_all if split is None else split.keeps,
+        stage_of=_no_stage if split is None else split.stage_of,
+    )
+    return spread, words
 
 
 def _describe(module: nn.Module, units: list[Unit], sharding: ShardingOptions) -> WrapSummary:

@@ -13,7 +13,7 @@ partial gradient there (:mod:`.tensor_parallel.partial_gradients`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -61,19 +61,6 @@ from lightning_dist.engine.tensors.dtensor import cut, is_spread
 from lightning_dist.engine.tensors.patch import note_on, put_on
 
 
-@dataclass(frozen=True)
-class TensorParallelOptions:
-    """Options of a plan.
-
-    Attributes:
-        sequence_parallel: Shard the sequence between the regions.
-        loss_parallel: Keep logits sharded, for a loss that takes sharded logits.
-    """
-
-    sequence_parallel: bool = False
-    loss_parallel: bool = False
-
-
 class TensorParallelModule:
     """A module whose layers are sharded over tensor-parallel ranks.
 
@@ -81,7 +68,8 @@ class TensorParallelModule:
         module: The module, changed in place. Parameters may be on the meta device.
         styles: Styles by module name, in the order of the model.
         mesh: One-axis mesh of the tensor-parallel ranks.
-        options: Options of the plan.
+        sequence_parallel: Shard the sequence between the regions.
+        loss_parallel: Keep logits sharded, for a loss that takes sharded logits.
         is_kept: Returns whether this rank keeps the module of a name. Other modules are checked, so
             that all ranks find the same, but not changed.
         stage_of: Returns the pipeline stage that has the module of a name.
@@ -100,20 +88,21 @@ class TensorParallelModule:
         module: nn.Module,
         styles: Styles,
         mesh: DeviceMesh,
-        options: TensorParallelOptions,
+        *,
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
         is_kept: Callable[[str], bool] = lambda _: True,
         stage_of: Callable[[str], int | None] = lambda _: None,
     ) -> None:
-        check_styles(module, styles, mesh.size(), options.sequence_parallel)
+        check_styles(module, styles, mesh.size(), sequence_parallel)
         self.module = module
         self.styles = styles
         kept = {name: style for name, style in styles.items() if is_kept(name)}
         self._mesh = mesh
-        self._options = options
         self.crossings = ShardedActivationCheck()
-        self.logits = ShardedLogits() if options.loss_parallel else None
+        self.logits = ShardedLogits() if loss_parallel else None
         self._randomness = RegionRandomness(mesh.get_local_rank(), torch.device(mesh.device_type))
-        stacks = find_stacks(module) if options.sequence_parallel else []
+        stacks = find_stacks(module) if sequence_parallel else []
         self._blocks = [name for stack in stacks for name in stack]
         check_blocks(module, self._blocks, styles)
         check_positions(module, self._blocks, styles, mesh.size())
@@ -133,7 +122,7 @@ class TensorParallelModule:
         partial = [name for name in summands if is_kept(name)]
         self._entries: dict[str, Entry] = {}
         for name, style in kept.items():
-            self._spread(name, style, stacks_in[name])
+            self._shard(name, style, stacks_in[name])
         for parent in attentions(kept):
             features = head_features(module, kept, parent)
             keep_own_heads(module.get_submodule(parent), features, mesh.size())
@@ -172,25 +161,26 @@ class TensorParallelModule:
             self.crossings.check(outputs, self._whole_parameters())
 
     def _whole_parameters(self) -> Whole:
-        found: tuple[dict[int, str], ...] = ({}, {}, {})
+        whole = Whole({}, {}, {})
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if not is_spread(parameter):
-                is_summand = name in self._summands
-                found[2 if not is_summand else int(self._is_in_block(name))][id(parameter)] = name
-        return Whole(*found)
+            if is_spread(parameter):
+                continue
+            if name not in self._summands:
+                whole.others[id(parameter)] = name
+            elif self._is_in_block(name):
+                whole.in_blocks[id(parameter)] = name
+            else:
+                whole.inside[id(parameter)] = name
+        return whole
 
     def forget_step(self) -> None:
-        """Leaves the region in which a step has failed, and frees its activations.
-
-        The modules around layers free them, too; but a mere container, like ``nn.ModuleDict``,
-        never runs.
-        """
+        """Leaves the region in which a step has failed, and frees its activations."""
         self._randomness.leave()
         self.crossings.begin()
         for entry in self._entries.values():
             entry.forget()
 
-    def _spread(self, name: str, style: Style, num_stacked: int) -> None:
+    def _shard(self, name: str, style: Style, num_stacked: int) -> None:
         layer = self.module.get_submodule(name)
         region = self._region(name)
         for attribute, placement in parallel_layer.cuts_of(layer, style, num_stacked).items():
@@ -205,17 +195,11 @@ class TensorParallelModule:
         elif style is Style.COLWISE:
             parallel_layer.colwise(layer, name, self._entry(name, region), num_stacked)
         elif style is Style.COLWISE_GATHER:
-            self._spread_head(layer, name, Entry(replace(region, crossings=None)))
-
-    def _spread_head(self, layer: nn.Linear, name: str, entry: Entry) -> None:
-        logits = self.logits
-        if logits is None:
-            parallel_layer.colwise_gather(layer, name, entry)
-        else:
-            parallel_layer.colwise_apart(layer, name, entry, lambda: logits.is_active)
+            entry = Entry(replace(region, crossings=None))
+            parallel_layer.colwise_gather(layer, name, entry, self.logits)
 
     def _region(self, name: str) -> Region:
-        if self._options.sequence_parallel and self._is_in_block(name):
+        if self._is_in_block(name):
             return Region(self._mesh, None, SEQUENCE_DIM, self.crossings)
         return Region(self._mesh, self._randomness, crossings=self.crossings)
 

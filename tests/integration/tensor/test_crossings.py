@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, TensorParallelOptions
+from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensors.dtensor import whole
 from tests.helpers.processes.workers import WorkerPool
@@ -165,7 +165,7 @@ def found_in(case: str, mesh: DeviceMesh, of_sequence: bool) -> str | float:
     if of_sequence:
         plan = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise_scatter"}
     styles = resolve_plan(together, plan)
-    spread = TensorParallelModule(together, styles, mesh, TensorParallelOptions(of_sequence))
+    spread = TensorParallelModule(together, styles, mesh, sequence_parallel=of_sequence)
     tokens = torch.arange(8).view(2, 4) % 6
     try:
         loss = together(tokens)
@@ -210,7 +210,7 @@ def test_what_is_right_is_equal_and_what_is_not_is_refused(
 def compiled() -> float:
     alone, together = Model(plain, Steep), Model(plain, Steep)
     styles = resolve_plan(together, {**MLP, "blocks.*.act": "local"})
-    spread = TensorParallelModule(together, styles, ranks(), TensorParallelOptions())
+    spread = TensorParallelModule(together, styles, ranks())
     for block in together.blocks:
         block.compile(backend="eager")
     tokens = torch.arange(8).view(2, 4) % 6

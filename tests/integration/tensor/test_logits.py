@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, TensorParallelOptions
+from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule
 from lightning_dist.engine.tensor_parallel.layers import sharded_logits as logits_module
 from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
@@ -113,7 +113,7 @@ def differences() -> tuple[dict[str, float], set[str]]:
     alone = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)).double()
     together = deepcopy(alone)
     styles = {"0": Style.VOCAB, "1": Style.COLWISE_GATHER}
-    spread = TensorParallelModule(together, styles, mesh, TensorParallelOptions(loss_parallel=True))
+    spread = TensorParallelModule(together, styles, mesh, loss_parallel=True)
     x, y = torch.randint(ROWS, (2, 3, LENGTH))
     assert type(together(x)) is Tensor, "outside of a step nobody knows what to do with parts"
     found, joins = {}, set()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, TensorParallelOptions
+from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from tests.helpers.processes.workers import WorkerPool
@@ -185,7 +185,7 @@ def case_padded_evaluation() -> float:
     alone = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
     model = deepcopy(alone)
     styles = find_plan(model).styles
-    TensorParallelModule(model, styles, init_device_mesh("cpu", (2,)), TensorParallelOptions())
+    TensorParallelModule(model, styles, init_device_mesh("cpu", (2,)))
     x, is_padding = torch.randn(2, 4, WIDTH), torch.zeros(2, 4, dtype=torch.bool)
     is_padding[:, -1] = True
     with torch.no_grad():
@@ -236,9 +236,7 @@ def test_what_a_validation_has_let_in_is_not_trained_with(workers: WorkerPool) -
 def case_unknown_token(token: int) -> str:
     dist.init_process_group("gloo")
     model, mesh = Model(Attention), init_device_mesh("cpu", (2,))
-    TensorParallelModule(
-        model, resolve_plan(model, {"tokens": "vocab"}), mesh, TensorParallelOptions()
-    )
+    TensorParallelModule(model, resolve_plan(model, {"tokens": "vocab"}), mesh)
     with pytest.raises(IndexError) as error:
         model.tokens(torch.tensor([[0, ROWS - 1, token]]))
     return str(error.value)

@@ -17,7 +17,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_dist.engine.tensor_parallel.apply import (
     TensorParallelModule,
-    TensorParallelOptions,
     refuse_spread,
 )
 from lightning_dist.engine.tensor_parallel.layers.activations import add_up_gradients
@@ -61,7 +60,7 @@ def loss_of(network: nn.Module) -> Tensor:
 def differences(sequence_parallel: bool) -> list[float]:
     alone, together = gpt(), gpt()
     spread = TensorParallelModule(
-        together, resolve_plan(together, PLAN), ranks(), TensorParallelOptions(sequence_parallel)
+        together, resolve_plan(together, PLAN), ranks(), sequence_parallel=sequence_parallel
     )
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (alone, together)]
     found = []
@@ -89,7 +88,7 @@ def test_equals_the_whole_model(workers: WorkerPool, size: int, sequence_paralle
 
 def refusal_to_copy() -> str:
     network = gpt()
-    TensorParallelModule(network, resolve_plan(network, PLAN), ranks(), TensorParallelOptions())
+    TensorParallelModule(network, resolve_plan(network, PLAN), ranks())
     try:
         copy.deepcopy(network)
     except ValueError as error:
@@ -112,9 +111,7 @@ def kept_on_a_parameter() -> tuple[int, float, str]:
     weight = network.get_parameter("1.attention.qkv.weight")
     weight.rate = 3  # type: ignore[attr-defined]
     handle = weight.register_hook(zeroed)
-    spread = TensorParallelModule(
-        network, resolve_plan(network, PLAN), ranks(), TensorParallelOptions()
-    )
+    spread = TensorParallelModule(network, resolve_plan(network, PLAN), ranks())
     with kept_on_parameters(network):
         network.to("cpu")  # torch swaps the parameters for others
     part: Any = network.get_parameter("1.attention.qkv.weight")
@@ -160,7 +157,7 @@ def width_refusals() -> list[str]:
         {"*.up": "colwise", "*.down": "colwise"},
     ):
         network = gpt()
-        TensorParallelModule(network, resolve_plan(network, plan), mesh, TensorParallelOptions())
+        TensorParallelModule(network, resolve_plan(network, plan), mesh)
         with pytest.raises(ValueError, match="by the plan") as caught:
             loss_of(network)
         texts.append(str(caught.value))
@@ -175,7 +172,7 @@ def test_layers_that_are_given_other_widths_than_by_the_plan(workers: WorkerPool
 
 def held_elements() -> tuple[int, int]:
     network = gpt()
-    TensorParallelModule(network, resolve_plan(network, PLAN), ranks(), TensorParallelOptions())
+    TensorParallelModule(network, resolve_plan(network, PLAN), ranks())
     own = sum(local_part(p).numel() for p in network.parameters())
     return own, sum(p.numel() for p in network.parameters())
 
@@ -206,7 +203,7 @@ def collectives(sequence_parallel: bool) -> tuple[dict[str, int], dict[str, int]
     network = nn.Sequential(*(PlainBlock() for _ in range(DEPTH)))
     plan = {pattern: style for pattern, style in PLAN.items() if pattern.startswith("*")}
     TensorParallelModule(
-        network, resolve_plan(network, plan), ranks(), TensorParallelOptions(sequence_parallel)
+        network, resolve_plan(network, plan), ranks(), sequence_parallel=sequence_parallel
     )
     counts = []
     activation = torch.randn(3, 8, 16, requires_grad=True)
@@ -261,7 +258,7 @@ def masks(sequence_parallel: bool, seed: int) -> list[tuple[Tensor, Tensor]]:
         network,
         resolve_plan(network, {"*.up": "colwise", "*.down": "rowwise"}),
         ranks(),
-        TensorParallelOptions(sequence_parallel),
+        sequence_parallel=sequence_parallel,
     )
     torch.manual_seed(seed)
     network(torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(5)))
@@ -307,7 +304,7 @@ def tied_difference() -> tuple[float, bool]:
     alone = Tied().double()
     together = deepcopy(alone)
     styles = resolve_plan(together, {"embedding": "vocab", "head": "colwise_gather"})
-    TensorParallelModule(together, styles, ranks(), TensorParallelOptions())
+    TensorParallelModule(together, styles, ranks())
     x = torch.arange(16).view(2, 8)
     for network in (alone, together):
         network(x).square().sum().backward()
@@ -329,7 +326,7 @@ def refusal(plan: dict[str, str], heads: int, length: int, sequence_parallel: bo
 
     def spread_and_call() -> None:
         TensorParallelModule(
-            network, resolve_plan(network, plan), mesh, TensorParallelOptions(sequence_parallel)
+            network, resolve_plan(network, plan), mesh, sequence_parallel=sequence_parallel
         )
         network(torch.zeros(1, length, dtype=torch.int64))
 

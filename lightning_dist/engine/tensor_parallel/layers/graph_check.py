@@ -32,9 +32,9 @@ class Whole:
         others: Parameters that meet the same activation on all ranks.
     """
 
-    inside: Mapping[int, str]
-    in_blocks: Mapping[int, str]
-    others: Mapping[int, str]
+    inside: dict[int, str]
+    in_blocks: dict[int, str]
+    others: dict[int, str]
 
 
 @dataclass

@@ -30,7 +30,7 @@ from lightning_dist.engine.tensor_parallel.layers.projection import (
     project,
 )
 from lightning_dist.engine.tensor_parallel.layers.rng import RegionRandomness
-from lightning_dist.engine.tensor_parallel.layers.sharded_logits import mark
+from lightning_dist.engine.tensor_parallel.layers.sharded_logits import ShardedLogits, mark
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensors.dtensor import is_spread, local_part, stacked
 
@@ -175,32 +175,28 @@ def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> 
     layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
 
 
-def colwise_gather(layer: nn.Linear, name: str, entry: Entry) -> None:
-    """Makes each rank compute some of a layer's output features, and gathers them."""
+def colwise_gather(
+    layer: nn.Linear, name: str, entry: Entry, logits: ShardedLogits | None = None
+) -> None:
+    """Makes each rank compute some of a layer's output features, and gathers them.
+
+    Args:
+        layer: A projection with sharded parameters; its forward is replaced.
+        name: Name of the layer.
+        entry: Entry shared by the layers that read the same activation.
+        logits: While this mode is active, the layer returns sharded features instead.
+    """
     colwise(layer, name, entry)
     compute: Callable[[Tensor], Tensor] = layer.forward
-
-    def forward(x: Tensor) -> Tensor:
-        features = activations.gather(compute(x), entry.region.mesh)
-        entry.region.end()
-        return features
-
-    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
-
-
-def colwise_apart(layer: nn.Linear, name: str, entry: Entry, is_asked: Callable[[], bool]) -> None:
-    """Makes each rank compute some of a layer's output features, for a loss that takes shards."""
-    colwise(layer, name, entry)
-    compute: Callable[[Tensor], Tensor] = layer.forward
+    mesh = entry.region.mesh
 
     def forward(x: Tensor) -> Tensor:
         features = compute(x)
         entry.region.end()
-        mesh = entry.region.mesh
-        if not is_asked():
+        if logits is None or not logits.is_active:
             return activations.gather(features, mesh)
-        apart = [Shard(features.dim() - 1)]
-        return mark(DTensor.from_local(features, mesh, apart, run_check=False))
+        shards = [Shard(features.dim() - 1)]
+        return mark(DTensor.from_local(features, mesh, shards, run_check=False))
 
     layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
 

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, TensorParallelOptions
+from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.summary import TensorRow, summarise
 from lightning_dist.engine.tensors.dtensor import cut
@@ -28,9 +28,7 @@ def test_each_parameter_has_its_placement_and_the_bytes_of_a_rank() -> None:
     whole = {name: tuple(p.shape) for name, p in network.named_parameters()}
     with fake_rank(1, 2):
         styles = resolve_plan(network, PLAN)
-        TensorParallelModule(
-            network, styles, init_device_mesh("cpu", (2,)), TensorParallelOptions()
-        )
+        TensorParallelModule(network, styles, init_device_mesh("cpu", (2,)))
         summary = summarise(network, styles)
     rows = {row.pattern: row for row in summary.rows}
     table, half = (VOCABULARY, WIDTH), (VOCABULARY // 2, WIDTH)
