@@ -30,12 +30,7 @@ class TensorConfig:
 
     def __post_init__(self) -> None:
         """Checks the plan."""
-        if isinstance(self.plan, str):
-            if self.plan != "auto":
-                raise ValueError(
-                    f"Pass plan='auto' or {_EXAMPLE}: plan={self.plan!r} must be 'auto' or a"
-                    " dictionary of patterns and styles."
-                )
+        if self.plan == "auto":
             return
         is_plan = isinstance(self.plan, Mapping) and bool(self.plan)
         if not is_plan or not all(isinstance(pattern, str) for pattern in self.plan):

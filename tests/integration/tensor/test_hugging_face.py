@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dist.engine.tensor_parallel.left_whole import left_whole
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
+from lightning_dist.engine.tensor_parallel.summary import left_whole
 from tests.helpers.networks.hugging_face import MODELS, build, loss_of
 from tests.helpers.processes.workers import WorkerPool
 from tests.helpers.spread_parity import largest_difference

@@ -75,64 +75,41 @@ def is_attention_projection(own_name: str) -> bool:
     return own_name in _FUSED or any(own_name in names for names in _SEPARATE)
 
 
-def find_attention(root: nn.Module, name: str) -> dict[str, Style]:
-    """Returns the styles with which an attention can be sharded.
+def find_attention(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[str, str]]:
+    """Finds out whether the projections of an attention can be sharded.
 
     Args:
         root: The model.
         name: Name of a module in the model.
 
     Returns:
-        Styles by module name; empty if the module is no attention, or not surely a usual one.
+        Styles, or else the reasons against sharding, by layer name. Both are empty for no
+        attention.
     """
-    inputs, output, flaw = _examine(root, name)
-    if not inputs or output is None or flaw is not None:
-        return {}
     attention = root.get_submodule(name)
-    norms = head_norms(attention, _features(attention, inputs))
-    found = {_join(name, i): Style.COLWISE for i in inputs} | {output: Style.ROWWISE}
-    return found | {_join(name, norm): Style.LOCAL for norm in norms}
-
-
-def refused_attention(root: nn.Module, name: str) -> dict[str, str]:
-    """Returns the reason why an attention is not sharded.
-
-    Args:
-        root: The model.
-        name: Name of a module in the model.
-
-    Returns:
-        The reason by layer name; empty if the module is sharded, or no attention.
-    """
-    inputs, output, flaw = _examine(root, name)
-    if flaw is None:
-        return {}
-    return dict.fromkeys([*(_join(name, i) for i in inputs), *filter(None, [output])], flaw)
-
-
-def _examine(root: nn.Module, name: str) -> tuple[tuple[str, ...], str | None, str | None]:
-    """Returns the names of the projections to heads and of the output projection, and a flaw."""
-    attention = root.get_submodule(name)
-    inputs = _inputs(attention)
-    if not inputs:
-        return (), None, None
-    features = _features(attention, inputs)
+    own_names = _inputs(attention)
+    if not own_names:
+        return {}, {}
+    inputs = [_join(name, own_name) for own_name in own_names]
+    features = _features(attention, own_names)
     output = _output(root, name, features)
-    if output is None or not _sizes_agree(attention, inputs, features):
-        sizes = " and ".join(str(output_size(attention.get_submodule(i))) for i in inputs)
-        odd = _output(root, name, None)
-        taken = "none" if odd is None else input_size(root.get_submodule(odd))
-        return (
-            inputs,
-            odd,
-            (
-                f"its {' and '.join(inputs)} give {sizes} features, and its output projection takes"
-                f" {taken}; queries, keys and values in one layer must be of one size"
-            ),
+    if output is None or not _sizes_agree(attention, own_names, features):
+        sizes = " and ".join(str(output_size(root.get_submodule(i))) for i in inputs)
+        output = _output(root, name, None)
+        taken = "none" if output is None else input_size(root.get_submodule(output))
+        flaw = (
+            f"its {' and '.join(own_names)} give {sizes} features, and its output projection takes"
+            f" {taken}; queries, keys and values in one layer must be of one size"
         )
-    parts = {*(attention.get_submodule(i) for i in inputs), root.get_submodule(output)}
-    known = parts.union(head_norms(attention, features).values(), norms_before(attention))
-    return inputs, output, flaw_of_heads(attention, features, known)
+    else:
+        norms = _head_norms(attention, features)
+        parts = {root.get_submodule(layer) for layer in (*inputs, output)}
+        known = parts.union(norms.values(), norms_before(attention))
+        flaw = flaw_of_heads(attention, features, known) or ""
+        if not flaw:
+            styles = dict.fromkeys(inputs, Style.COLWISE) | {output: Style.ROWWISE}
+            return styles | {_join(name, norm): Style.LOCAL for norm in norms}, {}
+    return {}, dict.fromkeys([*inputs, *filter(None, [output])], flaw)
 
 
 def flaw_of_heads(
@@ -155,7 +132,7 @@ def flaw_of_heads(
     return f"its buffer {odd[0]} may be of some heads" if odd else None
 
 
-def head_norms(attention: nn.Module, features: int) -> dict[str, nn.Module]:
+def _head_norms(attention: nn.Module, features: int) -> dict[str, nn.Module]:
     """Returns the norms of single heads."""
     heads = count_heads(attention, features)
     return {

@@ -16,9 +16,9 @@ from torch import nn
 
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
-from lightning_dist.engine.tensor_parallel.plan.attention import find_attention, refused_attention
+from lightning_dist.engine.tensor_parallel.plan.attention import find_attention
 from lightning_dist.engine.tensor_parallel.plan.hugging_face import built_in_plans, translate
-from lightning_dist.engine.tensor_parallel.plan.mlp import find_mlp, refused_mlp
+from lightning_dist.engine.tensor_parallel.plan.mlp import find_mlp
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.regions import holders
 from lightning_dist.engine.tensor_parallel.plan.verify import check_parts, find_mismatches, local_in
@@ -61,7 +61,9 @@ def find_plan(module: nn.Module, tp_size: int = 1) -> FoundPlan:
         return FoundPlan(styles, dict.fromkeys(names, "tensor_parallel_plan() does not name it"))
     pairs, reasons = _without_flaws(module, _find_pairs(module), tp_size)
     styles = pairs | find_vocabulary(module, pairs, tp_size)
-    reasons |= refused_vocabulary(module, styles, tp_size) | _refused(module)
+    reasons |= refused_vocabulary(module, styles, tp_size)
+    for name, _ in module.named_modules():
+        reasons |= find_attention(module, name)[1] | find_mlp(module, name)[1]
     if not styles:
         whys = [f" {name!r} is left whole: {reason}." for name, reason in reasons.items()][:1]
         classes = dict.fromkeys(original_class(part).__name__ for part in module.modules())
@@ -76,13 +78,6 @@ def find_plan(module: nn.Module, tp_size: int = 1) -> FoundPlan:
         )
     ordered = {name: styles[name] for name, _ in module.named_modules() if name in styles}
     return FoundPlan(ordered, reasons)
-
-
-def _refused(module: nn.Module) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, _ in module.named_modules():
-        found |= refused_attention(module, name) | refused_mlp(module, name)
-    return found
 
 
 def _without_flaws(
@@ -107,5 +102,5 @@ def _find_pairs(module: nn.Module) -> dict[str, Style]:
         found |= {prefix + inner: style for inner, style in styles.items()}
     for name, _ in module.named_modules():
         if not name.startswith(tuple(prefixes)):
-            found |= find_attention(module, name) | find_mlp(module, name)
+            found |= find_attention(module, name)[0] | find_mlp(module, name)[0]
     return found

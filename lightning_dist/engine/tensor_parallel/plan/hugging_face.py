@@ -63,7 +63,7 @@ def translate(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
     for parent, members in _by_parent(model, plan).items():
         if any(style in _JOINED for style in members.values()):
             # A gate stacked on top of another matrix is no obstacle.
-            found |= find_mlp(model, parent)
+            found |= find_mlp(model, parent)[0]
         else:
             found |= _translate_group(modules, parent, members)
     return found

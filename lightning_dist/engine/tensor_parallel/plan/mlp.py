@@ -62,55 +62,30 @@ def is_mlp_projection(own_name: str) -> bool:
     return any(own_name in ups for ups, _ in _PAIRS)
 
 
-def find_mlp(root: nn.Module, name: str) -> dict[str, Style]:
-    """Returns the styles with which an MLP can be sharded.
+def find_mlp(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[str, str]]:
+    """Finds out whether the projections of an MLP can be sharded.
 
     Args:
         root: The model.
         name: Name of the module with the projections.
 
     Returns:
-        Styles by module name; empty if the module holds no MLP, or not surely a usual one.
+        Styles, or else the reasons against sharding, by layer name. Both are empty for no MLP.
     """
-    ups, down, flaw = _examine(root.get_submodule(name))
-    if not ups or flaw is not None:
-        return {}
-    prefix = f"{name}." if name else ""
-    return {prefix + up: Style.COLWISE for up in ups} | {prefix + down: Style.ROWWISE}
-
-
-def refused_mlp(root: nn.Module, name: str) -> dict[str, str]:
-    """Returns the reason why an MLP is not sharded.
-
-    Args:
-        root: The model.
-        name: Name of a module in the model.
-
-    Returns:
-        The reason by layer name; empty if the module is sharded, or no MLP.
-    """
-    ups, down, flaw = _examine(root.get_submodule(name))
-    prefix = f"{name}." if name else ""
-    return {} if flaw is None else dict.fromkeys([prefix + layer for layer in (*ups, down)], flaw)
-
-
-def _examine(mlp: nn.Module) -> tuple[tuple[str, ...], str, str | None]:
-    """Returns the names of an MLP's layers, and a flaw."""
+    mlp, prefix = root.get_submodule(name), f"{name}." if name else ""
     if isinstance(mlp, nn.Sequential):
         ups, down = _in_sequence(mlp)
     else:
         ups, down = next((pair for pair in _PAIRS if _holds(mlp, *pair)), ((), ""))
     if not ups:
-        return (), "", None
+        return {}, {}
     if not _sizes_agree(mlp, ups, down):
-        return (
-            ups,
-            down,
-            f"{' and '.join(ups)} do not give what {down} takes, or not as it takes it",
-        )
-    if not isinstance(mlp, nn.Sequential) and not is_featurewise(mlp, ups, down):
-        return ups, down, f"other parameters beside {ups[0]} and {down} may be of hidden features"
-    return ups, down, None
+        flaw = f"{' and '.join(ups)} do not give what {down} takes, or not as it takes it"
+    elif not isinstance(mlp, nn.Sequential) and not is_featurewise(mlp, ups, down):
+        flaw = f"other parameters beside {ups[0]} and {down} may be of hidden features"
+    else:
+        return {prefix + up: Style.COLWISE for up in ups} | {prefix + down: Style.ROWWISE}, {}
+    return {}, dict.fromkeys([prefix + layer for layer in (*ups, down)], flaw)
 
 
 def is_featurewise(mlp: nn.Module, ups: tuple[str, ...], down: str) -> bool:
