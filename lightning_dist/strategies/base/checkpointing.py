@@ -13,6 +13,7 @@ import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.engine.checkpoint import directory
 from lightning_dist.engine.checkpoint import files as checkpoints
 from lightning_dist.engine.checkpoint.joint_save import JointSave, path_to_read
 from lightning_dist.engine.checkpoint.optimizer_state import (
@@ -41,7 +43,34 @@ from lightning_dist.engine.tensors.dtensor import gather, is_spread, shard_like
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.model_checks import check_group_values
 from lightning_dist.strategies.base.part_warning import warn_of_part, without_warning
-from lightning_dist.strategies.base.whole_file_io import WholeFileIO, is_local
+
+
+def is_local(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path is one of the operating system, not a URL."""
+    return "://" not in os.fspath(path)
+
+
+class WholeFileIO(TorchCheckpointIO):
+    """Writes a file under a temporary name first; leaves URLs to Lightning."""
+
+    @override
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        storage_options: Any | None = None,
+    ) -> None:
+        if storage_options is None and is_local(path):
+            checkpoints.save_full(checkpoint, path)
+        else:
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        if is_local(path):
+            directory.withdraw(Path(path))  # a directory of shards too
+        else:
+            super().remove_checkpoint(path)
 
 
 class LayoutFreeCheckpoints(DistributedStrategy):
@@ -65,9 +94,9 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     @abstractmethod
     def lay_out_once(self) -> None:
-        """Decides which part of the model this rank holds. Collective: every rank must call it.
+        """Places the model, once per run. Collective: every rank must call it.
 
-        A checkpoint is read behind it and before the rest of ``setup``, as on a single device. So
+        A checkpoint is read behind it and before the rest of ``setup``. So, as on a single device,
         ``configure_optimizers`` and ``on_fit_start`` see the loaded values.
         """
 

@@ -159,11 +159,7 @@ class DistributedStrategy(ProcessMesh):
         return replicated(part, 1, accumulates=accumulates) if is_alone else None
 
     def make_notes(self, group: dist.ProcessGroup) -> RankNotes:
-        """Creates the notes of some ranks. Collective: every rank must call it.
-
-        Args:
-            group: The ranks that leave notes.
-        """
+        """Creates the notes of the ranks of a group. Collective: every rank must call it."""
         name = f"lightning_dist/{self.broadcast(uuid4().hex)}"
         ranks = dist.get_process_group_ranks(group)
         return RankNotes(lightning_internals.default_store(), name, self.global_rank, ranks)
@@ -177,14 +173,14 @@ class DistributedStrategy(ProcessMesh):
         """Seeds this rank's generators by the batch at hand, if ranks read different data.
 
         To be called at the start of each training step, and with ``reading`` before each batch of a
-        training loader is read and when the loader's iterator is made. The numbers depend on
-        nothing else, so a resumed run draws the same numbers as an uninterrupted one. The state
-        before is not restored: the backward may draw too, where it recomputes activations.
+        training loader is read and when its iterator is made. The numbers depend on nothing
+        else, so a resumed run draws the same. The state before is not restored: the backward
+        may draw too, where it recomputes activations.
 
         Args:
             reading: Whether the next batch is read, or a step begins.
             early: Whether the batch is read, or workers are seeded, while the iterator is made. The
-                batch that is read next has the same number then, and must not repeat the draws.
+                batch that is read next has the same number, and must not repeat the draws.
         """
         if self.mesh.data_size > 1:
             batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -238,11 +234,7 @@ class DistributedStrategy(ProcessMesh):
             self._guard.check_peers()
 
     def file_work(self, activity: str) -> AbstractContextManager[None]:
-        """Returns a context manager that names work on files, should the work not end.
-
-        Args:
-            activity: Name of the work, such as ``"saving x.ckpt"``.
-        """
+        """Returns a context manager that names work on files, should the work not end."""
         return nullcontext() if self._guard is None else self._guard.file_work(activity)
 
     def interrupt(self, error: BaseException) -> None:

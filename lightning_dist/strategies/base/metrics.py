@@ -2,12 +2,9 @@
 
 Only the last stage updates a metric, while Lightning, and the user's own hooks, read its value on
 each rank. So while the pipeline is set up, ``compute`` of each metric of the module is a collective
-of the pipeline. The last stage computes (over its data replicas, by torchmetrics' own
-``process_group``) and the other stages receive the result. Inside a step, which only the last stage
-runs to its end, ``compute`` is unchanged.
-
-By itself a metric is reduced over all ranks. Tensor-parallel ranks have all seen the same samples,
-which would count several times. So a metric is reduced over the ranks that read different data.
+of the pipeline. The last stage computes, and the other stages receive the result. Inside a step,
+which only the last stage runs to its end, ``compute`` is unchanged. Tensor-parallel ranks have all
+seen the same samples, so a metric is reduced over the ranks that read different data.
 """
 
 from __future__ import annotations
@@ -24,14 +21,11 @@ from lightning_dist.engine.tensors.patch import Undo
 
 
 def reduce_metrics_over(module: nn.Module, group: dist.ProcessGroup) -> Undo:
-    """Sets the process group of each metric of a module that has none.
+    """Sets the process group of each metric of a module that has none, to be pickled again.
 
     Args:
         module: The user's module.
         group: The ranks that read different data.
-
-    Returns:
-        A function that undoes the change, so that the metrics can be pickled again.
     """
     metrics = [m for m in module.modules() if isinstance(m, Metric) and m.process_group is None]
     for metric in metrics:

@@ -1,4 +1,7 @@
-"""Refuse callbacks and optimizers that need the whole model, if a rank has a part only."""
+"""Refuse callbacks and optimizers that need the whole model, if a rank has a part only.
+
+Each check raises ``ValueError``.
+"""
 
 from __future__ import annotations
 

@@ -74,11 +74,11 @@ class ProcessMesh(ParallelStrategy):
     """Base class; see the module's docstring.
 
     Args:
-        accelerator: As for any Lightning strategy.
-        parallel_devices: As for any Lightning strategy.
-        cluster_environment: As for any Lightning strategy.
-        checkpoint_io: As for any Lightning strategy.
-        precision_plugin: As for any Lightning strategy.
+        accelerator: Kind of the devices.
+        parallel_devices: The devices of this host.
+        cluster_environment: The ranks, and the address of rank 0.
+        checkpoint_io: Writes and reads checkpoints.
+        precision_plugin: The precision of the steps.
         process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
         timeout_s: Seconds that a rank waits for another before it gives up.
         start_method: Only ``"popen"``, which runs the script once per device: other launchers
@@ -123,11 +123,7 @@ class ProcessMesh(ParallelStrategy):
 
     @abstractmethod
     def mesh_shape(self, world_size: int) -> MeshShape:
-        """Decides the sizes of the mesh.
-
-        Raises:
-            ValueError: The strategy's sizes do not fit the world size.
-        """
+        """Returns the mesh; raises ``ValueError`` if the sizes do not fit the world size."""
 
     @property
     def module(self) -> pl.LightningModule:
@@ -239,8 +235,7 @@ class ProcessMesh(ParallelStrategy):
 
         Args:
             axes: Names of mesh axes; all of them for a group of all ranks.
-            purpose: Name of a separate group, for collectives whose order among others differs from
-                rank to rank.
+            purpose: Name of a separate group, for collectives in another order on each rank.
             timeout: Timeout of the operations in a separate group; None takes the run's.
         """
         key = (*axes, purpose)
@@ -267,12 +262,9 @@ class ProcessMesh(ParallelStrategy):
         self._has_begun = True
 
     def end_run(self, *, failed: bool) -> None:
-        """Releases the groups to other Trainers. Collective: every rank must call it.
+        """Releases the groups to other Trainers; this strategy can use them if all ranks do.
 
-        This strategy can still use the groups, if all ranks do.
-
-        Args:
-            failed: Whether the groups are in an unknown state.
+        Collective: every rank must call it. After a failure the groups are in an unknown state.
         """
         self._has_begun = False
         if failed:

@@ -53,7 +53,7 @@ class RunSetup(LayoutFreeCheckpoints):
     @final
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Sets a run up. Collective: every rank must call it."""
+        """Sets a run up, with the module connected. Collective: every rank must call it."""
         self.lay_out_once()
         self.connect_loops(trainer)
         if self.is_fitting:
@@ -97,18 +97,11 @@ class RunSetup(LayoutFreeCheckpoints):
     # --- hooks -------------------------------------------------------------------------------
 
     def check_run(self, trainer: pl.Trainer) -> None:
-        """Checks that this strategy can run the module. Collective: every rank must call it.
-
-        Raises:
-            ValueError: The module or the trainer asks for what the strategy cannot do.
-        """
+        """Raises ``ValueError`` if this strategy cannot run the module so. Collective."""
 
     @abstractmethod
     def place_model(self, trainer: pl.Trainer) -> None:
-        """Parallelizes the module, and moves this rank's part to its device.
-
-        Collective: every rank must call it.
-        """
+        """Parallelizes the module, and moves this rank's part to its device. Collective."""
 
     @override
     def model_to_device(self) -> None:
@@ -136,7 +129,7 @@ class RunSetup(LayoutFreeCheckpoints):
         )
 
     def connect_evaluation(self, trainer: pl.Trainer) -> Callable[[], None]:
-        """Lets the ranks of an evaluation stop together; returns a function that undoes it."""
+        """Lets the ranks of an evaluation stop together."""
         return stop_evaluations_together(trainer, self.guard, self.group(*self.mesh.sizes))
 
     def print_summary(self) -> None:
@@ -151,10 +144,7 @@ class RunSetup(LayoutFreeCheckpoints):
         return nullcontext()
 
     def keep_own_part(self) -> None:
-        """Drops the parameters of other ranks from the optimizers, which are none in evaluations.
-
-        A strategy that has shown the real model to ``setup_optimizers`` drops its other parts here.
-        """
+        """Drops other ranks' parameters from the optimizers, which are none in evaluations."""
 
     def gradient_clipping(self, trainer: pl.Trainer) -> ClipGradNorm | None:
         """Returns the function that clips gradients; None if each rank has the whole gradient."""

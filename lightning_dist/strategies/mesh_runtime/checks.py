@@ -1,6 +1,6 @@
 """Refuse modules, arguments and precisions that do not go with a mesh.
 
-All ranks refuse alike, with the reason, before any rank waits for another.
+Each check raises ``ValueError`` with the reason, on all ranks alike, before any waits for another.
 """
 
 from __future__ import annotations

@@ -31,10 +31,6 @@ from lightning_dist.strategies.mesh_runtime.synced_batch_norm import SyncedBatch
 _HOOKS, _ITERATORS, _ORDER = range(3)  # uses of the random numbers that all ranks share
 
 
-def _ignore() -> None:
-    """Does nothing."""
-
-
 class DataParallelStrategy(RunSetup):
     """Base of strategies with data axes; see the module's docstring."""
 
@@ -124,9 +120,8 @@ class DataParallelStrategy(RunSetup):
         self._num_loaders[batch_index, trainer.training] += 1
         stream = partial(self._shared_stream, _ORDER, int(trainer.training), number)
         seed_reader = partial(self.seed_data_rank, reading=True, early=True)
-        return share_order(
-            dataloader, stream, seed_reader if trainer.training else _ignore, self._seed_alike
-        )
+        seed = seed_reader if trainer.training else lambda: None
+        return share_order(dataloader, stream, seed, self._seed_alike)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

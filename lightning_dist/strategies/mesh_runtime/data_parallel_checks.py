@@ -1,4 +1,7 @@
-"""Refuse what replicas cannot train, on all ranks alike, before any rank waits for another."""
+"""Refuse what replicas cannot train, on all ranks alike, before any rank waits for another.
+
+Each check raises ``ValueError``. Arguments are those of the strategy.
+"""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ class Layout:
         shard: How parameters are sharded.
         precision: The Trainer's precision.
         mixed_precision: The policy of the ``MixedPrecision`` callback.
-        sync_batchnorm: The Trainer's argument; None if nothing is trained, so that it has no
-            effect.
+        sync_batchnorm: The Trainer's argument; None if nothing is trained and it has no effect.
     """
 
     mesh: MeshShape
@@ -76,10 +75,7 @@ def keep_sharding(kept: KeptSharding) -> None:
 def find_sharding(
     module: pl.LightningModule, layout: Layout, mesh: DeviceMesh
 ) -> ShardedModule | None:
-    """Returns the module as an earlier Trainer has sharded it.
-
-    Returns:
-        The sharded module; None if no Trainer has sharded it.
+    """Returns the module as an earlier Trainer has sharded it; None if none has.
 
     Raises:
         ValueError: The module was sharded in another way, or on ranks whose state is unknown.

@@ -36,13 +36,7 @@ def describe_layout(mesh: MeshShape, parts: Sequence[str]) -> str:
 
 
 def describe_tensor(num_layers: int, num_cut: int, num_parameters: int) -> str:
-    """Describes the layers and parameters that a tensor-parallel plan cuts.
-
-    Args:
-        num_layers: Number of layers that the plan names.
-        num_cut: Number of parameters of which each rank has a part.
-        num_parameters: Number of all parameters that a rank has, or has a part of.
-    """
+    """Describes how many layers a tensor-parallel plan names, and how many parameters are cut."""
     share = num_cut / max(num_parameters, 1)
     return f"{num_layers} layers with {share:.0%} of the parameters cut"
 
@@ -115,7 +109,7 @@ def describe_replicas(
 
 
 def explain_own_statistics(names: Sequence[str]) -> str:
-    """Explains that replicas normalise by their own samples."""
+    """Explains that replicas normalise by their own samples in some modules."""
     return (
         f"{shorten(names, _MOST_NAMES)}: statistics are those of a rank's own batch. For those of"
         " the batches of all ranks: Trainer(sync_batchnorm=True)."

@@ -40,8 +40,7 @@ from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import first_ranks_numbers
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.base.rank_view import RankView
-from lightning_dist.strategies.mesh_runtime import checks as checks
-from lightning_dist.strategies.mesh_runtime import data_parallel_checks
+from lightning_dist.strategies.mesh_runtime import checks, data_parallel_checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.mesh_runtime.kept_sharding import (
     KeptSharding,

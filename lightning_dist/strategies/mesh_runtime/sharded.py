@@ -30,8 +30,7 @@ from lightning_dist.strategies.base.model_checks import (
     check_sharded_optimizers,
 )
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
-from lightning_dist.strategies.mesh_runtime import checks as checks
-from lightning_dist.strategies.mesh_runtime.checks import check_precision
+from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.placement import ShardedPlacement
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 from lightning_dist.strategies.pipelining.checks import check_trainer, one_optimizer
@@ -48,7 +47,7 @@ class ShardedStrategy(ShardedPlacement):
 
     @override
     def check_run(self, trainer: pl.Trainer) -> None:
-        check_precision(str(self.precision_plugin.precision), self.mesh.tp)
+        checks.check_precision(str(self.precision_plugin.precision), self.mesh.tp)
         if half_precision_of(self.precision_plugin) is not None:
             checks.check_half_precision(self.module, self._policy.is_manual)
         if not self.is_fitting:
@@ -144,10 +143,6 @@ class ShardedStrategy(ShardedPlacement):
     def interrupt(self, error: BaseException) -> None:
         if self._sharded is not None:
             self._sharded.interrupt(error)
-
-    # --- checkpoints -------------------------------------------------------------------------
-
-    # --- how a run ends ----------------------------------------------------------------------
 
     # --- steps -------------------------------------------------------------------------------
 

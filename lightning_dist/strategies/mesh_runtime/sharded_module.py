@@ -1,7 +1,7 @@
 """The user's module as it was composed, with the operations that a strategy needs.
 
-Here each rank runs whole steps; :class:`.StagedModule` is
-the same for a pipeline.
+Here each rank runs whole steps; :class:`.StagedModule` is the same for a pipeline. Methods without
+a body are for the latter.
 """
 
 from __future__ import annotations
@@ -118,11 +118,7 @@ class ShardedModule:
         """Begins a run of a pipeline. Collective: every rank must call it."""
 
     def close(self, *, failed: bool) -> None:
-        """Ends a run.
-
-        Args:
-            failed: Whether other ranks may be gone.
-        """
+        """Ends a run; if it has failed, other ranks may be gone."""
         # Until a root was entered nothing is gathered, and FSDP2 not set up.
         for root in self._entered if failed else ():
             forget_step(root)
@@ -142,7 +138,7 @@ class ShardedModule:
     def train(
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
-        """Runs a step whose result will be differentiated."""
+        """Runs a step, a method of the module, whose result will be differentiated."""
         return self._run(step, context, args, kwargs, training=True)
 
     def evaluate(
@@ -174,11 +170,7 @@ class ShardedModule:
                 return entered(*args, **kwargs)
 
     def check_units(self, *, training: bool) -> AbstractContextManager[None]:
-        """Returns the check that all ranks used the same FSDP units in this step.
-
-        Args:
-            training: Whether the step's result will be differentiated.
-        """
+        """Returns the check that all ranks used the same FSDP units in this step."""
         return nullcontext() if self._used is None else self._used.step(training=training)
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,9 +205,6 @@ class ShardedModule:
             loss: The loss that the step returned.
             default: Differentiates the loss.
             accumulating: Whether more gradients come before the update.
-
-        Returns:
-            The loss.
         """
         self.check_graph([loss])
         self.end_check()
@@ -225,14 +214,7 @@ class ShardedModule:
             return default()
 
     def check_graph(self, outputs: Iterable[Tensor]) -> None:
-        """Checks how spread layers were used for a loss, in a first step only.
-
-        Args:
-            outputs: The loss, or the outputs of a stage.
-
-        Raises:
-            ValueError: A layer was not used as the plan says.
-        """
+        """Raises ``ValueError`` if a layer was not used for the outputs as the plan says."""
         if self._spread is not None:
             self._spread.check_graph(outputs)
 
@@ -253,18 +235,11 @@ class ShardedModule:
             self._spread.add_gradients()
 
     def without_gradient(self) -> list[str]:
-        """Lists the parameters that have no gradient at an update.
-
-        Collective: every rank must call it.
-        """
+        """Lists parameters without a gradient at an update. Collective."""
         return [] if self._used is None else self._used.without_gradient()
 
     def forget_gradients(self, names: Sequence[str]) -> None:
-        """Sets gradients of zeros to None, as on a single device.
-
-        Args:
-            names: Names of parameters that no rank has used.
-        """
+        """Sets gradients of zeros to None, as on a single device."""
         for name in names:
             self.module.get_parameter(name).grad = None
 
@@ -282,12 +257,7 @@ class ShardedModule:
     # --- parameters --------------------------------------------------------------------------
 
     def move(self, device: torch.device, *, offloaded: bool) -> None:
-        """Moves the module to its device.
-
-        Args:
-            device: The device that computes.
-            offloaded: Whether shards stay in host memory.
-        """
+        """Moves the module to the device that computes; offloaded shards stay in host memory."""
         if offloaded and self._shards:
             move_rest(self.module, self._shards, device)
             set_device(self.module, device)
@@ -300,7 +270,9 @@ class ShardedModule:
                 root.to(device)
 
     def run_deferred_checks(self) -> None:
-        """Checks the units that ran so far. Collective: every rank must call it between two steps.
+        """Checks between two steps that all ranks have run the same units.
+
+        Collective: every rank must call it.
 
         Raises:
             ValueError: The ranks have run different units.
@@ -327,11 +299,7 @@ class ShardedModule:
         return nullcontext()
 
     def keep_own_parameters(self, optimizer: Optimizer) -> None:
-        """Removes the parameters of other stages from an optimizer.
-
-        Args:
-            optimizer: The optimizer, created while the whole structure was shown.
-        """
+        """Removes other stages' parameters from an optimizer made with the whole structure."""
 
     def tie_again(self) -> None:
         """Ties this rank's parameters to those of other stages, after all have been sharded."""
@@ -341,7 +309,7 @@ class ShardedModule:
         return []
 
     def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the entries that this stage saves in checkpoints."""
+        """Returns the entries of the module's state dict that this stage saves in checkpoints."""
         return dict(state)
 
     def foreign_names(self) -> set[str]:

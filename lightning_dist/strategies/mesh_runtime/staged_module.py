@@ -139,19 +139,11 @@ class StagedModule(ShardedModule):
     # --- gradients ---------------------------------------------------------------------------
 
     def root(self, number: int) -> nn.Module:
-        """Returns the layers of a stage as one module.
-
-        Args:
-            number: Number of the stage, one of the rank's.
-        """
+        """Returns the layers of a stage of this rank as one module."""
         return self._root_of[number]
 
     def gradients(self, number: int) -> ParamGradAccumulator:
-        """Creates the accumulator of a stage's gradients, which runs the stage's backwards.
-
-        Args:
-            number: Number of the stage, one of the rank's.
-        """
+        """Creates the accumulator of a stage's gradients, which runs the stage's backwards."""
         root = self.root(number)
         listener = StageBackwards(root, self.backward_context, lambda: self._sends)
         return ParamGradAccumulator(root, listener, partial(self._check_first, number))

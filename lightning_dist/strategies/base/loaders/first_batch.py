@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from itertools import chain
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,18 +35,19 @@ class BegunLoaders:
         """Yields the first batch of a loader, if it has one."""
         if _is_there_once(loader):
             iterator = iter(loader)
-            first = list(_first(iterator))
+            first = list(islice(iterator, 1))
             self._begun.append((loader, chain(first, iterator)))
         else:
             with _own_generators_kept(loader):
                 # A copy, for a loader keeps the iterator whose workers are persistent.
-                first = list(_first(iter(copy.copy(loader))))
+                first = list(islice(iter(copy.copy(loader)), 1))
         yield from first
 
     def resume(self, loader: object) -> object:
         """Returns the loader to read in the place of another, which may have been begun."""
         for index, (begun, batches) in enumerate(self._begun):
-            if loader is begun or _dataset_of(loader) is _dataset_of(begun) is not None:
+            dataset = getattr(loader, "dataset", None)
+            if loader is begun or dataset is getattr(begun, "dataset", None) is not None:
                 del self._begun[index]
                 return ResumedLoader(loader, batches)
         return loader
@@ -78,15 +78,7 @@ class ResumedLoader(LoaderProxy):
 
 
 def read_first_batch(trainer: pl.Trainer, begun: BegunLoaders) -> tuple[Any, int] | None:
-    """Reads a batch as the loop of a run would.
-
-    Args:
-        trainer: The trainer, before it runs.
-        begun: Records the loaders that cannot be read anew.
-
-    Returns:
-        The collated batch and the number of loaders; None if there is no batch.
-    """
+    """Returns the first collated batch of a run, and its number of loaders; None without one."""
     found = lightning_internals.request_loaders(trainer)
     if found is None:
         return None
@@ -114,53 +106,35 @@ class _FirstOnly:
         return 1
 
 
-def _first(batches: Iterator[Any]) -> Iterator[Any]:
-    for batch in batches:
-        yield batch
-        return
-
-
 def _is_there_once(loader: Any) -> bool:
     if isinstance(loader, DataLoader):
         return isinstance(loader.dataset, IterableDataset)
     return sized_len(loader) is None
 
 
-def _dataset_of(loader: object) -> object:
-    return getattr(loader, "dataset", None)
-
-
 @contextmanager
 def _own_generators_kept(loader: object) -> Iterator[None]:
-    """Restores the random generators of a loader, its samplers and its datasets."""
-    values = [value for part in _parts_of(loader) for value in vars(part).values()]
-    undo = [put_back for value in values if (put_back := _put_back_of(value)) is not None]
-    try:
+    """Restores the random generators of a loader, its samplers, its datasets, and those inside."""
+    with ExitStack() as undo:
+        todo, seen = [loader], set[int]()
+        while todo:
+            part = todo.pop()
+            if id(part) in seen or not hasattr(part, "__dict__"):
+                continue
+            seen.add(id(part))
+            for value in vars(part).values():
+                _restore_at_exit(undo, value)
+            todo += [vars(part).get(name) for name in ("dataset", "sampler", "batch_sampler")]
         yield
-    finally:
-        for put_back in undo:
-            put_back()
 
 
-def _parts_of(loader: object) -> Iterator[object]:
-    """Yields a loader, its samplers and datasets, and the ones that these wrap."""
-    todo, seen = [loader], set[int]()
-    while todo:
-        part = todo.pop()
-        if id(part) in seen or not hasattr(part, "__dict__"):
-            continue
-        seen.add(id(part))
-        yield part
-        todo += [vars(part).get(name) for name in ("dataset", "sampler", "batch_sampler")]
-
-
-def _put_back_of(generator: Any) -> Callable[[], object] | None:
-    if isinstance(generator, torch.Generator):
-        return partial(generator.set_state, generator.get_state())
-    if isinstance(generator, np.random.RandomState):
-        return partial(generator.set_state, generator.get_state(legacy=True))
-    if isinstance(generator, np.random.Generator):
-        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
-    return None
+def _restore_at_exit(undo: ExitStack, value: Any) -> None:
+    """Restores a value's state at the exit, if it is a random generator."""
+    if isinstance(value, torch.Generator):
+        undo.callback(value.set_state, value.get_state())
+    elif isinstance(value, np.random.RandomState):
+        undo.callback(value.set_state, value.get_state(legacy=True))
+    elif isinstance(value, np.random.Generator):
+        undo.callback(setattr, value.bit_generator, "state", value.bit_generator.state)
+    elif isinstance(value, random.Random):
+        undo.callback(value.setstate, value.getstate())

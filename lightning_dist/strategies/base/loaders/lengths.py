@@ -2,17 +2,11 @@
 
 An evaluating rank with more batches would wait in its next forward for others that are past their
 last batch. Replicas that only train together may differ: evaluation ties them by their metrics
-alone.
-
-Lengths of training loaders are compared when training starts and not again: Lightning reads no
-batch ahead of a loader whose length it knows. :class:`EarlyEnds` finds a loader that ends before
-its ``__len__`` while other ranks' loaders go on. The rank goes on behind the epoch, and the others
-wait for its gradients. If all loaders end alike, that is no mistake; on a single device it would be
-none. So a rank that ends early leaves a note, and checks whether all others have left one.
-
-:class:`EpochEnds` finds loaders of unknown length that end at different batches. Lightning reads
-one batch ahead of those. So a rank knows in time that a batch is its last; the ranks exchange that
-during the batch.
+alone. Lengths of training loaders are compared when an epoch starts. :class:`EarlyEnds` finds one
+that ends before its ``__len__`` while others go on: it leaves a note, and checks whether all others
+have left one. :class:`EpochEnds` finds loaders of unknown length that end at different batches.
+Lightning reads one batch ahead of those. So a rank knows in time that a batch is its last; the
+ranks exchange that during the batch.
 """
 
 from __future__ import annotations
@@ -46,7 +40,7 @@ class EarlyEnds:
         self._grace_seconds = grace_seconds
 
     def check(self, trainer: pl.Trainer) -> None:
-        """Checks how an epoch has ended, before this rank waits for others.
+        """Checks how a training epoch has ended, before this rank waits for others.
 
         Raises:
             ValueError: This rank's loader has ended early, and another one's has not.
@@ -73,11 +67,7 @@ class EpochEnds:
         self._pending: tuple[dist.Work, list[Tensor]] | None = None
 
     def post(self, *, is_last: bool) -> None:
-        """Posts whether this batch is the rank's last. Collective, before the step.
-
-        Args:
-            is_last: Whether the loader has ended.
-        """
+        """Posts whether this batch is the rank's last. Collective, before the step."""
         own = torch.tensor([int(is_last)], dtype=torch.int32)
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
         work = dist.all_gather(everyone, own, group=self._group, async_op=True)
@@ -115,8 +105,7 @@ def check_evaluation_lengths(
     The check raises a ``ValueError`` there, before the sanity check too.
 
     Args:
-        trainer: The trainer, set up to fit or to evaluate; changed until the returned function is
-            called.
+        trainer: The trainer, set up to fit or to evaluate.
         tied: The ranks that compute a forward together, each in one of the sequences.
         group: A gloo group of all ranks.
     """

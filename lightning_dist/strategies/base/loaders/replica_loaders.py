@@ -93,7 +93,7 @@ class ReceivingLoader(LoaderProxy):
         self.length: int | None = None
         if self.has_state:  # the first rank has it
             self.state_dict = dict
-            self.load_state_dict = _ignore
+            self.load_state_dict = lambda _: None
 
     @override
     def __len__(self) -> int:
@@ -158,7 +158,3 @@ class ReplicaLoaders:
             loader = self._receivers.get(number)
             if loader is not None:
                 loader.length = length
-
-
-def _ignore(_: dict[str, Any]) -> None:
-    """Does nothing."""

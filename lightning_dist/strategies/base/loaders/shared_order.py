@@ -2,17 +2,11 @@
 
 Replicas draw different random numbers, so that they augment and drop out differently. But a sampler
 that shuffles and takes each second index, or a ``train_dataloader`` that calls ``random_split``,
-shares the data out only if all replicas shuffle alike. Both kinds of numbers come from the same
-global generators, so the ones for samplers and loader hooks are swapped in while these run.
-
-The order of torch's draws: creating a DataLoader's iterator calls ``iter`` of its batch sampler,
-then draws the base seed of the workers. torch's batch sampler draws the permutation when its first
-indices are requested. Without workers this is in the loader's first ``next``, right before samples
-are read and augmented. With workers it is in the creation, which requests a few batches in advance.
-So neither moment could be seeded as a whole, and the sampler itself is wrapped.
-
-An iterable dataset's order cannot be told from its augmentation: all numbers of its reading are the
-same everywhere, as under Lightning's own strategies.
+shares the data out only if all replicas shuffle alike. Both draw from the same global generators,
+so those of samplers and loader hooks are swapped in while these run. torch's batch sampler draws
+the permutation with the first indices: without workers in the loader's first ``next``, right before
+samples are augmented; with workers when the iterator is made. So the sampler itself is wrapped. The
+order of an iterable dataset cannot be told from its augmentation: all numbers are the same.
 """
 
 from __future__ import annotations
@@ -130,9 +124,6 @@ def share_order(
         seed_reader: Seeds this rank's generators for reading: called right before torch draws the
             seed of the loader's workers, or before an early first batch.
         seed_alike: Seeds the global generators alike on all ranks.
-
-    Returns:
-        The loader to iterate in the place of the given one.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -149,12 +140,7 @@ def share_order(
 
 
 def with_shared_draws(hook: Callable[[], Any], open_stream: Stream) -> Callable[[], Any]:
-    """Wraps a hook that builds loaders so that it draws from a stream of its own.
-
-    Args:
-        hook: Returns loaders.
-        open_stream: Called when the hook is called.
-    """
+    """Wraps a hook that builds loaders so that it draws from a stream of its own."""
 
     def drawing() -> Any:
         with open_stream().drawing():

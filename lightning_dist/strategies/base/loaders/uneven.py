@@ -2,20 +2,15 @@
 
 A rank that has run out of data runs an empty step beside the others' steps. The loss of the empty
 step is zero whatever the weights, so its gradients are zeros, and the rank joins all collectives.
-The mean of a step is over the ranks that have data in it. All ranks apply the same update, with the
-same optimizer state, step count, schedulers, validations and checkpoints. So the end of an epoch
-needs no correction. torch's ``Join`` shadows the collectives from outside of the loop instead, and
-leaves the optimizer of a rank that has ended behind.
-
-A :class:`ProlongedLoader` is as long as the longest of all ranks. Lightning ends an epoch,
-validates, steps the schedulers and saves by the number of batches. If every rank counts as many,
-none of this needs to know that some ranks have run out of data.
+The mean of a step is over the ranks that have data in it. All ranks apply the same update, and each
+:class:`ProlongedLoader` is as long as the longest. So Lightning counts as many batches on every
+rank, and the end of an epoch needs no correction. torch's ``Join`` shadows the collectives from
+outside of the loop instead, and leaves the optimizer of a rank that has ended behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -120,17 +115,14 @@ class UnevenInputs:
         _check_lengths(lengths)
         _check_states([has_state for _, has_state in everyone])
         self._lengths = lengths
-        for ranks in self._attendances():
+        # The sets of ranks with data, from all ranks to those with the most batches.
+        for position in sorted({0, *lengths})[:-1]:
+            ranks = self._present_at(position)
             if ranks not in self._groups:
                 places = [dist.get_global_rank(self._group, rank) for rank in ranks]
                 self._groups[ranks] = dist.new_group(places, backend="gloo", timeout=self._timeout)
         self._loader = ProlongedLoader(loader, max(self._lengths))
         return self._loader
-
-    def _attendances(self) -> list[tuple[int, ...]]:
-        """Lists the sets of ranks with data, from all ranks to those with the most batches."""
-        shorter = sorted({0, *self._lengths})[:-1]
-        return [self._present_at(position) for position in shorter]
 
     def _present_at(self, position: int) -> tuple[int, ...]:
         return tuple(rank for rank, length in enumerate(self._lengths) if position < length)
@@ -141,11 +133,7 @@ class UnevenInputs:
         return self._present_at(self._loader.position)
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Scales the gradients of a backward: means over all ranks become means over present ones.
-
-        Args:
-            loss: The loss of the step, which is not scaled itself.
-        """
+        """Scales the gradients of a loss: means over all ranks become those of ranks with data."""
         factor = len(self._lengths) / len(self._present)
         self._scaling = loss.register_hook(lambda gradient: gradient * factor)
 
@@ -162,34 +150,21 @@ class UnevenInputs:
         *arguments: Any,
         **keywords: Any,
     ) -> Any:
-        """Runs a training step, or an empty one if this rank has no data for it.
-
-        Returns:
-            The result of the step; for an empty step, a loss of zero.
-        """
+        """Runs a training step, or an empty one if this rank has no data for it."""
         assert self._loader is not None
         if not self._loader.has_own_batch:
             return ddp(self._zero_loss)
-        with self._reducing_over(self._groups[self._present]):
+        self._step_group = self._groups[self._present]
+        try:
             return ddp(step, *arguments, **keywords)
+        finally:
+            self._step_group = None
 
     def _zero_loss(self) -> Tensor:
         return zero_loss([p for p in self._module.parameters() if p.requires_grad])
 
-    @contextmanager
-    def _reducing_over(self, group: dist.ProcessGroup) -> Iterator[None]:
-        self._step_group = group
-        try:
-            yield
-        finally:
-            self._step_group = None
-
     def close(self, *, failed: bool) -> None:
-        """Releases the loader and the groups.
-
-        Args:
-            failed: Whether a rank has failed, so that groups must not be destroyed.
-        """
+        """Releases the loader and the groups; after a failure these must not be destroyed."""
         if failed:
             never_destroy(self._groups.values())
         else:

@@ -1,12 +1,9 @@
 """One process as any rank of a large mesh, and tensors without values.
 
 A rank's part of a mesh follows from sizes alone. torch can compute it without other processes: with
-a process group whose collectives return at once, and with tensors that have a shape, a dtype and a
-device and nothing else. Unlike meta tensors, such tensors report the CPU as their device, which
-FSDP2 insists upon.
-
-The private names of torch that this needs are here and nowhere else; torch's own memory estimators
-use the same ones.
+a process group whose collectives return at once, and with tensors without values. Unlike meta
+tensors, such tensors report the CPU as their device, which FSDP2 insists upon. torch's own memory
+estimators use the same private names.
 """
 
 from __future__ import annotations

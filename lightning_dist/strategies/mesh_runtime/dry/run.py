@@ -1,15 +1,10 @@
 """Run a training step on each rank of a mesh that does not exist, and count.
 
-Nothing is estimated, and no rule of thumb stands beside the code that trains. The user's module is
-made parallel by :func:`.parallelize`, and the step is run by the same
-classes as in a training. Collectives are counted where torch dispatches them. Only the layer
-underneath differs: a process group without other processes, tensors without values
-(:mod:`.mesh_runtime.dry.fake_ranks`), and channels to stages that are tried before and after
-(:mod:`.mesh_runtime.dry.channel`).
-
-One rank of each place in a pipeline is tried, the first along all other axes. Tensor-parallel
-places are alike, for the dimensions that they shard are divisible by their number. So are places
-along the data axes, unless a dimension is not divisible: there the first place holds the most.
+The user's module is made parallel by :func:`.parallelize`, and its step is run by the classes that
+train. Collectives are counted where torch dispatches them. Only the layer underneath differs: a
+process group without other processes, tensors without values, and channels to stages that are tried
+before and after. One rank of each place in a pipeline is tried, the first along all other axes. If
+a sharded dimension is not divisible, that place holds the most.
 
 *Counted:* a step of one batch and its backward, the gradients that remain, and the bytes that the
 rank sends meanwhile. *Not counted:* activations and other temporary tensors; buffers; the
@@ -19,20 +14,26 @@ the few bytes by which ranks agree on how a run goes on, and the header of a mes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from lightning_dist.engine.common.device_mesh import build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
+from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule, parallelize
+from lightning_dist.engine.pipeline.microbatch import Microbatch
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.stages import StageOptions
+from lightning_dist.engine.pipeline.tied_gradients import TiedSums, TieLinks
 from lightning_dist.engine.planning.dry_run_report import DryRunSummary, RankKind, collapse
-from lightning_dist.engine.planning.traffic import Traffic, TrafficLedger
+from lightning_dist.engine.planning.traffic import MessageKind, Traffic, TrafficLedger
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
 from lightning_dist.engine.sharding.deferred_init.api import deferred_init, named_tensors
 from lightning_dist.engine.sharding.fully_shard import fill
@@ -41,9 +42,10 @@ from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.rng import python_state_kept
 from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.mesh_runtime.checks import check_automatic, check_shardable
-from lightning_dist.strategies.mesh_runtime.dry.channel import Sent
+from lightning_dist.strategies.mesh_runtime.dry.channel import Sent, dry_links
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank, without_values
-from lightning_dist.strategies.mesh_runtime.dry.step import DryStep
+from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule, StepContext
+from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 
 _CPU = torch.device("cpu")
 
@@ -155,6 +157,96 @@ class DryRun:
         )
 
 
+@dataclass(frozen=True)
+class DryStep:
+    """One training step of a rank, without the Trainer's work around it: hooks, logging, update.
+
+    Attributes:
+        composed: The user's module, made parallel.
+        asked: How the module was made parallel.
+        mesh: The sizes of the mesh.
+        rank: The rank that runs the step.
+        context: Creates the context manager that the step runs in.
+        ledger: Records the bytes that this rank sends to other stages.
+    """
+
+    composed: ParallelModule
+    asked: Parallelism
+    mesh: MeshShape
+    rank: int
+    context: StepContext
+    ledger: TrafficLedger
+
+    def run(self, batch: Any, known: Mapping[int, Sent]) -> Mapping[int, Sent]:
+        """Runs forward and backward on a loader's batch.
+
+        Args:
+            batch: A loader's batch.
+            known: The messages that stages of other ranks send to the next stages, by stage.
+
+        Returns:
+            The messages that this rank's stages send to the next stages, by stage.
+        """
+        takes_index = is_param_in_hook_signature(self._training_step, "batch_idx", min_args=2)
+        rest = (0,) if takes_index else ()
+        try:
+            if self.composed.split is None:
+                self._run_whole(batch, rest)
+                return {}
+            return self._run_stages(batch, rest, known)
+        except Exception as error:
+            error.add_note("In a dry run a step has no Trainer, and its tensors have no values.")
+            raise
+
+    @property
+    def _training_step(self) -> Any:
+        return self.composed.module.training_step
+
+    def _run_whole(self, batch: Any, rest: tuple[int, ...]) -> None:
+        sharded = ShardedModule(self.composed, None)
+        loss = _loss_of(sharded.train(self._training_step, self.context, batch, *rest))
+
+        def differentiate() -> Tensor:
+            loss.backward()
+            return loss
+
+        sharded.backward(loss, differentiate, accumulating=False)
+        sharded.add_gradients()
+
+    def _run_stages(
+        self, batch: Any, rest: tuple[int, ...], known: Mapping[int, Sent]
+    ) -> Mapping[int, Sent]:
+        split = self.composed.split
+        config = self.asked.pipeline
+        assert split is not None
+        assert config is not None
+        staged = StagedModule(self.composed, None, config)
+        note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
+        shape = config.shape(self.mesh, self.rank, split.layers_per_stage)
+        links, sent = dry_links(split.rank_of_stage, shape.rank, known, note)
+        pipeline = Pipeline(
+            split.layers,
+            shape,
+            links,
+            StageOptions(layers=staged.root, gradients=staged.gradients),
+        )
+        step = staged.wrap_step(self._training_step)
+
+        def run(microbatch: Microbatch) -> Any:
+            with self.context():
+                return _loss_of(step(microbatch.content, *rest))
+
+        pipeline.train_batch(batch, run)
+        pipeline.install_gradients()
+        staged.add_gradients()
+        gradients = pipeline.stages.named_parameters()
+        tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, TieLinks())
+        for names in tied.sent.values():
+            copies = [gradients[name].grad for name in names]
+            note(sum(local_part(copy).nbytes for copy in copies if copy is not None))
+        return sent
+
+
 def _move_from_meta(module: pl.LightningModule) -> None:
     """Replaces meta tensors by tensors on the CPU, which have no memory either."""
     tensors = named_tensors(module)
@@ -171,3 +263,13 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def _ignore(*_: object, **__: object) -> None:
     """Logs nothing."""
+
+
+def _loss_of(result: Any) -> Tensor:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"`training_step` returned {type(loss).__name__} for the sample batch, and there is"
+            " nothing to differentiate. Give a batch for which it returns a loss."
+        )
+    return loss
