@@ -28,8 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.data_parallel.compression import Compression
-from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
+from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica

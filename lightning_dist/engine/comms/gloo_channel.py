@@ -132,13 +132,7 @@ class DistributedSender:
 
 
 def _packed(layout: PacketLayout, tensors: Sequence[Tensor], header: PacketHeader) -> Tensor:
-    """Copies tensors and a header into a new packet.
-
-    Args:
-        layout: Layout of the packet.
-        tensors: Tensors of the layout; if empty, the packet holds the header only.
-        header: The header.
-    """
+    """Copies tensors and a header into a new packet."""
     is_pinned = any(tensor.device.type != "cpu" for tensor in tensors)
     packet = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     memory: Memory = packet.numpy()

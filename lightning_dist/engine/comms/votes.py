@@ -77,9 +77,6 @@ class StopAgreement:
 
         Args:
             vote: Any number.
-
-        Returns:
-            The all-reduce, and the tensor whose first element will be the sum of all votes.
         """
         flags = [int(reason is self.requested) for reason in list(StopReason)[1:]]
         sums = torch.tensor([vote, *flags], dtype=torch.int32)

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
-from lightning_dist.engine.data_parallel.compression import Compression, comm_hook
+from lightning_dist.engine.comms.failures.peer_failure import never_destroy
+
+Compression = Literal["none", "fp16", "bf16", "powersgd"]
 
 
 class StepModule(nn.Module):
@@ -37,7 +42,9 @@ class GradientExchange:
     """The options of torch's DistributedDataParallel that this package sets.
 
     Attributes:
-        compression: The compression of the gradients.
+        compression: ``"fp16"`` and ``"bf16"`` halve the bytes of float32 gradients and round each
+            rank's share once before the sum. ``"powersgd"`` (Vogels et al., NeurIPS 2019) sends a
+            low-rank factor of each matrix and adds what it has lost to the next step's gradient.
         powersgd_rank: Columns of PowerSGD's factors.
         powersgd_start_step: Steps with whole gradients before PowerSGD begins.
         overlap: Whether gradients are reduced while the backward runs.
@@ -65,17 +72,49 @@ class GradientExchange:
             init_sync=False,
         )
         if self.compression != "none":  # torch's built-in average runs without Python
-            state, hook = comm_hook(
-                ddp.process_group,
-                self.compression,
-                powersgd_rank=self.powersgd_rank,
-                powersgd_start_step=self.powersgd_start_step,
-            )
-            ddp.register_comm_hook(state, hook)
+            self._register_hook(ddp)
         return ddp
+
+    def _register_hook(self, ddp: DistributedDataParallel) -> None:
+        group = ddp.process_group
+        if self.compression == "fp16":
+            ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
+        elif self.compression == "bf16":
+            # Under another name, for DDP refuses torch's own name without NCCL.
+            hook = default_hooks.bf16_compress_hook
+            ddp.register_comm_hook(group, lambda group, bucket: hook(group, bucket))
+        else:
+            state = powerSGD_hook.PowerSGDState(
+                group,
+                matrix_approximation_rank=self.powersgd_rank,
+                start_powerSGD_iter=self.powersgd_start_step,
+            )
+            # The hook's callbacks hold the group, and gloo's own thread may free the last callback.
+            # If the group is destroyed on that thread, it waits for the thread itself.
+            never_destroy([group])
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def _megabytes(self, module: nn.Module) -> float:
         if self.overlap:
             return self.bucket_megabytes
         # One bucket (of each dtype) has room for all: it leaves when the last gradient is there.
         return sum(p.nbytes for p in module.parameters() if p.requires_grad) / 2**20 + 1
+
+
+def prepare_for_backward(ddp: DistributedDataParallel, outputs: object) -> None:
+    """Makes the reducer expect a backward, as the wrapper's forward does when it returns.
+
+    A step that calls backward itself does so inside the wrapper's forward, which prepares for a
+    backward after it only. The functions for that are private in torch.
+    """
+    if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+        return
+    ddp.require_forward_param_sync = True
+    finds_unused = ddp.find_unused_parameters and not ddp.static_graph
+    ddp.reducer._rebuild_buckets()
+    ddp.reducer.prepare_for_backward(list(_find_tensors(outputs)) if finds_unused else [])
+
+
+def remove_gradient_hooks(ddp: DistributedDataParallel) -> None:
+    """Removes a wrapper's hooks from its parameters; torch has no public way to do so."""
+    ddp._remove_autograd_hooks()

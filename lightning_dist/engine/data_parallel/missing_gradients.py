@@ -48,11 +48,7 @@ class MissingGradients:
                 self._hooks[index] = parameter.register_post_accumulate_grad_hook(note)
 
     def end_backward(self) -> list[str]:
-        """Sends zeros for the gradients that are missing, and waits for the averages.
-
-        Returns:
-            Names of the parameters that have no gradient on any rank; the same on all ranks.
-        """
+        """Sends the missing zeros; names the parameters without a gradient on any rank."""
         self._num_rounds += 1
         missing = [
             index
@@ -81,3 +77,34 @@ def zero_loss(parameters: Sequence[Tensor]) -> Tensor:
     """Returns a loss of zero whose gradients are zeros."""
     # Sums of no elements: zero even if a weight is not finite.
     return torch.stack([p.reshape(-1)[:0].sum().float() for p in parameters]).sum()
+
+
+def check_gradients(without: Sequence[str]) -> None:
+    """Checks that the backward has reached each trainable parameter."""
+    if without:
+        raise ValueError(
+            f"The loss does not depend on {some_names(without)}. Freeze what is not trained with"
+            " `requires_grad_(False)`, or, if other steps use it, pass"
+            " find_unused_parameters=True (to a MeshStrategy in shard=ShardConfig(...), which with"
+            " tp=... is what TensorParallelStrategy is)."
+        )
+
+
+def parameters_without_gradient(module: nn.Module) -> list[str]:
+    """Names the trainable parameters that this rank's backward has not reached."""
+    return [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def check_toggled(toggled: Sequence[str]) -> None:
+    """Checks that a step has frozen no parameter whose gradient the replicas wait for."""
+    if toggled:
+        raise ValueError(
+            f"The step has frozen {some_names(toggled)}, as `toggle_optimizer` does, and called"
+            " backward: the gradients of the others would wait for theirs. Pass"
+            " find_unused_parameters=True."
+        )
+
+
+def some_names(names: Sequence[str]) -> str:
+    """Lists the first eight names, for an error."""
+    return f"{list(names[:8])}{' and more' if len(names) > 8 else ''}"

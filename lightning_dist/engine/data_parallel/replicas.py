@@ -14,12 +14,7 @@ _BUCKET_BYTES = 25 * 2**20
 
 @torch.no_grad()
 def broadcast_state(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Broadcasts the first rank's parameters and buffers. Collective: every rank must call it.
-
-    Args:
-        tensors: The tensors to fill, of the same shapes on each rank of the group.
-        group: Group of the replicas, for CPU tensors.
-    """
+    """Broadcasts the first rank's parameters and buffers. Collective: every rank must call it."""
     if dist.get_world_size(group) == 1:
         return
     for tensor in tensors:

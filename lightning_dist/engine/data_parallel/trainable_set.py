@@ -41,9 +41,6 @@ class TrainableSet:
     def begin_batch(self) -> list[nn.Parameter] | None:
         """Returns the newly frozen parameters, before a batch. Collective: every rank must call it.
 
-        Returns:
-            The parameters frozen since the last batch; None if the trainable set has not changed.
-
         Raises:
             ValueError: The ranks' sets differ, or nothing is left to train.
         """
@@ -129,10 +126,6 @@ def average_left_gradients(parameters: list[nn.Parameter], group: dist.ProcessGr
 
     The step that ends the accumulation averages the gradients of trainable parameters only, but
     optimizers apply every gradient. Collective: every rank must call it.
-
-    Args:
-        parameters: The frozen parameters.
-        group: A gloo group of the replicas.
     """
     if not parameters:
         return

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.engine.comms.store_notes import RankNotes
-from lightning_dist.engine.data_parallel.checks import (
+from lightning_dist.engine.data_parallel.ddp_options import (
+    GradientExchange,
+    prepare_for_backward,
+    remove_gradient_hooks,
+)
+from lightning_dist.engine.data_parallel.missing_gradients import (
+    MissingGradients,
     check_gradients,
     check_toggled,
     parameters_without_gradient,
 )
-from lightning_dist.engine.data_parallel.ddp_internals import (
-    prepare_for_backward,
-    remove_gradient_hooks,
-)
-from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
-from lightning_dist.engine.data_parallel.missing_gradients import MissingGradients
 from lightning_dist.engine.data_parallel.trainable_set import TrainableSet, average_left_gradients
 
 

@@ -79,12 +79,7 @@ class AsyncGradNorm:
         self._pending: dict[int, tuple[dist.Work, Tensor]] = {}
 
     def post(self, update: int, gradients: Iterable[Tensor]) -> None:
-        """Starts the all-reduce of an update's norm; does not wait for the other stages.
-
-        Args:
-            update: Index of the update since the last drain.
-            gradients: This stage's gradients of the update.
-        """
+        """Starts the all-reduce of an update's norm; does not wait for the other stages."""
         if update == 0:
             self._pending.clear()  # norms from before the drain that no update has read
         own = list(gradients)
@@ -94,11 +89,7 @@ class AsyncGradNorm:
         self._pending[update] = (work, squared)
 
     def of(self, update: int) -> Tensor:
-        """Returns the norm of an update's gradient; waits for all stages.
-
-        Args:
-            update: Index of the update since the last drain; earlier norms are dropped.
-        """
+        """Returns the norm of an update's gradient; waits for all stages."""
         work, squared = self._pending[update]
         work.wait()
         self._pending = {u: pending for u, pending in self._pending.items() if u > update}

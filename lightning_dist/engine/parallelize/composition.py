@@ -231,13 +231,7 @@ def _stages(split: PipelineSplit) -> tuple[nn.Module, ...]:
 
 @dataclass(frozen=True)
 class BesideKept(WrapPolicy):
-    """The user's policy, with a unit of its own for each module that stays in fp32.
-
-    Attributes:
-        policy: The user's policy.
-        half: Chooses the modules that stay in fp32; None if no module is kept.
-        is_possible: Returns whether the module of a dotted name may be a unit.
-    """
+    """The user's policy, with a unit of its own for each module that stays in fp32."""
 
     policy: WrapPolicy
     half: HalfPrecision | None

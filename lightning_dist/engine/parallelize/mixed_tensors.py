@@ -27,9 +27,6 @@ def update_mixed_groups_singly(optimizer: Optimizer) -> None:
     """Turns ``foreach`` and ``fused`` off for each mixed group while a step runs, and warns once.
 
     Between steps the groups keep the values that the user has set.
-
-    Args:
-        optimizer: The torch optimizer to hook into.
     """
     asked_for: list[tuple[dict[str, Any], str, Any]] = []
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
-from lightning_dist.engine.data_parallel.checks import parameters_without_gradient
+from lightning_dist.engine.data_parallel.missing_gradients import parameters_without_gradient
 from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
@@ -68,9 +68,5 @@ class UsedParts:
         return self._unused.end_update()
 
     def run_deferred_checks(self) -> None:
-        """Runs the pending checks between two steps. Collective: every rank must call it.
-
-        Raises:
-            ValueError: Ranks have run different units.
-        """
+        """Runs the pending checks between two steps. Collective: every rank must call it."""
         self._units.run_deferred_checks()

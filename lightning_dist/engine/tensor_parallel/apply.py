@@ -151,9 +151,6 @@ class TensorParallelModule:
     def check_graph(self, outputs: Iterable[Tensor]) -> None:
         """Checks a step's autograd graph, until :meth:`ShardedActivationCheck.end` is called.
 
-        Args:
-            outputs: The loss, or a stage's outputs.
-
         Raises:
             ValueError: The graph does not follow the plan.
         """

@@ -20,11 +20,6 @@ def find_partial_gradients(
     """Lists the parameters, sharded ones too, whose gradients would be partial if replicated.
 
     A tied parameter is listed under all names, for a rank's part of the model may lack the first.
-
-    Args:
-        module: The model.
-        styles: Styles by module name.
-        is_in_block: Returns whether the sequence is sharded at the module of a name.
     """
     found: list[str] = []
     for name, _ in module.named_parameters(remove_duplicate=False):
@@ -42,14 +37,6 @@ def check_shared(module: nn.Module, summands: list[str], cuts: Collection[str]) 
     """Checks that no gradient is partial at one of a parameter's uses, and whole at another.
 
     In the sum of both, the partial part could not be separated.
-
-    Args:
-        module: The model, not yet sharded.
-        summands: Result of :func:`find_partial_gradients`.
-        cuts: All names of the parameters that will be sharded.
-
-    Raises:
-        ValueError: A parameter has such uses.
     """
     names: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -69,16 +56,7 @@ def check_shared(module: nn.Module, summands: list[str], cuts: Collection[str]) 
 
 
 def check_tied(module: nn.Module, styles: Mapping[str, Style], cuts: Collection[str]) -> None:
-    """Checks that no layer computes with a whole weight that is sharded in another layer.
-
-    Args:
-        module: The model, not yet sharded.
-        styles: Styles by module name.
-        cuts: Names of the parameters that will be sharded.
-
-    Raises:
-        ValueError: A layer does.
-    """
+    """Checks that no layer computes with a whole weight that is sharded in another layer."""
     cut = {module.get_parameter(name): name for name in cuts}
     for path, part in module.named_modules():
         computes = is_projection(part) or isinstance(part, nn.Embedding)

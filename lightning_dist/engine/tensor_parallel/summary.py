@@ -46,13 +46,7 @@ class PlanSummary:
 def describe_plan(
     module: nn.Module, styles: Mapping[str, Style], reasons: Mapping[str, str]
 ) -> PlanSummary:
-    """Returns the summary of a plan; layers that differ only in their number are one entry.
-
-    Args:
-        module: The whole model.
-        styles: Styles by module name, in the order of the model.
-        reasons: Reasons why modules are left whole, by module name, for some modules.
-    """
+    """Returns the summary of a plan; layers that differ only in their number are one entry."""
     entries: dict[str, list[str]] = {}
     for name, style in styles.items():
         is_attention = "att" in name.lower()

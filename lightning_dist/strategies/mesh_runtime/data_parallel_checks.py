@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_dist.engine.common.names import check_count, check_positive
-from lightning_dist.engine.data_parallel.checks import some_names
-from lightning_dist.engine.data_parallel.compression import Compression
+from lightning_dist.engine.data_parallel.ddp_options import Compression
+from lightning_dist.engine.data_parallel.missing_gradients import some_names
 from lightning_dist.engine.tensors.dtensor import is_spread
 from lightning_dist.strategies.base.process_mesh import gather_objects
 

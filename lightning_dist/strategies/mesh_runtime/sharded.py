@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.engine.data_parallel.checks import check_gradients
+from lightning_dist.engine.data_parallel.missing_gradients import check_gradients
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
 from lightning_dist.engine.parallelize.mixed_tensors import update_mixed_groups_singly
 from lightning_dist.strategies.base.callback_order import add_first_callback

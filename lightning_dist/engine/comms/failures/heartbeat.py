@@ -151,11 +151,7 @@ class Silence:
         self._is_reported = False
 
     def heard(self, beat: Beat) -> Resumption | None:
-        """Takes a beat.
-
-        Returns:
-            The message to report, or None.
-        """
+        """Takes a beat, and returns the message to report, or None."""
         seconds, was_reported = self._seconds, self._is_reported
         self._last, self._seconds, self._is_reported = beat, 0.0, False
         return Resumption(beat.process, seconds) if was_reported else None
@@ -198,11 +194,7 @@ class Pulse:
         self._is_reported = False
 
     def look(self) -> tuple[Beat, Notice | None]:
-        """Inspects the watched thread; called once in each interval.
-
-        Returns:
-            This interval's beat, and the message to report, or None.
-        """
+        """Inspects the watched thread in each interval; returns a beat, and a message to report."""
         frame = sys._current_frames().get(self._thread)
         beat = Beat(self._process, f"{self._progress()}, {place_of(frame)}.")
         used = time.process_time() - self._processor_seconds

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -84,12 +83,6 @@ class Way:
 _SAME, _SUMMAND = Replicate(), Partial()
 _IN = Way(_SAME, _SAME, _SUMMAND, _SAME)
 _OUT = Way(_SUMMAND, _SAME, _SAME, _SAME)
-
-
-def way_of(node: Node) -> Way | None:
-    """Returns the way of a node in an autograd graph; None for other nodes."""
-    way = getattr(node, "way", None)
-    return way if isinstance(way, Way) else None
 
 
 def enter(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:

@@ -1,13 +1,11 @@
 """Checks, in the autograd graph of a first loss, that sharded activations were summed or gathered.
 
-Inside of a region each rank has its own features; only the layer that sums up returns the same
-activation on all ranks. Code around the layers can bypass that layer: by a second output, an
-attribute that enters the loss, a hook, or a call of some of the layers. Then each rank would train
-on another loss. So the graph is walked once, down from the loss, into regions at their sums, and
-out at their beginnings. The walk must not reach sharded features outside of a region. Nor may it
-reach, inside of a region, a replicated parameter that is not known to meet other features on each
-rank: its partial gradients would not be all-reduced. The same goes for the sequence, between its
-gather and its split.
+Code around the layers can bypass the layer that sums up: by a second output, an attribute that
+enters the loss, a hook, or a call of some of the layers. Then each rank would train on another
+loss. So the graph is walked once, down from the loss, into regions at their sums, and out at their
+beginnings. The walk must not reach sharded features outside of a region. Nor may it reach, inside,
+a replicated parameter whose partial gradients would not be all-reduced. The same goes for the
+sequence, between its gather and its split.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from lightning_dist.engine.tensor_parallel.layers.activations import way_of
+from lightning_dist.engine.tensor_parallel.layers.activations import Way
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,7 @@ class Whole:
 
 @dataclass
 class ShardedActivationCheck:
-    """Records the borders of regions in a first step, and checks the autograd graph.
-
-    Attributes:
-        is_noting: Whether the first step is still to be checked.
-    """
+    """Records the borders of regions in a first step, and checks the autograd graph."""
 
     is_noting: bool = True
     _is_cut: bool = field(default=False, repr=False)
@@ -83,10 +77,6 @@ class ShardedActivationCheck:
 
     def check(self, outputs: Iterable[Tensor], whole: Whole) -> None:
         """Checks the autograd graph of a loss, or of a stage's outputs.
-
-        Args:
-            outputs: The roots of the graph.
-            whole: The model's replicated parameters.
 
         Raises:
             ValueError: A sharded activation was not summed or gathered, or a gradient would be
@@ -155,8 +145,8 @@ def _leak(what: str, words: tuple[str, str]) -> str:
 
 def _is(kind: str) -> Callable[[Node], bool]:
     def is_of_kind(node: Node) -> bool:
-        way = way_of(node)
-        return way is not None and getattr(way, kind)
+        way = getattr(node, "way", None)
+        return isinstance(way, Way) and getattr(way, kind)
 
     return is_of_kind
 

@@ -24,13 +24,7 @@ _STANDS_FOR = "_lightning_dist_stands_for"
 
 
 def show_own_width(attention: nn.Module, features: int, tp_size: int) -> None:
-    """Makes an attention see an input as wide as its own heads.
-
-    Args:
-        attention: The attention, changed if its forward reads the input's width.
-        features: Width of all heads; an input of another width is passed unchanged.
-        tp_size: Number of tensor-parallel ranks.
-    """
+    """Makes an attention see inputs of width ``features`` as if they were its own heads'."""
     if not reads_width(attention):
         return
     compute, keyword = attention.forward, input_name(attention)

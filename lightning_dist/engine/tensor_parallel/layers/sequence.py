@@ -26,11 +26,7 @@ _ACTIVATION_KEYWORDS = ("hidden_states", "x", "input")
 
 
 def find_stacks(module: nn.Module) -> list[list[str]]:
-    """Returns the stacks of blocks that an activation passes one after the other.
-
-    Raises:
-        ValueError: The model repeats no block.
-    """
+    """Returns the stacks of blocks that an activation passes one after the other."""
     blocks = repeated_blocks(module)
     if not blocks:
         raise ValueError(
@@ -47,15 +43,7 @@ def cut_sequence(
     randomness: RegionRandomness,
     crossings: ShardedActivationCheck,
 ) -> None:
-    """Shards the sequence from one block's input to another block's output.
-
-    Args:
-        first: The block at whose input the sequence is split.
-        last: The block at whose output the sequence is gathered.
-        mesh: Mesh of the tensor-parallel ranks.
-        randomness: Random numbers of this rank.
-        crossings: The check that records the split and the gather.
-    """
+    """Shards the sequence from one block's input to another block's output."""
 
     def cut(x: Tensor) -> Tensor:
         check_length(x.shape[SEQUENCE_DIM], mesh.size())
@@ -76,15 +64,7 @@ def cut_sequence(
 
 
 def check_length(length: int, tp_size: int) -> None:
-    """Checks that the ranks divide the length of a sequence.
-
-    Args:
-        length: Length of the sequence.
-        tp_size: Number of tensor-parallel ranks.
-
-    Raises:
-        ValueError: The ranks do not divide the length.
-    """
+    """Checks that the ranks divide the length of a sequence."""
     if length % tp_size:
         raise ValueError(
             f"A sequence of {length} cannot be cut into tp_size={tp_size} equal parts, as"
@@ -94,12 +74,7 @@ def check_length(length: int, tp_size: int) -> None:
 
 
 def change_activation(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Changes the activation that a module is called with.
-
-    Args:
-        module: A module that takes the activation first, or by one of the usual keywords.
-        change: Returns the new activation.
-    """
+    """Changes the activation, the first argument or a usual keyword, of a module's calls."""
 
     def changed(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         candidates = [*args[:1], *(kwargs.get(keyword) for keyword in _ACTIVATION_KEYWORDS)]

@@ -62,12 +62,12 @@ def mark(logits: DTensor) -> DTensor:
     return logits
 
 
-def is_apart(tensor: Tensor) -> bool:
+def _is_sharded(tensor: Tensor) -> bool:
     """Returns whether a tensor is marked as sharded logits."""
     return hasattr(tensor, _MARK)
 
 
-def takes_parts(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+def _takes_shards(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Returns whether a function may be called with sharded logits."""
     if func is Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -75,45 +75,45 @@ def takes_parts(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     return func in _KNOWN or func in _PROPERTIES
 
 
-def keep_sharded(before: Tensor, result: Any) -> bool:
+def _keep_sharded(before: Tensor, result: Any) -> bool:
     """Marks a function's results as sharded logits, if they keep the vocabulary dim."""
-    found = tensors_in((result,))
-    if any(_size_apart(tensor) != _size_apart(before) for tensor in found):
+    found = _tensors_in((result,))
+    if any(_sharded_size(tensor) != _sharded_size(before) for tensor in found):
         return False
     for tensor in found:
         setattr(tensor, _MARK, True)
     return True
 
 
-def takes_parts_as_loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _takes_shards_as_loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether torch can compute a cross-entropy from sharded logits."""
     given = _CROSS_ENTROPY.bind(*args, **kwargs).arguments
     logits, targets = given["input"], given["target"]
     classes = Shard(min(logits.dim() - 1, 1))
     return (
-        is_apart(logits)
+        _is_sharded(logits)
         and logits.placements == (classes,)
-        and not is_apart(targets)
+        and not _is_sharded(targets)
         and not targets.is_floating_point()
         and not given.get("label_smoothing")
     )
 
 
-def writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+def _writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a function writes into its first argument."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or func is Tensor.__setitem__ or bool(kwargs.get("inplace"))
 
 
-def tensors_in(values: Sequence[Any]) -> list[Tensor]:
+def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
     """Lists the tensors in a function's arguments."""
     # Only lists are opened, for this runs at each operation of a step.
     parts = (value if isinstance(value, list | tuple) else (value,) for value in values)
     return [part for part in chain.from_iterable(parts) if isinstance(part, Tensor)]
 
 
-def _size_apart(tensor: Tensor) -> int | None:
+def _sharded_size(tensor: Tensor) -> int | None:
     """Returns the size of a tensor's sharded dim; None without a plain shard."""
     placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
     return tensor.shape[placement.dim] if type(placement) is Shard else None
@@ -161,23 +161,23 @@ class ShardedLogits(TorchFunctionMode):
         named = kwargs or {}
         if func in _DIFFERENTIATE:
             return _differentiate(func, args, named)
-        tensors = tensors_in((*args, *named.values()))
-        if not any(map(is_apart, tensors)):
+        tensors = _tensors_in((*args, *named.values()))
+        if not any(map(_is_sharded, tensors)):
             return func(*args, **named)
         if self._written:
             args, named = map_tensors(self._newest, (args, named))
-            tensors = tensors_in((*args, *named.values()))
-        if func is F.cross_entropy and takes_parts_as_loss(args, named):
+            tensors = _tensors_in((*args, *named.values()))
+        if func is F.cross_entropy and _takes_shards_as_loss(args, named):
             with loss_parallel():
                 return joined(func(*args, **named)).clone()  # FSDP2 wants no view of a step
-        if all(map(is_apart, tensors)) and takes_parts(func, args):
+        if all(map(_is_sharded, tensors)) and _takes_shards(func, args):
             with suppress(RuntimeError):  # a `DTensor` has no such view; the whole may have
                 result = func(*args, **named)
-                if keep_sharded(tensors[0], result):
+                if _keep_sharded(tensors[0], result):
                     return result
-        if writes(func, named) and is_apart(args[0]):
+        if _writes(func, named) and _is_sharded(args[0]):
             return self._write(func, args, named)
-        args, named = map_tensors(_join, (args, named))
+        args, named = map_tensors(_gather, (args, named))
         return func(*args, **named)
 
     def _write(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -185,17 +185,17 @@ class ShardedLogits(TorchFunctionMode):
         logits, *others = args
         copy = whole(logits).clone()  # autograd refuses a write into the gathered tensor
         self._written[id(logits)] = (logits, copy)
-        others, named = map_tensors(_join, (others, named))
+        others, named = map_tensors(_gather, (others, named))
         return func(copy, *others, **named)
 
     def _newest(self, tensor: Tensor) -> Tensor:
         """Returns the written, gathered logits in place of the sharded ones."""
-        if not is_apart(tensor):
+        if not _is_sharded(tensor):
             return tensor
         if id(tensor) in self._written:
             return self._written[id(tensor)][1]
-        places = {_place(logits) for logits, _ in self._written.values()}
-        if _place(tensor) in places:
+        places = {_storage(logits) for logits, _ in self._written.values()}
+        if _storage(tensor) in places:
             raise ValueError(
                 "With loss_parallel=True the step has written into logits, and then used another"
                 " view of the same logits, which would not see it. Write into a copy"
@@ -219,15 +219,15 @@ def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], named: dict[
     with loss_parallel():
         found = func(*args, **named)
     if func is torch.autograd.grad:  # the slope of logits is apart, as they are
-        for source, slope in zip(tensors_in(args[1:2]), found, strict=True):
-            if is_apart(source) and slope is not None:
-                keep_sharded(source, slope)
+        for source, slope in zip(_tensors_in(args[1:2]), found, strict=True):
+            if _is_sharded(source) and slope is not None:
+                _keep_sharded(source, slope)
     return found
 
 
-def _join(tensor: Tensor) -> Tensor:
-    return whole(tensor) if is_apart(tensor) else tensor
+def _gather(tensor: Tensor) -> Tensor:
+    return whole(tensor) if _is_sharded(tensor) else tensor
 
 
-def _place(tensor: Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     return local_part(tensor).untyped_storage().data_ptr()

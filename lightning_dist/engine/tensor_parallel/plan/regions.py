@@ -99,11 +99,6 @@ def opens_early(root: nn.Module, parent: str, blocks: Sequence[str]) -> bool:
 
     Such a module may read the length of its input. A block has norms to compute before, and a mere
     container is never called.
-
-    Args:
-        root: The model, or a block.
-        parent: Name of the module around the layers.
-        blocks: Names of the blocks for which the sequence is cut.
     """
     return parent not in blocks and not _only_holds(root.get_submodule(parent))
 

@@ -70,13 +70,7 @@ _LARGEST_MODEL = 2**25
 
 
 def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str]:
-    """Returns the modules that compute another result if their layers are sharded.
-
-    Args:
-        module: The whole model, which is not changed; may be on the meta device.
-        styles: Styles by module name, in the order of the model.
-        tp_size: Number of tensor-parallel ranks.
-    """
+    """Returns the flaws of modules that compute another result if sharded, by module name."""
     known: dict[Any, str | None] = {}
     found: dict[str, str] = {}
     all_holders = holders(module, styles)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_dist.engine.data_parallel.ddp_internals import remove_gradient_hooks
+from lightning_dist.engine.data_parallel.ddp_options import remove_gradient_hooks
 from lightning_dist.strategies.base import lightning_internals
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_dist.engine.data_parallel.checks import check_gradients, some_names
+from lightning_dist.engine.data_parallel.missing_gradients import check_gradients, some_names
 from lightning_dist.strategies.mesh_runtime.data_parallel_checks import check_compressible
 
 
