@@ -11,47 +11,51 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from typing_extensions import override
+
 from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.family import ScheduleFamily
 from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError
-from lightning_dist.engine.schedules.update_rule import FLUSHED, UpdateRule
 
 # Further actions of torch's lowered schedules, for communication and for sharded parameters.
 _DERIVED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleFile:
+class ScheduleFile(ScheduleFamily):
     """A schedule from a file, which determines the sizes.
 
     Attributes:
-        name: Name as the user has written it, with ``file:``.
         schedule: The schedule in the file.
-        update_rule: The meaning of an update.
     """
 
-    name: str
-    schedule: Schedule
-    update_rule: UpdateRule = FLUSHED
+    schedule: Schedule = field(kw_only=True)
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether backwards are split in two."""
-        part = ActionKind.BACKWARD_INPUT
-        return any(action.kind is part for rank in self.schedule.ranks for action in rank)
-
-    def num_ranks(self, num_stages: int, stages_per_rank: int | None = None) -> int:
-        """Returns the number of the file's ranks.
+    @classmethod
+    def read(cls, name: str, path: str) -> ScheduleFile:
+        """Reads the schedule of a file.
 
         Args:
-            num_stages: Number of stages of the pipeline.
-            stages_per_rank: Number of stages on each rank, or None.
+            name: Name as the user has written it.
+            path: Path of the file.
 
         Raises:
-            ValueError: The file has another number of stages.
+            ValueError: As for :func:`read_schedule`.
         """
+        schedule = read_schedule(path)
+        kinds = {action.kind for actions in schedule.ranks for action in actions}
+        return cls(
+            name,
+            lambda own, _: iter(schedule.ranks[own.rank]),
+            splits_backward=ActionKind.BACKWARD_INPUT in kinds,
+            schedule=schedule,
+        )
+
+    @override
+    def num_ranks(self, num_stages: int, stages_per_rank: int | None = None) -> int:
         if num_stages != self.schedule.num_stages:
             raise ValueError(
                 f"num_stages={num_stages} does not go with schedule={self.name!r}, which has"
@@ -59,16 +63,8 @@ class ScheduleFile:
             )
         return len(self.schedule.ranks)
 
+    @override
     def rank_of_stage(self, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-        """Returns the rank of each stage.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-            stages_per_rank: Number of stages on each rank, or None.
-
-        Raises:
-            ValueError: The file is for another number of ranks, or of stages.
-        """
         found = self.schedule.rank_of_stage
         per_rank = set(Counter(found).values())
         if len(per_rank) > 1:
@@ -88,49 +84,26 @@ class ScheduleFile:
             )
         return found
 
+    @override
     def default_microbatches(self, num_ranks: int) -> int:
-        """Returns the file's number of micro-batches.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-        """
         return self.schedule.num_microbatches
 
+    @override
     def check_microbatches(self, num_ranks: int, count: int) -> None:
-        """Checks the number of micro-batches of a batch.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-            count: Number of micro-batches.
-
-        Raises:
-            ValueError: The file has another number.
-        """
         if count != self.schedule.num_microbatches:
             raise ValueError(
                 f"num_microbatches={count} does not go with schedule={self.name!r}, which has"
                 f" {self.schedule.num_microbatches}."
             )
 
+    @override
     def most_microbatches(self, num_ranks: int, limit: int) -> int:
-        """Returns the file's number of micro-batches.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-            limit: Largest number wanted, at least 1; the file's number may exceed it.
-        """
         return self.schedule.num_microbatches
 
+    @override
     def build(
         self, rank_of_stage: tuple[int, ...], num_microbatches: int, num_batches: int = 1
     ) -> Schedule:
-        """Returns the file's schedule.
-
-        Args:
-            rank_of_stage: The rank of each stage.
-            num_microbatches: Number of micro-batches of each batch.
-            num_batches: Number of batches between two drains.
-        """
         return self.schedule
 
 

@@ -6,12 +6,54 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lightning_dist.engine.schedules.actions import Action
-from lightning_dist.engine.schedules.placement import Placement, RankStages, looped, rank_places
 from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.update_rule import FLUSHED, UpdateRule
 
+
+@dataclass(frozen=True, slots=True)
+class RankStages:
+    """One rank's place in a pipeline.
+
+    Attributes:
+        rank: Index of the rank in the pipeline.
+        num_ranks: Number of ranks of the pipeline.
+        stages: The rank's stages in ascending order.
+    """
+
+    rank: int
+    num_ranks: int
+    stages: tuple[int, ...]
+
+
 Order = Callable[[RankStages, int], Iterator[Action]]
 """Takes a rank's place and the number of micro-batches; yields the rank's actions in order."""
+Placement = Callable[[int, int], tuple[int, ...]]
+"""Takes the numbers of ranks and of stages per rank; returns the rank of each stage."""
+
+
+def round_robin(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Returns the placement of stage ``s`` on rank ``s % num_ranks``; see :data:`Placement`."""
+    return tuple(range(num_ranks)) * stages_per_rank
+
+
+def ranks_from(
+    order: Order, rank_of_stage: tuple[int, ...], count: int
+) -> tuple[tuple[Action, ...], ...]:
+    """Returns each rank's actions in order.
+
+    Args:
+        order: The order of work.
+        rank_of_stage: The rank of each stage.
+        count: Number of micro-batches.
+    """
+    num_ranks = max(rank_of_stage) + 1
+    stages = [
+        tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
+        for rank in range(num_ranks)
+    ]
+    return tuple(
+        tuple(order(RankStages(rank, num_ranks, own), count)) for rank, own in enumerate(stages)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +65,8 @@ class MicrobatchRule:
         text: The rule in words, for messages.
     """
 
-    fits: Callable[[int, int], bool]
-    text: str
+    fits: Callable[[int, int], bool] = lambda num_ranks, count: True
+    text: str = "any number will do"
 
     def nearest(self, num_ranks: int, count: int) -> list[int]:
         """Returns the fitting numbers next to one that does not fit, below and above.
@@ -36,9 +78,6 @@ class MicrobatchRule:
         below = next((c for c in range(count - 1, 0, -1) if self.fits(num_ranks, c)), None)
         above = next(c for c in range(count + 1, count + 2 + num_ranks) if self.fits(num_ranks, c))
         return [above] if below is None else [below, above]
-
-
-ANY_NUMBER = MicrobatchRule(lambda num_ranks, count: True, "any number will do")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +97,11 @@ class ScheduleFamily:
 
     name: str
     order: Order
-    place: Placement = looped
+    place: Placement = round_robin
     fewest_stages: int = 1
     most_stages: int | None = 1
     update_rule: UpdateRule = FLUSHED
-    microbatch_rule: MicrobatchRule = ANY_NUMBER
+    microbatch_rule: MicrobatchRule = MicrobatchRule()
     splits_backward: bool = False
 
     def num_ranks(self, num_stages: int, stages_per_rank: int | None = None) -> int:
@@ -103,11 +142,7 @@ class ScheduleFamily:
         return self.place(num_ranks, count)
 
     def default_microbatches(self, num_ranks: int) -> int:
-        """Returns the default number of micro-batches.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-        """
+        """Returns the default number of micro-batches on a number of ranks."""
         return self.update_rule.default_microbatches(num_ranks)
 
     def check_microbatches(self, num_ranks: int, count: int) -> None:
@@ -132,7 +167,7 @@ class ScheduleFamily:
 
         Args:
             num_ranks: Number of ranks of the pipeline.
-            limit: The limit, at least 1.
+            limit: The limit, at least 1; a schedule in a file may exceed it.
         """
         counts = range(limit, 0, -1)
         return next((c for c in counts if self.microbatch_rule.fits(num_ranks, c)), limit)
@@ -148,5 +183,11 @@ class ScheduleFamily:
             num_batches: Number of batches between two drains.
         """
         count = num_microbatches * num_batches
-        ranks = tuple(tuple(self.order(place, count)) for place in rank_places(rank_of_stage))
-        return Schedule(self.name, len(rank_of_stage), count, ranks, self.update_rule, num_batches)
+        return Schedule(
+            self.name,
+            num_stages=len(rank_of_stage),
+            num_microbatches=count,
+            ranks=ranks_from(self.order, rank_of_stage, count),
+            update_rule=self.update_rule,
+            num_batches=num_batches,
+        )

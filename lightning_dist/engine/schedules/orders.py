@@ -1,4 +1,4 @@
-"""The orders of work, as short functions that yield one rank's compute actions; and their families.
+"""The orders of work: short functions that yield one rank's compute actions. And their families.
 
 A new synchronous schedule is an order and a family, both in this file.
 
@@ -31,10 +31,9 @@ PipeDream: Narayanan et al. 2019, section 3.2. Interleaved: Narayanan et al. 202
 the micro-batches are no multiple of the ranks, a round is larger than that, as in torch. Breadth
 first: Lamy-Poirier 2023, section 3.1.
 
-Zero-bubble orders split a backward in two, and fill the bubble with the part that no rank awaits.
-
-The stage before waits for the gradients of a stage's inputs (``I``). Only the optimizer needs those
-of its weights (``W``). Three ranks, five micro-batches, all actions equally long:
+Zero-bubble orders split a backward in two. The stage before waits for the gradients of a stage's
+inputs (``I``). Those of its weights (``W``) are for the optimizer only, and fill the bubble. Three
+ranks, five micro-batches, all actions equally long:
 
 .. code-block:: text
 
@@ -49,56 +48,35 @@ rank's span).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
-from lightning_dist.engine.schedules.family import MicrobatchRule, ScheduleFamily
-from lightning_dist.engine.schedules.placement import RankStages, v_placement
+from lightning_dist.engine.schedules.family import MicrobatchRule, RankStages, ScheduleFamily
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
 
 
 def forward_only(place: RankStages, count: int) -> Iterator[Action]:
-    """Yields each stage's forwards.
-
-    Args:
-        place: The rank.
-        count: Number of micro-batches.
-    """
+    """Yields each stage's forwards; an :data:`.Order`, as all functions here."""
     yield from (Action(stage, F, index) for stage in place.stages for index in range(count))
 
 
-def gpipe(place: RankStages, count: int) -> Iterator[Action]:
-    """Yields all forwards, then all backwards.
-
-    Args:
-        place: The rank, with one stage.
-        count: Number of micro-batches.
-    """
+def _gpipe(place: RankStages, count: int) -> Iterator[Action]:
     (stage,) = place.stages
     yield from (Action(stage, F, index) for index in range(count))
     yield from (Action(stage, B, index) for index in range(count))
 
 
-def looped_bfs(place: RankStages, count: int) -> Iterator[Action]:
-    """Yields all micro-batches of a stage before the next stage's, and back.
-
-    Args:
-        place: The rank.
-        count: Number of micro-batches.
-    """
+def _looped_bfs(place: RankStages, count: int) -> Iterator[Action]:
     yield from forward_only(place, count)
     for stage in reversed(place.stages):
         yield from (Action(stage, B, index) for index in reversed(range(count)))
 
 
 def one_forward_one_backward(place: RankStages, count: int) -> Iterator[Action]:
-    """Yields one forward per later stage first, then forwards and backwards in turn.
-
-    Args:
-        place: The rank, with one stage.
-        count: Number of micro-batches.
-    """
+    """Yields one forward per later stage first, then forwards and backwards in turn."""
     (stage,) = place.stages
     warmup = min(place.num_ranks - 1 - place.rank, count)
     yield from (Action(stage, F, index) for index in range(warmup))
@@ -108,13 +86,8 @@ def one_forward_one_backward(place: RankStages, count: int) -> Iterator[Action]:
     yield from (Action(stage, B, index) for index in range(count - warmup, count))
 
 
-def interleaved(place: RankStages, count: int) -> Iterator[Action]:
-    """Yields a round of micro-batches of a stage, then of the rank's next stage.
-
-    Args:
-        place: The rank.
-        count: Number of micro-batches; they run in equal rounds, each of at least as many as ranks.
-    """
+def _interleaved(place: RankStages, count: int) -> Iterator[Action]:
+    # A round of micro-batches of a stage, then of the rank's next stage. The rounds are equal.
     size = count // max(1, count // place.num_ranks)
     forwards = list(_in_rounds(F, place.stages, size, count))
     backwards = list(_in_rounds(B, place.stages[::-1], size, count))
@@ -136,19 +109,9 @@ def _in_rounds(
             yield from (Action(stage, kind, index) for index in range(first, first + size))
 
 
-F, I, W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
-
-
-def zb_h1(place: RankStages, count: int) -> Iterator[Action]:
-    """Yields 1F1B, with each weights' part delayed by one micro-batch per earlier rank.
-
-    So each rank has as many micro-batches in flight as the first rank. The weights' parts of the
-    last micro-batches fill the time in which 1F1B drains.
-
-    Args:
-        place: The rank, with one stage.
-        count: Number of micro-batches.
-    """
+def _zb_h1(place: RankStages, count: int) -> Iterator[Action]:
+    # Each weights' part is delayed by one micro-batch per earlier rank, so each rank has as many
+    # micro-batches in flight as the first rank. The last ones fill the time in which 1F1B drains.
     (stage,) = place.stages
     warmup = min(place.num_ranks - 1 - place.rank, count)
     yield from (Action(stage, F, index) for index in range(warmup))
@@ -161,80 +124,73 @@ def zb_h1(place: RankStages, count: int) -> Iterator[Action]:
     yield from (Action(stage, W, index) for index in range(max(0, count - place.rank), count))
 
 
-def zbv(place: RankStages, count: int) -> Iterator[Action]:
-    """Yields the actions of the V schedule, down one arm of the V and up the other.
+def _v_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Turns at each end: a rank's next stage receives from the rank to which its last one sends."""
+    there = tuple(range(num_ranks))
+    return sum((there[:: -1 if lap % 2 else 1] for lap in range(stages_per_rank)), start=())
 
-    Args:
-        place: The rank, with two stages.
-        count: Number of micro-batches.
-    """
+
+def _zbv(place: RankStages, count: int) -> Iterator[Action]:
     # With too few micro-batches to fill the pipeline: the full order without the missing ones.
     full = max(2 * place.num_ranks - 1, count)
     return (action for action in _full_v(place, full) if action.microbatch_index < count)
 
 
 def _full_v(place: RankStages, count: int) -> Iterator[Action]:
-    down, up = (_Arm(stage) for stage in place.stages)
+    dplace, up = place.stages  # the arms of the V
+    done: Counter[tuple[int, ActionKind]] = Counter()
     before, behind = place.rank, place.num_ranks - place.rank  # `behind` includes this rank
+
+    def run(stage: int, *kinds: ActionKind) -> Iterator[Action]:
+        for kind in kinds:
+            yield Action(stage, kind, done[stage, kind])
+            done[stage, kind] += 1
+
     for _ in range(2 * behind - 1):
-        yield down.next(F)
+        yield from run(dplace, F)
     for _ in range(before):
-        yield up.next(F)
-        yield down.next(F)
+        yield from run(up, F)
+        yield from run(dplace, F)
     for _ in range(behind):
-        yield from (up.next(F), up.next(I), up.next(W))
-    while up.done(F) < count:
-        if down.done(F) < count:
-            yield down.next(F)
-        yield from (down.next(I), down.next(W))
-        yield from (up.next(F), up.next(I), up.next(W))
+        yield from run(up, F, I, W)
+    while done[up, F] < count:
+        if done[dplace, F] < count:
+            yield from run(dplace, F)
+        yield from run(dplace, I, W)
+        yield from run(up, F, I, W)
     for _ in range(before):
-        yield from (down.next(I), up.next(I))
+        yield from run(dplace, I)
+        yield from run(up, I)
     for _ in range(behind):
-        yield from (down.next(I), down.next(W))
-    for arm in (up, down):
-        yield from (arm.next(W) for _ in range(count - arm.done(W)))
-
-
-class _Arm:
-    """Yields the actions of one stage, each kind with its micro-batches in order."""
-
-    def __init__(self, stage: int) -> None:
-        self._stage = stage
-        self._done = dict.fromkeys((F, I, W), 0)
-
-    def next(self, kind: ActionKind) -> Action:
-        index = self._done[kind]
-        self._done[kind] += 1
-        return Action(self._stage, kind, index)
-
-    def done(self, kind: ActionKind) -> int:
-        return self._done[kind]
+        yield from run(dplace, I, W)
+    for stage in (up, down):
+        while done[stage, W] < count:
+            yield from run(stage, W)
 
 
 # --- the families --------------------------------------------------------------------------------
+
 
 _ROUNDS = MicrobatchRule(
     lambda num_ranks, count: count % max(1, count // num_ranks) == 0,
     "they pass the ranks in equal rounds, each of at least as many as there are ranks",
 )
-
 SYNCHRONOUS = (
-    ScheduleFamily("gpipe", gpipe),
+    ScheduleFamily("gpipe", _gpipe),
     ScheduleFamily("1f1b", one_forward_one_backward),
     ScheduleFamily(
         "interleaved_1f1b",
-        interleaved,
+        _interleaved,
         fewest_stages=2,
         most_stages=None,
         microbatch_rule=_ROUNDS,
     ),
-    ScheduleFamily("looped_bfs", looped_bfs, fewest_stages=2, most_stages=None),
-    ScheduleFamily("zb_h1", zb_h1, splits_backward=True),
+    ScheduleFamily("looped_bfs", _looped_bfs, fewest_stages=2, most_stages=None),
+    ScheduleFamily("zb_h1", _zb_h1, splits_backward=True),
     ScheduleFamily(
         "zbv",
-        zbv,
-        place=v_placement,
+        _zbv,
+        place=_v_placement,
         fewest_stages=2,
         most_stages=2,
         splits_backward=True,

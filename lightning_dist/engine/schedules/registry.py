@@ -1,7 +1,6 @@
 """The schedules by name: the order, the placement of the stages, and the sizes of each.
 
-The orders are drawn in :mod:`.schedules.orders`. Families are listed there, and in
-:mod:`.schedules.asynchronous`.
+The families are in :mod:`.schedules.orders` and :mod:`.schedules.asynchronous`.
 
 ====================  ===============  =======================================================
 name                  stages per rank  in short
@@ -15,22 +14,19 @@ name                  stages per rank  in short
 ``pipedream``         1                no bubble; each micro-batch is a batch with an update
 ``pipedream_2bw``     1                no bubble; an update per batch, one batch late
 ====================  ===============  =======================================================
-
-:class:`PipelineShape` describes a rank's part of a pipeline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import MappingProxyType
 
+from lightning_dist.engine.common.names import nearest
 from lightning_dist.engine.schedules.asynchronous import ASYNCHRONOUS
-from lightning_dist.engine.schedules.csv_file import ScheduleFile, read_schedule
-from lightning_dist.engine.schedules.family import ScheduleFamily
+from lightning_dist.engine.schedules.csv_file import ScheduleFile
+from lightning_dist.engine.schedules.family import ScheduleFamily, ranks_from
 from lightning_dist.engine.schedules.orders import SYNCHRONOUS, forward_only
-from lightning_dist.engine.schedules.placement import rank_places
 from lightning_dist.engine.schedules.schedule import Schedule
 
 _FILE = "file:"
@@ -41,7 +37,7 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
 SCHEDULE_NAMES = tuple(FAMILIES)
 
 
-def find_schedules(name: str) -> ScheduleFamily | ScheduleFile:
+def find_schedules(name: str) -> ScheduleFamily:
     """Returns the kind of schedule of a name.
 
     Args:
@@ -51,12 +47,10 @@ def find_schedules(name: str) -> ScheduleFamily | ScheduleFile:
         ValueError: There is no schedule of that name, or the file cannot be read or executed.
     """
     if name.startswith(_FILE):
-        return ScheduleFile(name, read_schedule(name.removeprefix(_FILE)))
+        return ScheduleFile.read(name, name.removeprefix(_FILE))
     if name not in FAMILIES:
-        near = get_close_matches(name.casefold(), FAMILIES)
-        meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ValueError(
-            f"schedule={name!r} is unknown.{meant} Use one of {list(FAMILIES)},"
+            f"schedule={name!r} is unknown.{nearest(name, FAMILIES)} Use one of {list(FAMILIES)},"
             " or 'file:my_schedule.csv'."
         )
     return FAMILIES[name]
@@ -104,9 +98,7 @@ def build_forward_schedule(rank_of_stage: tuple[int, ...], num_microbatches: int
         rank_of_stage: The rank of each stage.
         num_microbatches: Number of micro-batches of the batch.
     """
-    ranks = tuple(
-        tuple(forward_only(place, num_microbatches)) for place in rank_places(rank_of_stage)
-    )
+    ranks = ranks_from(forward_only, rank_of_stage, num_microbatches)
     return Schedule("forward", len(rank_of_stage), num_microbatches, ranks)
 
 

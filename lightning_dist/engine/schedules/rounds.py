@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
-from lightning_dist.engine.schedules.csv_file import ScheduleFile
 from lightning_dist.engine.schedules.family import ScheduleFamily
 from lightning_dist.engine.schedules.lowering import lower
 from lightning_dist.engine.schedules.registry import (
@@ -50,7 +49,7 @@ class Stream:
 
     def __init__(
         self,
-        schedules: ScheduleFamily | ScheduleFile,
+        schedules: ScheduleFamily,
         rank_of_stage: tuple[int, ...],
         *,
         num_microbatches: int,

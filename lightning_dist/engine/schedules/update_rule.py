@@ -3,21 +3,9 @@
 A rule names the delay of an update on each rank, in batches, and whether all stages update
 together. From these two follow the places of the updates in a schedule, the weights that a batch
 uses, and whether stages can agree about an update. Other modules ask for these facts, and never
-which rule they have. So a new rule is one class, beside the family of schedules that uses it.
-
-=============================  ==============  ===============  ====================================
-rule                           delay on rank   stages update    from
-                               r of n
-=============================  ==============  ===============  ====================================
-:class:`FlushedUpdate`         0               together         any synchronous schedule
-:class:`PerBackwardUpdate`     n - 1 - r       by themselves    PipeDream (Narayanan et al., SOSP
-                                                                2019, sections 3.2 and 3.3)
-:class:`DoubleBufferedUpdate`  1               together         PipeDream-2BW (Narayanan et al.,
-                                                                ICML 2021, section 3.1)
-=============================  ==============  ===============  ====================================
-
-Under each rule an update uses the hyperparameters of its own batch, and an update that is skipped
-makes a version of the weights all the same.
+which rule they have. So the rules of asynchronous schedules are in :mod:`.schedules.asynchronous`,
+beside their families. Under each rule an update uses the hyperparameters of its own batch, and an update
+that is skipped makes a version of the weights all the same.
 """
 
 from __future__ import annotations

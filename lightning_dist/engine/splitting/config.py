@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
-from lightning_dist.engine.schedules.csv_file import ScheduleFile
 from lightning_dist.engine.schedules.family import ScheduleFamily
 from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
 from lightning_dist.engine.schedules.update_rule import UpdateRule, WeightVersions
@@ -162,7 +161,7 @@ class PipelineConfig:
         return partial(extrapolated, optimizer)
 
     @property
-    def schedules(self) -> ScheduleFamily | ScheduleFile:
+    def schedules(self) -> ScheduleFamily:
         """The kind of schedule."""
         return find_schedules(self.schedule)
 
