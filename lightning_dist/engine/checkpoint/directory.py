@@ -28,29 +28,17 @@ class NotSavedError(OSError):
 
 
 def temporary_name(target: Path) -> Path:
-    """Returns the temporary path of a checkpoint that is being written.
-
-    Args:
-        target: The checkpoint's own path.
-    """
+    """Returns the temporary path of a checkpoint that is being written."""
     return target.with_name(f".{target.name}.saving")
 
 
 def aside_name(target: Path) -> Path:
-    """Returns the path of the replaced directory, for file systems that cannot exchange names.
-
-    Args:
-        target: The checkpoint's own path.
-    """
+    """Returns the path of the replaced directory, for file systems that cannot exchange names."""
     return target.with_name(f"{target.stem}.replaced{target.suffix}")
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
-    """Returns the path of a checkpoint, or of the replaced one if a save died while renaming.
-
-    Args:
-        path: The checkpoint's own path.
-    """
+    """Returns the path of a checkpoint, or of the replaced one if a save died while renaming."""
     target = Path(path)
     aside = aside_name(target)
     return aside if not target.exists() and aside.exists() else target
@@ -77,15 +65,7 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchanges the names of two files or directories in one step.
-
-    Args:
-        one: Path of the first file or directory.
-        other: Path of the second one, in the same file system.
-
-    Returns:
-        Whether the file system supports the exchange; if not, nothing has changed.
-    """
+    """Exchanges two names in one step; returns False, with nothing changed, if it is impossible."""
     if sys.platform != "linux":
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -101,11 +81,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file's contents, or a directory's names, are on the disk.
-
-    Args:
-        path: The file or directory.
-    """
+    """Waits until a file's contents, or a directory's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -114,11 +90,7 @@ def flush(path: Path) -> None:
 
 
 def withdraw(target: Path) -> None:
-    """Removes a checkpoint; at each instant its path is a whole checkpoint or does not exist.
-
-    Args:
-        target: The checkpoint's own path.
-    """
+    """Removes a checkpoint; at each instant its path is a whole checkpoint or does not exist."""
     temporary = temporary_name(target)
     remove(temporary)
     if os.path.lexists(target):
@@ -128,11 +100,7 @@ def withdraw(target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a directory, if there is one.
-
-    Args:
-        path: The file, link or directory.
-    """
+    """Removes a file, a link or a directory, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -141,14 +109,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def removed_on_failure(temporary: Path) -> Iterator[None]:
-    """Returns a context manager that removes a save's temporary files if the save fails.
-
-    Args:
-        temporary: The path that the save writes to.
-
-    Yields:
-        Nothing.
-    """
+    """Returns a context manager that removes a save's temporary files if the save fails."""
     try:
         yield
     except BaseException:
@@ -161,12 +122,7 @@ def removed_on_failure(temporary: Path) -> Iterator[None]:
 
 
 def describe_failure(path: str | os.PathLike[str], error: BaseException) -> str:
-    """Returns a sentence on a save that has failed, with the free bytes of its disk.
-
-    Args:
-        path: Path of the checkpoint.
-        error: The error that ended the save.
-    """
+    """Returns a sentence on a save that an error has ended, with the free bytes of its disk."""
     if isinstance(error, NotSavedError):
         return str(error)
     why = f"{type(error).__name__}: {error}".rstrip(".")
@@ -180,10 +136,6 @@ def describe_failure(path: str | os.PathLike[str], error: BaseException) -> str:
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Returns whether an error or one of its causes is an error of the file system.
-
-    Args:
-        error: The error that a save has raised.
-    """
+    """Returns whether an error or one of its causes is an error of the file system."""
     before = error.__cause__ or error.__context__
     return isinstance(error, OSError) or (before is not None and is_storage_error(before))

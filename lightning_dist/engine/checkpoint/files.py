@@ -58,20 +58,12 @@ SECTIONS = {"state_dict": "model", "current_model_state": "current"}
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a checkpoint is a directory of shards.
-
-    Args:
-        path: Path of the checkpoint.
-    """
+    """Returns whether a checkpoint is a directory of shards."""
     return (files.resolve(path) / _METADATA_FILE).is_file()
 
 
 def merge_command(path: str | os.PathLike[str]) -> str:
-    """Returns the command line that makes one file of a sharded checkpoint.
-
-    Args:
-        path: The checkpoint's directory.
-    """
+    """Returns the command line that makes one file of a sharded checkpoint."""
     words = ("python", "-m", "lightning_dist", "merge", os.fspath(path), "whole.ckpt")
     return shlex.join(words)
 
@@ -188,10 +180,7 @@ def _finish(rest: dict[str, Any], temporary: Path, target: Path) -> None:
 
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a file and flushes it to the disk.
-
-    torch's own writer, used for a path, does not raise the file system's errors.
-    """
+    """Writes and flushes; torch's own writer, used for a path, hides the file system's errors."""
     with path.open("wb") as file:
         write(file)
         file.flush()

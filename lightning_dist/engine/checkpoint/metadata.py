@@ -50,11 +50,7 @@ class ShardReader(FileSystemReader):
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the reason why torch refused a file, without torch's advice to trust the file.
-
-    Args:
-        error: The error that ``torch.load`` has raised.
-    """
+    """Returns why ``torch.load`` refused a file, without torch's advice to trust the file."""
     lines = [line.strip() for line in str(error).splitlines()] or [""]
     return next((line for line in lines if "GLOBAL" in line), lines[0])
 

@@ -108,20 +108,12 @@ def state_by_name(
 
 
 def is_named(state: Mapping[str, Any]) -> bool:
-    """Returns whether an optimizer state dict has names for numbers.
-
-    Args:
-        state: An ordinary state dict, or a result of :func:`state_by_name`.
-    """
+    """Returns whether an optimizer state dict has names for numbers."""
     return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
 
 
 def to_numbers(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts an optimizer state dict by names to an ordinary one.
-
-    Args:
-        named: A result of :func:`state_by_name`; may hold any part of the states.
-    """
+    """Converts all or a part of an optimizer state dict by names to an ordinary one."""
     numbers: dict[str, int] = {}
     for group in named["param_groups"]:
         for name in group["params"]:

@@ -20,11 +20,7 @@ FirstNames = Mapping[str, str]
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
-    """Returns the first names of the parameters that have several names.
-
-    Args:
-        module: The whole model.
-    """
+    """Returns the first names of the parameters that have several names in the whole model."""
     firsts: dict[int, str] = {}
     every = module.named_parameters(remove_duplicate=False)
     pairs = [(name, firsts.setdefault(id(parameter), name)) for name, parameter in every]
@@ -48,12 +44,7 @@ def fold(
 
 
 def unfold(checkpoint: dict[str, Any], sections: Iterable[str]) -> None:
-    """Restores all names of each tied parameter, on one tensor.
-
-    Args:
-        checkpoint: A result of :func:`fold`, changed in place.
-        sections: As for :func:`fold`.
-    """
+    """Restores all names of each tied parameter, on one tensor; undoes :func:`fold` in place."""
     firsts = checkpoint.pop(_KEY, {})
     for key in checkpoint.keys() & set(sections):
         state = checkpoint[key]
@@ -61,11 +52,7 @@ def unfold(checkpoint: dict[str, Any], sections: Iterable[str]) -> None:
 
 
 def with_other_names(checkpoint: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Lists the other names of tied parameters, by first name.
-
-    Args:
-        checkpoint: A result of :func:`fold`.
-    """
+    """Lists the other names of tied parameters by first name, from a result of :func:`fold`."""
     others: dict[str, list[str]] = {}
     for name, first in checkpoint.get(_KEY, {}).items():
         others.setdefault(first, []).append(name)

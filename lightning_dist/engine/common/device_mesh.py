@@ -25,14 +25,6 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
 
 
 def axis(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
-    """Returns this rank's part of a mesh along some axes.
-
-    Args:
-        mesh: The mesh that :func:`build_mesh` returned.
-        names: Names of the axes.
-
-    Returns:
-        The mesh of the named axes that exist; None if none of them exists.
-    """
+    """Returns this rank's part of a mesh along those of some axes that exist; None if none does."""
     present = tuple(name for name in names if name in (mesh.mesh_dim_names or ()))
     return mesh[present] if present else None

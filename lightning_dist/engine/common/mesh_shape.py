@@ -56,14 +56,7 @@ class MeshShape:
         return self.dp_replicate * self.dp_shard
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns the place of a rank.
-
-        Args:
-            rank: Global rank.
-
-        Returns:
-            The rank's index along each axis.
-        """
+        """Returns the index of a global rank along each axis."""
         places: dict[str, int] = {}
         for name in reversed(AXES):
             rank, places[name] = divmod(rank, self.sizes[name])
@@ -82,15 +75,7 @@ class MeshShape:
         return places["dp_replicate"] * self.dp_shard + places["dp_shard"]
 
     def peers(self, rank: int, *axes: str) -> list[int]:
-        """Lists the ranks that have a rank's place along all axes but some.
-
-        Args:
-            rank: Global rank.
-            axes: The axes along which the place may differ.
-
-        Returns:
-            Global ranks in mesh order, the given rank among them.
-        """
+        """Lists the ranks with a rank's place along all axes but some, in mesh order."""
         own = self.coordinates(rank)
         return [
             other
@@ -99,11 +84,7 @@ class MeshShape:
         ]
 
     def axes_between(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """Lists the axes along which ranks differ, outermost first.
-
-        Args:
-            ranks: Global ranks.
-        """
+        """Lists the axes along which global ranks differ, outermost first."""
         places = [self.coordinates(rank) for rank in ranks]
         return tuple(axis for axis in AXES if len({place[axis] for place in places}) > 1)
 

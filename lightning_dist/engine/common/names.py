@@ -49,22 +49,13 @@ def check_positive(name: str, value: object) -> None:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Returns whether a dotted name matches a pattern.
-
-    Args:
-        name: Dotted name of a module.
-        pattern: A dotted pattern, each part as for :mod:`fnmatch`.
-    """
+    """Returns whether a dotted name matches a dotted pattern, by part as for :mod:`fnmatch`."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def with_stars(name: str) -> str:
-    """Returns the pattern of a name, with ``*`` for each number.
-
-    Args:
-        name: Dotted name of a module.
-    """
+    """Returns the pattern of a dotted name, with ``*`` for each number."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -85,12 +76,7 @@ def nearest(wanted: str, available: Iterable[str]) -> str:
 
 
 def shorten(entries: Sequence[str], max_shown: int = 12) -> str:
-    """Lists the first entries and counts the rest.
-
-    Args:
-        entries: Entries to list.
-        max_shown: Number of entries that are shown at most.
-    """
+    """Lists the first entries, up to ``max_shown``, and counts the rest."""
     more = len(entries) - max_shown
     rest = f" and {more} more" if more > 0 else ""
     return (", ".join(entries[:max_shown]) or "none") + rest

@@ -7,23 +7,12 @@ from dataclasses import dataclass
 
 
 def format_count(number: int) -> str:
-    """Returns a count in three digits and a unit.
-
-    Args:
-        number: A count of at least 0.
-    """
+    """Returns a count of at least 0 in three digits and a unit."""
     return _three_digits(number, ("", "K", "M", "B"))
 
 
 def scale_of_bytes(num_bytes: float) -> tuple[float, str]:
-    """Chooses a unit for an axis, in powers of 1000.
-
-    Args:
-        num_bytes: The largest number of bytes that the axis shows.
-
-    Returns:
-        Bytes per unit, and the unit's name.
-    """
+    """Returns bytes per unit and the unit's name, for an axis up to a number of bytes."""
     scale, names = 1.0, ["B", "kB", "MB", "GB", "TB"]
     while num_bytes >= 1000 * scale and len(names) > 1:
         scale, names = scale * 1000, names[1:]
@@ -31,11 +20,7 @@ def scale_of_bytes(num_bytes: float) -> tuple[float, str]:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Returns a size in three digits and a unit, in powers of 1000.
-
-    Args:
-        num_bytes: A number of bytes of at least 0.
-    """
+    """Returns a size of at least 0 bytes in three digits and a unit, in powers of 1000."""
     return _three_digits(num_bytes, ("B", "kB", "MB", "GB", "TB"))
 
 

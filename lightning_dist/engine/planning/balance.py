@@ -57,11 +57,7 @@ class Balance:
         return 1.0 - self.better_step_seconds / self.step_seconds if self.step_seconds else 0.0
 
     def stage_seconds(self, cut: tuple[int, ...]) -> tuple[float, ...]:
-        """Returns the time that each stage spends on a micro-batch.
-
-        Args:
-            cut: Layers per stage.
-        """
+        """Returns the time that each stage of a cut spends on a micro-batch."""
         costs = self.costs.of_stages(cut)
         pairs = zip(costs.forward_seconds, costs.backward_seconds, strict=True)
         return tuple(forward + backward for forward, backward in pairs)

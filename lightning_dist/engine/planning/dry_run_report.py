@@ -56,11 +56,7 @@ class DryRunSummary:
     rank_of_stage: tuple[int, ...]
 
     def kind_of(self, rank: int) -> RankKind:
-        """Returns the kind of a rank.
-
-        Args:
-            rank: Global rank.
-        """
+        """Returns the kind of a global rank."""
         stage = self.rank_of_stage.index(self.mesh.coordinates(rank)["pp"])
         return next(kind for kind in self.kinds if stage in kind.stages)
 
@@ -78,11 +74,7 @@ class DryRunSummary:
 
 
 def collapse(kinds: Iterable[RankKind]) -> tuple[RankKind, ...]:
-    """Merges equal kinds of ranks.
-
-    Args:
-        kinds: Kinds of ranks, one per stage.
-    """
+    """Merges equal kinds of ranks, given one per stage."""
     groups: dict[RankKind, list[RankKind]] = {}
     for kind in kinds:
         groups.setdefault(replace(kind, stages=(), num_ranks=0), []).append(kind)

@@ -48,12 +48,7 @@ class LayerCosts:
 
     @classmethod
     def of_parts(cls, parts: Sequence[LayerCosts]) -> LayerCosts:
-        """Creates a layer's costs from those of its submodules.
-
-        Args:
-            parts: Costs of the submodules in the order in which they run; the last submodule's
-                output is the layer's.
-        """
+        """Creates a layer's costs from those of its submodules, in the order in which they run."""
         return cls(
             name=", ".join(part.name for part in parts),
             forward_seconds=sum(part.forward_seconds for part in parts),
@@ -107,11 +102,7 @@ class StepCosts:
 
     @classmethod
     def of_ranks(cls, profiles: Sequence[RankProfile]) -> StepCosts:
-        """Creates the costs from all ranks' profiles; replicas of a layer are averaged.
-
-        Args:
-            profiles: Profiles of all ranks of all replicas.
-        """
+        """Creates the costs from the profiles of all ranks; replicas of a layer are averaged."""
         num_layers = 1 + max(index for profile in profiles for index in profile.layers)
         layers = [[p.layers[i] for p in profiles if i in p.layers] for i in range(num_layers)]
         own_forward, loss_forward = _split_off_loss([p.own_forward_seconds for p in profiles])
@@ -126,11 +117,7 @@ class StepCosts:
         )
 
     def of_stages(self, layers_per_stage: Sequence[int]) -> StageCosts:
-        """Returns the costs of the stages of a partition.
-
-        Args:
-            layers_per_stage: The partition.
-        """
+        """Returns the costs of the stages of a partition."""
         ends = list(accumulate(layers_per_stage))
         stages = [self.layers[end - n : end] for end, n in zip(ends, layers_per_stage, strict=True)]
         forward = [self.own_forward_seconds + sum(c.forward_seconds for c in s) for s in stages]

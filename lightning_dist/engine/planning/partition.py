@@ -135,14 +135,7 @@ def partition_layers(
 def _add_stage(
     best: Sequence[float], sums: Sequence[float], links: Sequence[float], first: Sequence[int]
 ) -> tuple[list[float], list[int]]:
-    """Extends the optimum of the first j layers by one stage.
-
-    Args:
-        best: Bottleneck of the first j layers on the stages before, for each j.
-        sums: Cost of the first j layers, for each j.
-        links: Cost of the link behind the first j layers, for each j.
-        first: First layer at which a stage that ends at j may begin, for each j.
-    """
+    """Extends the optimum ``best[j]`` of the first j layers by one stage, for each j."""
     before = [max(pair) for pair in zip(best, links, strict=True)]
     extended = [_INFINITY] * len(best)
     cut = [0] * len(best)

@@ -134,9 +134,6 @@ def swapped_parameters(module: nn.Module, copies: Copies) -> Iterator[None]:
     Args:
         module: The module, of any depth; a shared parameter is swapped everywhere.
         copies: Copies by parameter; copies of other modules' parameters are ignored.
-
-    Yields:
-        Nothing.
     """
     # The dict that `functional_call` writes to. `setattr` would change the parameters' order.
     places = [

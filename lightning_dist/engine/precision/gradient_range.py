@@ -74,11 +74,7 @@ def measure(gradients: Mapping[str, Tensor], dtype: torch.dtype, scale: float) -
 
 
 def merge(parts: Iterable[Ranges]) -> Ranges:
-    """Adds the counts of several ranks; replicas have equal counts, so the shares do not change.
-
-    Args:
-        parts: The counts of each rank.
-    """
+    """Adds the counts of several ranks; replicas have equal counts, so the shares do not change."""
     total: dict[str, GradientRange] = {}
     for part in parts:
         for layer, counts in part.items():

@@ -40,11 +40,7 @@ class LossScale:
     num_skipped: int = 0
 
     def end_step(self, *, overflowed: bool) -> None:
-        """Counts a step, and changes the scale.
-
-        Args:
-            overflowed: Whether the step was skipped because its gradients were not finite.
-        """
+        """Counts a step, skipped if gradients overflowed, and changes the scale."""
         self.num_steps += 1
         self.num_skipped += overflowed
         self.num_good = 0 if overflowed else self.num_good + 1
@@ -62,11 +58,7 @@ class LossScale:
         return {name: state[name] for name in ("value", "num_good", "num_steps", "num_skipped")}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores the state of another run; a fixed scale keeps its value.
-
-        Args:
-            state: The dict that :meth:`state_dict` returned.
-        """
+        """Restores the state that :meth:`state_dict` returned; a fixed scale keeps its value."""
         if self.is_dynamic:
             self.value = float(state["value"])
         self.num_good = int(state["num_good"])

@@ -40,11 +40,7 @@ class Overflow(Protocol):
         """
 
     def outcomes(self) -> Iterator[bool]:
-        """Reports the steps that are decided on all ranks and not reported before, in order.
-
-        Yields:
-            Whether the step has overflowed.
-        """
+        """Yields whether steps overflowed, of those decided on all ranks and not yet reported."""
 
 
 class LocalOverflow:
@@ -179,11 +175,7 @@ class PerStageOverflow:
 
 
 def are_finite(gradients: Iterable[Tensor]) -> bool:
-    """Returns whether all elements are finite.
-
-    Args:
-        gradients: The gradients; of a sharded gradient, this rank's shard is checked.
-    """
+    """Returns whether all elements of gradients are finite; of a sharded one, this rank's."""
     votes = [local_part(gradient).isfinite().all() for gradient in gradients]
     return not votes or bool(torch.stack(votes).all().item())
 

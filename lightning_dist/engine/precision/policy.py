@@ -45,12 +45,7 @@ class HalfPrecision:
         return any(_LOSS in part.lower() for part in self.keep_fp32)
 
     def is_loss(self, name: str, module: nn.Module) -> bool:
-        """Returns whether a module is kept because it is a loss, whose value must not be rounded.
-
-        Args:
-            name: The module's dotted name.
-            module: A kept module.
-        """
+        """Returns whether a kept module is a loss, whose value must not be rounded."""
         return self.keeps_loss and _LOSS in f"{name} {original_class(module).__name__}".lower()
 
     def kept(self, root: nn.Module) -> dict[str, nn.Module]:
@@ -110,9 +105,6 @@ class HalfPrecision:
     def convert(self, root: nn.Module) -> None:
         """Casts the parameters themselves to half precision, unless ``master_weights``.
 
-        Args:
-            root: The user's module, changed in place.
-
         Raises:
             ValueError: A parameter is of another dtype, or a module has been scripted.
         """
@@ -127,26 +119,14 @@ class HalfPrecision:
                 parameter.data = parameter.data.to(self.dtype)
 
     def dtype_into(self, root: nn.Module, path: str) -> torch.dtype:
-        """Returns the dtype of the input of a module below the root.
-
-        Args:
-            root: The user's module.
-            path: Dotted name of the module below.
-        """
+        """Returns the dtype of the input of a module below the user's, by its dotted path."""
         entries = [name for name, _ in self.entries(root)]
         is_half = any(_is_in(path, entry) for entry in entries)
         is_kept = any(_is_in(path, name) for name in self.kept(root))
         return self.dtype if is_half and not is_kept else torch.float32
 
     def entries(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Lists the outermost modules that a step calls and that compute in half precision.
-
-        Args:
-            root: The user's module.
-
-        Yields:
-            Dotted names and modules.
-        """
+        """Yields names and modules: the outermost that a step calls and that compute in half."""
         kept = self.kept(root)
         for name, module in _called(root):
             inside = {n for n, m in module.named_modules(prefix=name) if _has_floats(m)}

@@ -51,9 +51,6 @@ def as_in_step(module: nn.Module, half: HalfPrecision) -> Iterator[None]:
     Args:
         module: The user's module.
         half: Chooses the modules that compute in half precision.
-
-    Yields:
-        Nothing.
     """
     casts = HalfCasts(module, half)
     try:

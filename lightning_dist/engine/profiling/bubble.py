@@ -38,12 +38,7 @@ def measured_bubble(records: Sequence[RankRecord], shape: PipelineShape) -> floa
 
 
 def step_timeline(records: Sequence[RankRecord], step: int) -> Timeline:
-    """Returns the timeline of one step, between its begin and end on each rank.
-
-    Args:
-        records: Records of all ranks, on one clock.
-        step: Index of the step among the timed ones.
-    """
+    """Returns the timeline of one timed step, between its begin and end on each rank."""
     found: list[Span] = []
     for record in records:
         start, end = record.steps[step]

@@ -1,17 +1,8 @@
-"""One rank's measurements of some training steps, to be sent to another rank.
-
-:func:`estimate_offset` estimates how far another host's clock is ahead, from round trips.
-
-The answer was written somewhere between the sending and the receiving, so half of the round trip
-bounds the error, whatever time each way took. The quickest of several round trips gives the best
-bound (D. L. Mills, RFC 5905; F. Cristian, Distributed Computing 3, 1989).
-
-A :class:`Phase` is work of the training loop around the steps, of which a schedule knows nothing.
-"""
+"""One rank's measurements of some training steps, to be sent to another rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
@@ -22,26 +13,6 @@ from lightning_dist.engine.planning.traffic import Traffic
 from lightning_dist.engine.profiling.exposure import Exposure
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.timeline import Span
-
-
-@dataclass(frozen=True, slots=True)
-class Ping:
-    """A question and its answer, in seconds.
-
-    Attributes:
-        sent: When the question was sent, by the asking rank's clock.
-        answered: When the question was answered, by the answering rank's clock.
-        received: When the answer was received, by the asking rank's clock.
-    """
-
-    sent: float
-    answered: float
-    received: float
-
-    @property
-    def round_trip_seconds(self) -> float:
-        """Time of question and answer together."""
-        return self.received - self.sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +28,8 @@ class ClockOffset:
     uncertainty_seconds: float = 0.0
 
 
-def estimate_offset(pings: Sequence[Ping]) -> ClockOffset:
-    """Returns how far the answering rank's clock is ahead of the asking rank's.
-
-    Args:
-        pings: At least one ping.
-    """
-    best = min(pings, key=lambda ping: ping.round_trip_seconds)
-    middle = (best.sent + best.received) / 2
-    return ClockOffset(best.answered - middle, best.round_trip_seconds / 2)
-
-
 class PhaseKind(StrEnum):
-    """Kind of the loop's work."""
+    """Kind of the training loop's work around the steps, of which a schedule knows nothing."""
 
     DATA_LOADING = "data loading"
     """Waits for the next batch, and moves it to the device."""
@@ -188,11 +148,7 @@ class RankRecord:
     layers: Mapping[int, LayerCosts] = field(default_factory=dict)
 
     def on_clock(self, offset: ClockOffset) -> RankRecord:
-        """Returns the same record in seconds of another clock.
-
-        Args:
-            offset: How far this rank's clock is ahead of the other one.
-        """
+        """Returns the same record on a clock from which this rank's has the given offset."""
         ahead = offset.seconds
 
         def moved(item: _Timed) -> _Timed:

@@ -1,16 +1,14 @@
 """The joined measurements of all ranks: the results, and the numbers for loggers.
 
-:func:`find_peak_flops` returns a device's peak operations per second, by the device's name.
-
-The peaks are those of dense matrix products, from NVIDIA's data sheets. MFU (Chowdhery et al.,
-2022, appendix B) is a run's share of the peak. A device that is not listed has no MFU, and a CPU
-never has one.
+The devices' peaks are those of dense matrix products, from NVIDIA's data sheets. MFU (Chowdhery et
+al., 2022, appendix B) is a run's share of the peak. A device that is not listed has no MFU, and a
+CPU never has one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median_low
@@ -27,33 +25,19 @@ from lightning_dist.engine.profiling.bubble import (
 from lightning_dist.engine.profiling.record import ClockOffset, RankPlace, RankRecord
 from lightning_dist.engine.schedules.timeline import Timeline
 
-
-@dataclass(frozen=True, slots=True)
-class PeakFlops:
-    """The peak of one device, in FLOPs per second.
-
-    Attributes:
-        float32: Peak in fp32.
-        half: Peak in bf16 or fp16 on tensor cores.
-    """
-
-    float32: float
-    half: float
-
-
 _TERA = 1e12
-_PEAKS = MappingProxyType(
+_PEAKS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
-        # A name that contains another one must come first.
-        "H200": PeakFlops(66.9 * _TERA, 989.4 * _TERA),
-        "H100 PCIe": PeakFlops(51.2 * _TERA, 756.0 * _TERA),
-        "H100": PeakFlops(66.9 * _TERA, 989.4 * _TERA),
-        "A100": PeakFlops(19.5 * _TERA, 312.0 * _TERA),
-        "A30": PeakFlops(10.3 * _TERA, 165.0 * _TERA),
-        "V100": PeakFlops(15.7 * _TERA, 125.0 * _TERA),
-        "L40S": PeakFlops(91.6 * _TERA, 362.0 * _TERA),
-        "L4": PeakFlops(30.3 * _TERA, 121.0 * _TERA),
-        "T4": PeakFlops(8.1 * _TERA, 65.0 * _TERA),
+        # TFLOPS in fp32, and in 16 bits on tensor cores. A name that contains another one is first.
+        "H200": (66.9, 989.4),
+        "H100 PCIe": (51.2, 756.0),
+        "H100": (66.9, 989.4),
+        "A100": (19.5, 312.0),
+        "A30": (10.3, 165.0),
+        "V100": (15.7, 125.0),
+        "L40S": (91.6, 362.0),
+        "L4": (30.3, 121.0),
+        "T4": (8.1, 65.0),
     }
 )
 
@@ -69,9 +53,9 @@ def find_peak_flops(device_name: str, precision: str) -> float | None:
         FLOPs per second; None if the device or the precision is not listed.
     """
     words = device_name.replace("-", " ").split()
-    for name, peak in _PEAKS.items():
+    for name, (full, half) in _PEAKS.items():
         if all(word in words for word in name.split()):
-            return peak.half if "16" in precision else None if "64" in precision else peak.float32
+            return None if "64" in precision else (half if "16" in precision else full) * _TERA
     return None
 
 
@@ -128,11 +112,7 @@ class ProfileReport:
         return cls(moved, tuple(offsets), first_batch)
 
     def batches(self, count: int | None = None) -> str:
-        """Returns a text with the first timed batches, or all.
-
-        Args:
-            count: Number of batches; None for all.
-        """
+        """Returns a text with the first ``count`` timed batches, or all."""
         number = self.num_steps if count is None else count
         first, last = self.first_batch, self.first_batch + number - 1
         return f"batch {first}" if number == 1 else f"batches {first} to {last}"
@@ -160,11 +140,7 @@ class ProfileReport:
         return fmean(account.step_seconds for account in self.accounts)
 
     def share(self, use: Use) -> float:
-        """Returns the share of the ranks' time that had a use.
-
-        Args:
-            use: The use.
-        """
+        """Returns the share of the ranks' time that had a use."""
         return fmean(account.seconds[use] for account in self.accounts) / self.step_seconds
 
     @cached_property

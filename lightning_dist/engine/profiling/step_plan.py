@@ -51,11 +51,7 @@ class StepPlan:
             )
 
     def role(self, batch: int) -> Role:
-        """Returns the role of a batch.
-
-        Args:
-            batch: Index of the batch, counted from the first of the run.
-        """
+        """Returns the role of a batch, counted from the first of the run."""
         place = batch - self.warmup_steps
         if place < 0:
             return Role.NOTHING

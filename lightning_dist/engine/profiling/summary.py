@@ -11,11 +11,7 @@ from lightning_dist.engine.profiling.report import ProfileReport
 
 
 def summary_table(report: ProfileReport) -> Table:
-    """Returns the table of the numbers for the whole run.
-
-    Args:
-        report: Report of all ranks.
-    """
+    """Returns the table of the numbers for the whole run."""
     first, last = report.first_batch, report.first_batch + report.num_steps - 1
     rows = [
         ("batches", f"{first} to {last}, {report.num_steps} timed"),
@@ -38,11 +34,7 @@ def summary_table(report: ProfileReport) -> Table:
 
 
 def time_table(report: ProfileReport) -> Table:
-    """Returns the table of each rank's uses of time, in milliseconds per step.
-
-    Args:
-        report: Report of all ranks.
-    """
+    """Returns the table of each rank's uses of time, in milliseconds per step."""
     uses = [use for use in Use if any(a.seconds[use] > 0 for a in report.accounts)]
     rows = [
         (
@@ -59,11 +51,7 @@ def time_table(report: ProfileReport) -> Table:
 
 
 def memory_table(report: ProfileReport) -> Table:
-    """Returns the table of each rank's memory, measured and predicted.
-
-    Args:
-        report: Report of all ranks.
-    """
+    """Returns the table of each rank's memory, measured and predicted."""
     uses = [record.memory for record in report.records]
     kinds = [
         field.name

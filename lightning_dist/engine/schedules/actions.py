@@ -94,9 +94,5 @@ class Action:
         return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 
     def shifted(self, offset: int) -> Action:
-        """Returns the same action of a later micro-batch.
-
-        Args:
-            offset: Number to add to the micro-batch index.
-        """
+        """Returns the same action of a micro-batch that is later by an offset."""
         return replace(self, microbatch_index=self.microbatch_index + offset)

@@ -36,15 +36,7 @@ class ScheduleFile(ScheduleFamily):
 
     @classmethod
     def read(cls, name: str, path: str) -> ScheduleFile:
-        """Reads the schedule of a file.
-
-        Args:
-            name: Name as the user has written it.
-            path: Path of the file.
-
-        Raises:
-            ValueError: As for :func:`read_schedule`.
-        """
+        """Reads the schedule of a file; see :func:`read_schedule`."""
         schedule = read_schedule(path)
         kinds = {action.kind for actions in schedule.ranks for action in actions}
         return cls(

@@ -18,22 +18,12 @@ _FULL_OR_WEIGHT = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """Returns a schedule with the actions of all passes.
-
-    Args:
-        schedule: A schedule of compute actions only.
-    """
+    """Returns a schedule of compute actions with the actions of all passes."""
     return add_communication(add_updates(schedule))
 
 
 def add_communication(schedule: Schedule) -> Schedule:
-    """Adds a receive before each action that needs another stage's data, and a send after it.
-
-    Stages on the same rank get the same actions.
-
-    Args:
-        schedule: A schedule without communication.
-    """
+    """Adds a receive before each action that needs another stage's data, and a send after it."""
     last = schedule.num_stages - 1
 
     def expand(action: Action) -> Iterator[Action]:
@@ -56,13 +46,7 @@ def add_communication(schedule: Schedule) -> Schedule:
 
 
 def add_updates(schedule: Schedule) -> Schedule:
-    """Adds a reduction where gradients are complete, and an update where they are applied.
-
-    An evaluation schedule is returned unchanged.
-
-    Args:
-        schedule: A schedule of compute actions only.
-    """
+    """Adds reductions and updates to compute actions; an evaluation schedule stays unchanged."""
     if not any(a.kind in _FULL_OR_WEIGHT for actions in schedule.ranks for a in actions):
         return schedule
     rule, sizes = schedule.update_rule, (len(schedule.ranks), schedule.microbatches_per_update)

@@ -77,25 +77,14 @@ class Stream:
         )
 
     def round(self, batch_index: int) -> Round:
-        """Returns the round of a batch.
-
-        Args:
-            batch_index: Index of the batch, counted since the last drain.
-        """
+        """Returns the round of a batch, counted since the last drain."""
         if not self.asynchronous:
             return self._rounds[0]
         known = min(batch_index, self.delay)
         return self._shifted(self._rounds[known], batch_index - known)
 
     def drain(self, num_batches: int) -> tuple[Round, ...]:
-        """Returns the rounds that remain after some batches.
-
-        Args:
-            num_batches: Number of rounds done since the last drain.
-
-        Returns:
-            Rounds that each end in an update.
-        """
+        """Returns the rounds that remain after some batches; each ends in an update."""
         if not self.asynchronous or num_batches == 0:
             return ()
         length = min(num_batches, self.delay + 1)
@@ -182,11 +171,7 @@ class Rounds:
         return self.update_rule.lag(self._shape.num_ranks, self._shape.num_microbatches)
 
     def num_pieces(self, batch_size: int) -> int:
-        """Returns the number of micro-batches into which a training batch is cut.
-
-        Args:
-            batch_size: Number of the batch's samples.
-        """
+        """Returns the number of micro-batches into which a batch of some samples is cut."""
         count = self._shape.num_microbatches
         if not self._shape.may_use_fewer:
             return count
@@ -208,30 +193,18 @@ class Rounds:
         return self._other[num_microbatches]
 
     def evaluation(self, num_microbatches: int) -> Round:
-        """Returns the round of an evaluated batch.
-
-        Args:
-            num_microbatches: Number of the batch's micro-batches.
-        """
+        """Returns the round of an evaluated batch of some micro-batches."""
         if num_microbatches not in self._forward:
             schedule = build_forward_schedule(self._shape.rank_of_stage, num_microbatches)
             self._forward[num_microbatches] = lower(schedule).ranks[self._shape.rank]
         return self._forward[num_microbatches]
 
     def drain(self, num_batches: int) -> tuple[Round, ...]:
-        """Returns the rounds that remain after some batches.
-
-        Args:
-            num_batches: Number of rounds done since the last drain.
-        """
+        """Returns the rounds that remain after some batches since the last drain."""
         return self._stream.drain(num_batches)
 
     def parted(self, actions: Round) -> PartedRound:
-        """Splits a round by whether other ranks wait for the actions.
-
-        Args:
-            actions: The round.
-        """
+        """Splits a round by whether other ranks wait for the actions."""
         early = self.update_rule.completes_early
         kinds = {ActionKind.STEP} if early else {ActionKind.REDUCE_GRAD, ActionKind.STEP}
         end = len(actions) - _num_at_the_end(actions, lambda action: action.kind in kinds)

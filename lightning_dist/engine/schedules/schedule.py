@@ -215,11 +215,7 @@ class Execution:
         self._present = {action for actions in self.schedule.ranks for action in actions}
 
     def run(self) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-        """Does all actions that are possible.
-
-        Yields:
-            Rank, action and the actions it depends on, in an order that respects dependencies.
-        """
+        """Yields rank, action and the actions it depends on, in an order that respects these."""
         waiting: dict[Action, list[int]] = {}
         ready = list(range(len(self.schedule.ranks)))
         while ready:

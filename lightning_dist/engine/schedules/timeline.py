@@ -72,11 +72,7 @@ class Timeline:
         return self.end_seconds - self.start_seconds
 
     def busy_seconds(self, rank: int | None = None) -> float:
-        """Sums the time spent computing and updating.
-
-        Args:
-            rank: One rank, or None for all.
-        """
+        """Sums the time that one rank, or all, spend computing and updating."""
         return sum(
             span.duration_seconds
             for span in self.spans
@@ -101,12 +97,7 @@ class Timeline:
         )
 
     def between(self, start_seconds: float, end_seconds: float) -> Timeline:
-        """Returns the part of the timeline in a window.
-
-        Args:
-            start_seconds: Begin of the window.
-            end_seconds: End of the window.
-        """
+        """Returns the part of the timeline between two times."""
         clipped = (
             replace(
                 span,

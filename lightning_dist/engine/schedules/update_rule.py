@@ -91,11 +91,7 @@ class UpdateRule(ABC):
         return max(self.delay(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
 
     def default_microbatches(self, num_ranks: int) -> int:
-        """Returns the default number of micro-batches per batch.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-        """
+        """Returns the default number of micro-batches per batch, on a number of ranks."""
         return num_ranks if self.splits_batches else 1
 
     def steady_batches(self, num_stages: int, num_microbatches: int) -> int:

@@ -1,15 +1,36 @@
-"""Compare the clocks of all ranks with that of rank 0."""
+"""The comparison of all ranks' clocks with that of rank 0, by round trips.
+
+The answer was written somewhere between the sending and the receiving, so half of the round trip
+bounds the error, whatever time each way took. The quickest of several round trips gives the best
+bound (D. L. Mills, RFC 5905; F. Cristian, Distributed Computing 3, 1989).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from lightning_dist.engine.profiling.record import ClockOffset, Ping, estimate_offset
+from lightning_dist.engine.profiling.record import ClockOffset
 
 _NUM_PINGS = 12
+
+
+class Ping(NamedTuple):
+    """Seconds of a question and its answer, the latter by the answering rank's clock."""
+
+    sent: float
+    answered: float
+    received: float
+
+
+def estimate_offset(pings: Sequence[Ping]) -> ClockOffset:
+    """Returns how far the answering rank's clock is ahead of the asking rank's."""
+    best = min(pings, key=lambda ping: ping.received - ping.sent)
+    middle = (best.sent + best.received) / 2
+    return ClockOffset(best.answered - middle, (best.received - best.sent) / 2)
 
 
 def exchange_pings(

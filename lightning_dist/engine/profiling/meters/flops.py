@@ -22,21 +22,13 @@ _TOKENS = ("input_ids", "tokens")
 
 
 def num_samples(batch: Any) -> int:
-    """Counts samples by the first dim of the first tensor; 0 if there is none.
-
-    Args:
-        batch: Any tree.
-    """
+    """Counts samples by the first dim of a tree's first tensor; 0 if there is none."""
     sizes = (t.shape[0] for t in flatten(batch)[0] if t.dim() > 0)
     return next(sizes, 0)
 
 
 def num_tokens(batch: Any) -> int | None:
-    """Counts the elements of a batch's ``input_ids`` or ``tokens``; None without such a tensor.
-
-    Args:
-        batch: A mapping, or an object with attributes.
-    """
+    """Counts the elements of a batch's ``input_ids`` or ``tokens``; None without such a tensor."""
     for name in _TOKENS:
         found = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
         if isinstance(found, Tensor):

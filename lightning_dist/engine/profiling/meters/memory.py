@@ -118,11 +118,7 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Returns this rank's bytes of tensors; shared memory counts once.
-
-    Args:
-        tensors: Plain tensors, or sharded ones.
-    """
+    """Returns this rank's bytes of tensors, plain or sharded; shared memory counts once."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         storage = local_part(tensor.detach()).untyped_storage()
@@ -131,20 +127,12 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def gradient_bytes(parameters: Iterable[Tensor]) -> int:
-    """Returns the bytes of the gradients of parameters.
-
-    Args:
-        parameters: Parameters, with or without gradients.
-    """
+    """Returns the bytes of the gradients of parameters that have some."""
     return bytes_of(p.grad for p in parameters if p.grad is not None)
 
 
 def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Returns the bytes of optimizers' states, without step counts.
-
-    Args:
-        optimizers: Optimizers of this rank.
-    """
+    """Returns the bytes of the states of this rank's optimizers, without step counts."""
     kept = (t for o in optimizers for t in flatten([*o.state.values()])[0])
     return bytes_of(t for t in kept if t is not None and t.dim() > 0)
 

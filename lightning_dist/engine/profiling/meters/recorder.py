@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,44 +22,26 @@ from lightning_dist.engine.schedules.timeline import Span, SpanKind
 _COUNTED_FROM_SECONDS = 8.0  # single precision resolves this to half a microsecond
 
 
-class Clock(Protocol):
-    """Reads marks now and turns them into seconds later."""
-
-    def mark(self) -> Any:
-        """Reads the clock."""
-
-    def seconds(self, mark: Any) -> float:
-        """Turns a mark into seconds since the epoch."""
-
-
-class HostClock:
+class _HostClock:
     """The monotonic clock of the host, shifted to the epoch so that hosts can be compared."""
 
     def __init__(self) -> None:
         self._offset_seconds = time.time() - time.perf_counter()
 
     def mark(self) -> float:
-        """Reads the clock."""
         return time.perf_counter()
 
     def seconds(self, mark: float) -> float:
-        """Turns a mark into seconds since the epoch."""
         return mark + self._offset_seconds
 
 
 @dataclass(slots=True)
-class CudaMark:
-    """An event, and an earlier mark from which its time is counted.
-
-    Attributes:
-        event: The event.
-        since: The earlier mark; None for the first mark.
-        known_seconds: Seconds since the epoch, once they were computed.
-    """
+class _CudaMark:
+    """An event, and an earlier mark from which its time is counted; the first has none."""
 
     event: torch.cuda.Event
-    since: CudaMark | None
-    known_seconds: float | None = None
+    since: _CudaMark | None
+    known_seconds: float | None = None  # since the epoch, once they were computed
 
     def seconds(self) -> float:
         """Returns the event's seconds since the epoch; waits for the event."""
@@ -86,7 +68,7 @@ class CudaClock:
         self._device = device
         event = self._record()
         torch.cuda.synchronize(device)
-        self._since = CudaMark(event, None, time.time())
+        self._since = _CudaMark(event, None, time.time())
         self._renewal = time.monotonic() + _COUNTED_FROM_SECONDS
 
     def _record(self) -> torch.cuda.Event:
@@ -94,16 +76,16 @@ class CudaClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def mark(self) -> CudaMark:
+    def mark(self) -> _CudaMark:
         """Records an event."""
-        mark = CudaMark(self._record(), self._since)
+        mark = _CudaMark(self._record(), self._since)
         if time.monotonic() >= self._renewal:
             self._since.seconds()  # the device has passed it long ago
             self._since = mark
             self._renewal = time.monotonic() + _COUNTED_FROM_SECONDS
         return mark
 
-    def seconds(self, mark: CudaMark) -> float:
+    def seconds(self, mark: _CudaMark) -> float:
         """Turns a mark into seconds since the epoch; waits for its event."""
         return mark.seconds()
 
@@ -119,7 +101,9 @@ class Recorder:
 
     def __init__(self, rank: int, device: torch.device, capacity: int = 20_000) -> None:
         self.rank = rank
-        self._clock: Clock = CudaClock(device) if device.type == "cuda" else HostClock()
+        self._clock: CudaClock | _HostClock = (
+            CudaClock(device) if device.type == "cuda" else _HostClock()
+        )
         self._marks: deque[tuple[int, SpanKind, Action, Any, Any]] = deque(maxlen=capacity)
         self._stretch = 0
 
@@ -130,9 +114,6 @@ class Recorder:
         Args:
             kind: What the rank does.
             action: The action of the schedule.
-
-        Yields:
-            Nothing.
         """
         start = self.mark()
         yield
@@ -157,10 +138,7 @@ class Recorder:
         return self._clock.seconds(mark)
 
     def interrupt(self) -> None:
-        """Begins a new stretch of spans, after other work than training.
-
-        Collective: every rank must call it alike.
-        """
+        """Begins a new stretch of spans, after other work. Collective: every rank must call it."""
         self._stretch += 1
 
     def stretches(self) -> dict[int, tuple[Span, ...]]:
@@ -173,11 +151,7 @@ class Recorder:
         return {stretch: tuple(spans) for stretch, spans in found.items()}
 
     def since(self, start: Any) -> tuple[Span, ...]:
-        """Returns the spans that began after a mark, in seconds since the epoch, oldest first.
-
-        Args:
-            start: Mark from :meth:`mark`.
-        """
+        """Returns the spans that began after a mark, in seconds since the epoch, oldest first."""
         begin, seconds = self.seconds(start), self._clock.seconds
         found: list[Span] = []
         for _, kind, action, first, last in reversed(self._marks):

@@ -65,12 +65,7 @@ class StepCounter:
         self._stack.close()
 
     def count(self, num_steps: int, num_forwards: int) -> StepCount:
-        """Returns the counts per step.
-
-        Args:
-            num_steps: Number of steps that were counted.
-            num_forwards: Number of forwards in a step.
-        """
+        """Returns the counts per step, for a number of counted steps and of forwards in each."""
         meter = self._activations
         return StepCount(
             self._flops.flops // num_steps,

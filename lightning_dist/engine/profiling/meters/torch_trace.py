@@ -1,18 +1,13 @@
-"""Write torch's own trace of some steps of this rank.
+"""Traces by torch's profiler: a file of some steps, and the times of collectives in one step.
 
-:class:`CollectiveTrace` traces one step for the times of collectives and of compute.
-
-Torch's profiler sees both in any code, so this works for any strategy. On a CPU a rank computes
-while an operation of ATen runs. On a GPU a rank computes while a kernel runs that is no collective.
-
-Kineto's records are read directly. To create the objects of the profiler's ``events()`` from them
-takes longer than the step.
+The profiler sees collectives and compute in any code, so this works for any strategy. On a CPU a
+rank computes while an operation of ATen runs, on a GPU while a kernel runs that is no collective.
+Kineto's records are read directly: ``events()`` of the profiler takes longer than the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +21,6 @@ from lightning_dist.engine.profiling.exposure import Exposure, Interval
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:")
 _ATEN = "aten::"
 _PART = "lightning_dist::"
-
-
-def activities(device: torch.device) -> list[ProfilerActivity]:
-    """Returns the activities for torch's profiler to record.
-
-    Args:
-        device: Device on which a rank computes.
-    """
-    on_device = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    return [ProfilerActivity.CPU, *on_device]
 
 
 class CollectiveTrace:
@@ -72,18 +57,9 @@ class CollectiveTrace:
         return exposure_of(found.events(), on_device=self._device.type == "cuda")
 
 
-@contextmanager
-def part_of_step(name: str) -> Iterator[None]:
-    """Names a part of the step in the trace.
-
-    Args:
-        name: Name of the part.
-
-    Yields:
-        Nothing.
-    """
-    with record_function(f"{_PART}{name}"):
-        yield
+def part_of_step(name: str) -> record_function:
+    """Returns a context manager that names a part of the step in the trace."""
+    return record_function(f"{_PART}{name}")
 
 
 def exposure_of(events: Iterable[Any], *, on_device: bool) -> Exposure:
@@ -141,8 +117,9 @@ class TorchTrace:
 
     def start(self) -> None:
         """Begins the trace."""
+        on_device = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
         # There is one cycle, but torch before 2.13 still warns that other cycles' events get lost.
-        self._profile = profile(activities=activities(self._device), acc_events=True)
+        self._profile = profile(activities=[ProfilerActivity.CPU, *on_device], acc_events=True)
         self._profile.start()
 
     def stop(self) -> None:
@@ -151,11 +128,7 @@ class TorchTrace:
             self._profile.stop()
 
     def write(self, path: Path) -> None:
-        """Writes the trace for Perfetto.
-
-        Args:
-            path: Path of a file that ends in .json or .json.gz.
-        """
+        """Writes the trace for Perfetto to a file that ends in .json or .json.gz."""
         assert self._profile is not None
         self._profile.export_chrome_trace(str(path))
         self._profile = None

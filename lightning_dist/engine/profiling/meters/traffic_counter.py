@@ -63,24 +63,13 @@ class TrafficCounter:
         self._mesh = mesh
 
     def counts(self, func: Any) -> bool:
-        """Returns whether an operation is a collective.
-
-        Args:
-            func: Operation of torch.
-        """
+        """Returns whether an operation of torch is a collective."""
         return _kind_of(func) is not None
 
     def __call__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Adds an operation, if it is a collective.
-
-        Args:
-            func: Operation of torch.
-            args: Arguments of the operation.
-            kwargs: Arguments of the operation by name.
-            result: Result of the operation.
-        """
+        """Adds an operation, if it is a collective, given its arguments and result."""
         kind = _kind_of(func)
         if kind is None:
             return
@@ -91,16 +80,7 @@ class TrafficCounter:
 
 
 def ranks_of_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Returns the ranks that take part in a collective.
-
-    Args:
-        func: Operation from torch's namespaces for collectives.
-        args: Arguments of the operation.
-        kwargs: Arguments of the operation by name.
-
-    Returns:
-        Global ranks.
-    """
+    """Returns the global ranks that take part in a collective, given its arguments."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     if "process_group" in given:

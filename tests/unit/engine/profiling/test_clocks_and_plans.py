@@ -9,7 +9,7 @@ from lightning_dist.engine.profiling.exposure import (
     overlap,
     union,
 )
-from lightning_dist.engine.profiling.record import Ping, estimate_offset
+from lightning_dist.engine.profiling.meters.clock_sync import Ping, estimate_offset
 from lightning_dist.engine.profiling.report import find_peak_flops
 from lightning_dist.engine.profiling.step_plan import Role, StepPlan
 
