@@ -137,7 +137,7 @@ def _zbv(place: RankStages, count: int) -> Iterator[Action]:
 
 
 def _full_v(place: RankStages, count: int) -> Iterator[Action]:
-    dplace, up = place.stages  # the arms of the V
+    down, up = place.stages  # the arms of the V
     done: Counter[tuple[int, ActionKind]] = Counter()
     before, behind = place.rank, place.num_ranks - place.rank  # `behind` includes this rank
 
@@ -147,22 +147,22 @@ def _full_v(place: RankStages, count: int) -> Iterator[Action]:
             done[stage, kind] += 1
 
     for _ in range(2 * behind - 1):
-        yield from run(dplace, F)
+        yield from run(down, F)
     for _ in range(before):
         yield from run(up, F)
-        yield from run(dplace, F)
+        yield from run(down, F)
     for _ in range(behind):
         yield from run(up, F, I, W)
     while done[up, F] < count:
-        if done[dplace, F] < count:
-            yield from run(dplace, F)
-        yield from run(dplace, I, W)
+        if done[down, F] < count:
+            yield from run(down, F)
+        yield from run(down, I, W)
         yield from run(up, F, I, W)
     for _ in range(before):
-        yield from run(dplace, I)
+        yield from run(down, I)
         yield from run(up, I)
     for _ in range(behind):
-        yield from run(dplace, I, W)
+        yield from run(down, I, W)
     for stage in (up, down):
         while done[stage, W] < count:
             yield from run(stage, W)
