@@ -19,149 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from typing_extensions import override
 
-from lightning_dist.engine.pipeline.gradients import Backward, have_shared_memory
+from lightning_dist.engine.pipeline.gradients import Backward, HeldGradients, have_shared_memory
 from lightning_dist.engine.sharding.fully_shard import unshard
-
-
-class Listener(Protocol):
-    """Is told of each backward of a stage, and which one is the last of its round."""
-
-    def backward(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Returns the context manager in which a backward runs.
-
-        Args:
-            is_last: Whether this backward is the last of the round.
-        """
-
-    def part(self) -> AbstractContextManager[None]:
-        """Returns the context manager for a part of a backward, which bypasses the hooks."""
-
-    def end_parts(self, *, is_last: bool) -> None:
-        """Announces that gradients have been added to ``p.grad`` in parts.
-
-        Args:
-            is_last: Whether this backward is the last of the round.
-        """
-
-
-def _look_away(_: Sequence[Tensor]) -> None: ...
-
-
-class ParamGradAccumulator:
-    """Accumulates gradients in ``p.grad``; see :class:`.Gradients`.
-
-    Args:
-        layers: The stage's layers.
-        listener: The stage's listener.
-        look: Called with the outputs of each whole backward before the backward runs.
-    """
-
-    runs_hooks = True
-
-    def __init__(
-        self,
-        layers: nn.Module,
-        listener: Listener,
-        look: Callable[[Sequence[Tensor]], None] = _look_away,
-    ) -> None:
-        self._look = look
-        self._held: dict[str, Tensor] = {}
-        self._layers = layers
-        self._listener = listener
-        self._num_left = 0
-        self._before: dict[str, Tensor | None] = {}
-
-    def begin_round(self, num_backwards: int) -> None:
-        """Sets the gradients of earlier rounds aside."""
-        self._num_left = num_backwards
-        self._before = {name: p.grad for name, p in self._parameters()}
-        for _, parameter in self._parameters():
-            parameter.grad = None
-
-    def end_round(self) -> None:
-        """Takes the gradients of this round, and restores those of earlier rounds."""
-        assert self._num_left == 0
-        for name, parameter in self._parameters():
-            if parameter.grad is not None:
-                self._held[name] = parameter.grad
-            parameter.grad = self._before.pop(name)
-
-    def held(self, update: int) -> dict[str, Tensor]:
-        """Returns the gradients; see :class:`.Gradients`."""
-        return self._held
-
-    def take(self, update: int) -> dict[str, Tensor]:
-        """Removes and returns the gradients; see :class:`.Gradients`."""
-        held, self._held = self._held, {}
-        return held
-
-    @contextmanager
-    def parting(self, parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """Yields the parameters themselves, whose hooks FSDP2 uses; see :class:`.Gradients`."""
-        with self._listener.part():
-            yield dict(self._parameters())
-
-    @contextmanager
-    def adding(
-        self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
-    ) -> Iterator[None]:
-        """Keeps the added gradients in ``p.grad``, and tells the listener of them."""
-        self._num_left -= 1
-        with self._listener.part():
-            yield
-        self._keep_from(given)
-        self._listener.end_parts(is_last=self._num_left == 0)
-
-    def clear(self) -> None:
-        """Drops the gradients that are held or set aside."""
-        self._held.clear()
-        self._before.clear()
-
-    def run(
-        self,
-        outputs: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        parameters: Mapping[str, Tensor],
-        update: int,
-        backward: Backward = torch.autograd.backward,
-    ) -> list[Tensor | None]:
-        """Runs one backward; see :class:`.Gradients`."""
-        self._num_left -= 1
-        if outputs:
-            self._look(outputs)
-            with self._listener.backward(is_last=self._num_left == 0):
-                backward(outputs, gradients)
-        found = [tensor.grad for tensor in inputs]
-        for tensor in inputs:
-            tensor.grad = None
-        self._keep_from([*gradients, *found])
-        return found
-
-    def _keep_from(self, others: Sequence[Tensor | None]) -> None:
-        """Copies the gradients that share memory with other tensors."""
-        parameters = [parameter for _, parameter in self._parameters()]
-        are_shared = have_shared_memory([p.grad for p in parameters], others)
-        for parameter, is_shared in zip(parameters, are_shared, strict=True):
-            if is_shared:
-                assert parameter.grad is not None
-                parameter.grad = parameter.grad.clone()
-
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._layers.named_parameters() if p.requires_grad]
-
 
 _EMPTY_FORWARD = "forward_of_nothing"
 
 
 class StageBackwards:
-    """Announces the backwards of one stage to FSDP2; a :class:`Listener`.
+    """Announces the backwards of one stage to FSDP2.
 
     Args:
         root: Runs the stage's layers; sharded or not.
@@ -223,6 +94,107 @@ class StageBackwards:
             self._root.set_is_last_backward(is_last)
             self._root.set_reshard_after_backward(is_last)
             self._root.set_requires_gradient_sync(is_last and self._sends())
+
+
+def _look_away(_: Sequence[Tensor]) -> None: ...
+
+
+class ParamGradAccumulator(HeldGradients):
+    """Accumulates a stage's gradients in ``p.grad`` for a round, and holds them afterwards.
+
+    All gradients are for one update, since the schedule is synchronous.
+
+    Args:
+        layers: The stage's layers.
+        listener: Announces the stage's backwards to FSDP2.
+        look: Called with the outputs of each whole backward before the backward runs.
+    """
+
+    runs_hooks = True
+
+    def __init__(
+        self,
+        layers: nn.Module,
+        listener: StageBackwards,
+        look: Callable[[Sequence[Tensor]], None] = _look_away,
+    ) -> None:
+        super().__init__()
+        self._look = look
+        self._layers = layers
+        self._listener = listener
+        self._num_left = 0
+        self._before: dict[str, Tensor | None] = {}
+
+    @override
+    def begin_round(self, num_backwards: int) -> None:
+        self._num_left = num_backwards
+        self._before = {name: p.grad for name, p in self._parameters()}
+        for _, parameter in self._parameters():
+            parameter.grad = None
+
+    @override
+    def end_round(self) -> None:
+        assert self._num_left == 0
+        held = self._held.setdefault(0, {})
+        for name, parameter in self._parameters():
+            if parameter.grad is not None:
+                held[name] = parameter.grad
+            parameter.grad = self._before.pop(name)
+
+    @override
+    @contextmanager
+    def parting(self, parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        with self._listener.part():
+            yield dict(self._parameters())  # FSDP2 uses the hooks of the parameters themselves
+
+    @override
+    @contextmanager
+    def adding(
+        self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
+    ) -> Iterator[None]:
+        self._num_left -= 1
+        with self._listener.part():
+            yield
+        self._keep_from(given)
+        self._listener.end_parts(is_last=self._num_left == 0)
+
+    @override
+    def clear(self) -> None:
+        super().clear()
+        self._before.clear()
+
+    @override
+    def run(
+        self,
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
+        update: int,
+        backward: Backward = torch.autograd.backward,
+    ) -> list[Tensor | None]:
+        self._num_left -= 1
+        if outputs:
+            self._look(outputs)
+            with self._listener.backward(is_last=self._num_left == 0):
+                backward(outputs, gradients)
+        found = [tensor.grad for tensor in inputs]
+        for tensor in inputs:
+            tensor.grad = None
+        self._keep_from([*gradients, *found])
+        return found
+
+    def _keep_from(self, others: Sequence[Tensor | None]) -> None:
+        """Copies the gradients that share memory with other tensors."""
+        parameters = [parameter for _, parameter in self._parameters()]
+        are_shared = have_shared_memory([p.grad for p in parameters], others)
+        for parameter, is_shared in zip(parameters, are_shared, strict=True):
+            if is_shared:
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.clone()
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self._layers.named_parameters() if p.requires_grad]
 
 
 def _nothing() -> Tensor:

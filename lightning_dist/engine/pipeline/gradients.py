@@ -13,16 +13,23 @@ Autograd gives a leaf the arriving gradient without a copy if nothing else holds
 if another tensor shares its memory. The gradient of ``p`` in ``x + p[None]`` is a view of the
 gradient that the next stage has sent. The gradient of ``x``, which goes to the stage before, is
 another view. A later addition to the one would change the other on its way.
+
+A step may return its loss's weight, see :class:`.Loss`. Only the last stage sees the result, and
+the sum of the weights is known only at the end of an update. So each backward begins with its own
+micro-batch's weight as the scale, and the weight travels on with the gradients. Complete gradients
+are divided by the sum: over micro-batches, accumulated batches, and data replicas.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.engine.tensors.dtensor import local_part
@@ -50,15 +57,24 @@ def _memory_of(tensor: Tensor) -> object:
 Backward = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 
-class Gradients(Protocol):
-    """Runs the backwards of one stage and holds their gradients, by update.
+class HeldGradients:
+    """The gradients of one stage, by update, from its backwards until they are installed.
+
+    Gradients are in the leaves of a graph while a backward adds to them.
+
+    Args:
+        dtype: Data type in which gradients are summed; None keeps their own.
 
     Attributes:
         runs_hooks: Whether autograd runs the parameters' hooks in each backward; otherwise the
             caller runs the hooks once for each batch.
     """
 
-    runs_hooks: bool
+    runs_hooks = False
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._held: dict[int, dict[str, Tensor]] = {}
 
     def begin_round(self, num_backwards: int) -> None:
         """Prepares for a number of backwards after which the gradients are wanted.
@@ -66,6 +82,29 @@ class Gradients(Protocol):
         Args:
             num_backwards: Calls of :meth:`run` and of :meth:`adding` that will come.
         """
+
+    def end_round(self) -> None:
+        """Completes the held gradients."""
+
+    def held(self, update: int) -> dict[str, Tensor]:
+        """Returns the gradients for an update by parameter name, and keeps them.
+
+        Args:
+            update: Index of the update.
+        """
+        return self._held.get(update, {})
+
+    def take(self, update: int) -> dict[str, Tensor]:
+        """Removes and returns the gradients for an update by parameter name.
+
+        Args:
+            update: Index of the update.
+        """
+        return self._held.pop(update, {})
+
+    def clear(self) -> None:
+        """Drops everything, after a failure."""
+        self._held.clear()
 
     def run(
         self,
@@ -89,89 +128,6 @@ class Gradients(Protocol):
         Returns:
             One gradient for each input.
         """
-
-    def parting(
-        self, parameters: Mapping[str, Tensor]
-    ) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Returns the context manager for a backward's inputs' part; it yields the graph's leaves.
-
-        Args:
-            parameters: Leaves for the stage's trainable parameters, as for :meth:`run`.
-        """
-
-    def adding(
-        self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
-    ) -> AbstractContextManager[None]:
-        """Returns the context manager for the weights' part, which adds to the leaves' ``grad``.
-
-        Args:
-            parameters: Leaves for the stage's trainable parameters, as for :meth:`run`.
-            given: Gradients that the part begins with, whose memory other code may hold.
-            update: Index of the update that the gradients are for.
-        """
-
-    def end_round(self) -> None:
-        """Completes the held gradients."""
-
-    def held(self, update: int) -> dict[str, Tensor]:
-        """Returns the gradients for an update by parameter name, and keeps them.
-
-        Args:
-            update: Index of the update.
-        """
-
-    def take(self, update: int) -> dict[str, Tensor]:
-        """Removes and returns the gradients for an update by parameter name.
-
-        Args:
-            update: Index of the update.
-        """
-
-    def clear(self) -> None:
-        """Drops everything, after a failure."""
-
-
-class HeldGradients:
-    """Gradients that are in the leaves of a graph while a backward adds to them.
-
-    Args:
-        dtype: Data type in which gradients are summed; None keeps their own.
-    """
-
-    runs_hooks = False
-
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self._dtype = dtype
-        self._held: dict[int, dict[str, Tensor]] = {}
-
-    def begin_round(self, num_backwards: int) -> None:
-        """Does nothing."""
-
-    def end_round(self) -> None:
-        """Does nothing."""
-
-    def held(self, update: int) -> dict[str, Tensor]:
-        """Returns the gradients for an update; see :class:`Gradients`."""
-        return self._held.get(update, {})
-
-    def take(self, update: int) -> dict[str, Tensor]:
-        """Removes and returns the gradients for an update; see :class:`Gradients`."""
-        return self._held.pop(update, {})
-
-    def clear(self) -> None:
-        """Drops the held gradients."""
-        self._held.clear()
-
-    def run(
-        self,
-        outputs: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        parameters: Mapping[str, Tensor],
-        update: int,
-        backward: Backward = torch.autograd.backward,
-    ) -> list[Tensor | None]:
-        """Runs one backward; see :class:`Gradients`."""
         with (
             _in_leaves(inputs, [None] * len(inputs)) as of_inputs,
             _in_leaves([*parameters.values()], self._to_lend(parameters, update)) as found,
@@ -184,14 +140,27 @@ class HeldGradients:
     def parting(
         self, parameters: Mapping[str, Tensor]
     ) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Returns a context manager that yields the same parameters; see :class:`Gradients`."""
+        """Returns the context manager for a backward's inputs' part; it yields the graph's leaves.
+
+        Args:
+            parameters: Leaves for the stage's trainable parameters, as for :meth:`run`.
+        """
         return nullcontext(parameters)
 
     @contextmanager
     def adding(
         self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
     ) -> Iterator[None]:
-        """Puts the held gradients into the leaves; see :class:`Gradients`."""
+        """Wraps the weights' part of a backward, which adds to the leaves' ``grad``.
+
+        Args:
+            parameters: Leaves for the stage's trainable parameters, as for :meth:`run`.
+            given: Gradients that the part begins with, whose memory other code may hold.
+            update: Index of the update that the gradients are for.
+
+        Yields:
+            Nothing.
+        """
         with _in_leaves([*parameters.values()], self._to_lend(parameters, update)) as found:
             yield
         self._take_back(parameters, found, given, update)
@@ -243,15 +212,7 @@ class HeldGradients:
 def _in_leaves(
     leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> Iterator[list[Tensor | None]]:
-    """Puts gradients into leaves, and restores the earlier ones at the end.
-
-    Args:
-        leaves: Leaves of an autograd graph.
-        gradients: One gradient or None for each leaf.
-
-    Yields:
-        A list that at the end holds the leaves' gradients.
-    """
+    """Puts gradients into leaves for a while; yields a list that at the end has the new ones."""
     found: list[Tensor | None] = []
     before = [leaf.grad for leaf in leaves]
     for leaf, gradient in zip(leaves, gradients, strict=True):
@@ -266,3 +227,136 @@ def _in_leaves(
 
 def _is_laid_out_as(parameter: Tensor, gradient: Tensor) -> bool:
     return gradient.is_sparse or gradient.stride() == parameter.stride()
+
+
+AverageWeight = Callable[[float | None], float | None]
+"""Takes the weight of an update's losses on this replica, None if the samples count; returns the
+average over the replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeighedGradients:
+    """The message from a stage to the stage before.
+
+    Attributes:
+        gradients: One gradient for each received tensor that requires grad.
+        weight: Weight of the micro-batch's loss, a zero-dim float64 tensor; None if the samples
+            count.
+    """
+
+    gradients: list[Tensor | None]
+    weight: Tensor | None = None
+
+    @classmethod
+    def of_loss(cls, gradients: list[Tensor | None], weight: float | None) -> WeighedGradients:
+        """Creates the gradients with which a backward begins.
+
+        Args:
+            gradients: Gradients of the roots.
+            weight: Weight of the loss; None if the samples count.
+        """
+        tensor = None if weight is None else torch.tensor(weight, dtype=torch.float64)
+        return cls(gradients, tensor)
+
+
+class LossWeights:
+    """Sums the weights of losses, and divides gradients by the sum.
+
+    Args:
+        average: Averages a weight over the data replicas, whose gradients are averaged too.
+    """
+
+    def __init__(self, average: AverageWeight) -> None:
+        self._average = average
+        self._by_update: dict[int, dict[int, float]] = {}
+        self._collected: list[float] = []
+        self._is_given: bool | None = None
+
+    def note(self, update: int, index: int, weight: Tensor | float | None) -> None:
+        """Remembers the weight of a micro-batch; each stage of a rank may call it.
+
+        Args:
+            update: Index of the update that the micro-batch's gradients are for.
+            index: The micro-batch.
+            weight: Weight of the micro-batch's loss; None if the samples count.
+
+        Raises:
+            ValueError: Other micro-batches have a weight and this one has none, or vice versa.
+        """
+        is_given = weight is not None
+        if self._is_given not in (None, is_given):
+            raise mixed_weights()
+        self._is_given = is_given
+        if weight is not None:
+            self._by_update.setdefault(update, {})[index] = float(weight)
+
+    def collect(self, update: int) -> None:
+        """Adds an update's weights to those that :meth:`divide` divides by.
+
+        Args:
+            update: Index of the update, for which no more weights come.
+        """
+        self._collected += self._by_update.pop(update, {}).values()
+
+    def divide(self, gradients: Iterable[Tensor]) -> None:
+        """Divides complete gradients by the sum of the weights, and begins to collect anew.
+
+        Args:
+            gradients: Gradients of the weighted sum, changed in place; zero if all weights are.
+        """
+        # An exact sum, so that it does not depend on the order in which the weights came.
+        own = math.fsum(self._collected) if self._is_given else None
+        self._collected = []
+        total = self._average(own)
+        if total:
+            for gradient in gradients:
+                gradient.div_(total)
+
+    def clear(self) -> None:
+        """Forgets all weights, after a failure."""
+        self._by_update.clear()
+        self._collected = []
+
+
+def mixed_weights() -> ValueError:
+    """Creates the error that some losses have a weight and others have none."""
+    return ValueError(
+        "Some training steps returned a 'weight' beside their loss and others did not, so what they"
+        " weigh together is unknown. Return it for each batch, on each rank:"
+        " {'loss': loss, 'weight': n}, with the number n that the loss is a mean over; or never."
+    )
+
+
+class ReplicaWeights:
+    """Averages weights over the replicas, and checks that all replicas have a weight or none has.
+
+    A replica that has begun without weights goes on without weights (otherwise its last stage
+    raises). So if the samples count, the replicas communicate only once.
+
+    Args:
+        group: The group of the replicas; takes CPU tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._size = dist.get_world_size(group)
+        self._have_none = False
+
+    def average(self, weight: float | None) -> float | None:
+        """Averages a weight. Collective: every replica must call it for each update.
+
+        Args:
+            weight: Weight of this replica's share; None if the samples count.
+
+        Raises:
+            ValueError: Some replicas have a weight and others have none.
+        """
+        if self._size == 1 or (weight is None and self._have_none):
+            return weight
+        summed = torch.tensor([weight or 0.0, float(weight is not None)], dtype=torch.float64)
+        dist.all_reduce(summed, group=self._group)
+        total, given = summed.tolist()
+        if given not in (0.0, float(self._size)):
+            raise mixed_weights()
+        self._have_none = given == 0.0
+        return total / self._size if given else None

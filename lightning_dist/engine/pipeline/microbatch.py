@@ -1,12 +1,17 @@
-"""Cut a batch into micro-batches, and join their outputs.
+"""Cut a batch into micro-batches, read the loss of each, and join their outputs.
 
 Micro-batches need not be equal: seven samples in four micro-batches are 2, 2, 2 and 1. Each
 micro-batch then weighs by its share of the samples. If the loss is a mean over samples, the sum of
 the weighted gradients is exactly the undivided batch's gradient, whatever the cut.
+
+If a loss is a mean over something else (the tokens that are not ignored, say), the step returns its
+weight, too: ``{"loss": ..., "weight": n}``. Then the undivided batch's loss is the sum of all
+``n * loss`` over the sum of all ``n``. The same holds for the gradients.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
@@ -35,6 +40,65 @@ class Microbatch:
     content: Any
     num_samples: int
     weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A micro-batch's loss.
+
+    Attributes:
+        value: A tensor of one element.
+        weight: What the loss is a mean over, in any unit; None if the samples count.
+    """
+
+    value: Tensor
+    weight: float | None
+
+    @classmethod
+    def of(cls, result: Any) -> Loss:
+        """Creates the loss from a training step's result.
+
+        Args:
+            result: The loss, or a mapping with the loss under ``"loss"``, and maybe ``"weight"``.
+
+        Raises:
+            ValueError: There is no loss, or its weight is not a finite number of at least zero.
+        """
+        value = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                "A training step must return its loss, a tensor of one element, or a dict with it"
+                f" under 'loss', but returned {got}. Skipping a step by returning None is not"
+                " possible in a pipeline: return a loss of zero instead."
+            )
+        if not isinstance(result, Mapping) or "weight" not in result:
+            return cls(value, None)
+        weight = weight_of(result)
+        if weight is None or not math.isfinite(weight) or weight < 0.0:
+            raise ValueError(
+                f"A training step returned 'weight': {result['weight']!r} beside its loss. That is"
+                " what the loss is a mean over (how many tokens, say): one finite number that is"
+                " not negative. Call it by another name if it means something else."
+            )
+        return cls(value, weight)
+
+
+def weight_of(result: Any) -> float | None:
+    """Returns the weight of a loss in a step's result.
+
+    Args:
+        result: The step's result.
+
+    Returns:
+        The number under ``"weight"``; None if there is none beside a loss.
+    """
+    if not isinstance(result, Mapping) or not {"loss", "weight"} <= result.keys():
+        return None
+    weight = result["weight"]
+    if isinstance(weight, Tensor):
+        return float(weight.detach()) if weight.numel() == 1 else None
+    return float(weight) if isinstance(weight, Real) else None
 
 
 class SampleList(list[Any]):

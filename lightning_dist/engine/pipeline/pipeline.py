@@ -26,26 +26,29 @@ equal; the training loop must call it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.loss import AverageWeight, LossWeights
+from lightning_dist.engine.pipeline.gradients import AverageWeight, LossWeights
 from lightning_dist.engine.pipeline.microbatch import Microbatch, batch_size_of, split
-from lightning_dist.engine.pipeline.pending_update import PendingUpdate
 from lightning_dist.engine.pipeline.runtime import Links, Runtime, Work, explain_with
-from lightning_dist.engine.pipeline.stage import Step
+from lightning_dist.engine.pipeline.stage import Stage, Step
 from lightning_dist.engine.pipeline.stages import OwnStages, StageMaker, StageOptions
 from lightning_dist.engine.profiling.meters.recorder import Recorder
-from lightning_dist.engine.schedules.actions import ActionKind
+from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.rounds import Round, Rounds
+from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.schedules.update_rule import UpdateRule
 from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
+from lightning_dist.engine.tensors.parameter_hooks import add_with_hooks, with_hooks
+from lightning_dist.engine.tensors.patch import has_gradient_hooks
 from lightning_dist.engine.tensors.rng import python_state_kept
 
 OnComplete = Callable[[int, Mapping[str, Tensor]], None]
@@ -54,10 +57,6 @@ _COMPLETES_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 def _ignore(*_: object) -> None: ...
-
-
-def _same(weight: float | None) -> float | None:
-    return weight
 
 
 _OPTIONS = StageOptions()
@@ -78,6 +77,11 @@ class Pipeline:
             :meth:`install_gradients`'s ``reduce`` average gradients; called before these.
         shared: Names of the parameters that other ranks of the pipeline have too; their hooks run
             on the rank that sums their gradients.
+
+    Attributes:
+        batches_since_drain: Batches whose forward has run since the pipeline was last empty.
+        num_batches: Training batches so far.
+        microbatch_sizes: Samples of each micro-batch of the latest batch.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class Pipeline:
         *,
         rank: int | None = None,
         on_complete: OnComplete = _ignore,
-        average_weight: AverageWeight = _same,
+        average_weight: AverageWeight = lambda weight: weight,
         shared: Collection[str] = (),
     ) -> None:
         cut(sequence, shape.layers_per_stage, shape.stages)
@@ -98,27 +102,24 @@ class Pipeline:
         self.stages = OwnStages(StageMaker(layers_in(sequence), options), shape)
         self._rounds = Rounds(shape)
         self._on_complete = on_complete
-        loss_weights = LossWeights(average_weight)
-        self._held = PendingUpdate(
-            self.stages,
-            self.recorder,
-            loss_weights,
-            completes_early=self.update_rule.completes_early,
-            shared=shared,
-        )
+        self._shared = shared
+        self._loss_weights = LossWeights(average_weight)
+        self._loss_scales: dict[int, float] = {}
+        self._due: Action | None = None  # the `STEP` of the update that is owed
+        self._update_start: Any = None
         self._runtime = Runtime(
             self.stages,
             links,
             self.recorder,
-            loss_weights,
+            self._loss_weights,
             microbatches_per_update=shape.num_microbatches if self.asynchronous else None,
             on_complete=self._complete_early,
             explain=explain_with(self._rounds.drawn()),
         )
-        self._batches_since_drain = 0
-        self._num_batches = 0
+        self.batches_since_drain = 0
+        self.num_batches = 0
         self._num_evaluated = 0
-        self._microbatch_sizes: tuple[int, ...] = ()
+        self.microbatch_sizes: tuple[int, ...] = ()
 
     @property
     def shape(self) -> PipelineShape:
@@ -146,37 +147,22 @@ class Pipeline:
         return self._rounds.update_rule
 
     @property
-    def batches_since_drain(self) -> int:
-        """Batches whose forward has run since the pipeline was last empty."""
-        return self._batches_since_drain
-
-    @property
-    def microbatch_sizes(self) -> tuple[int, ...]:
-        """Samples of each micro-batch of the latest batch."""
-        return self._microbatch_sizes
-
-    @property
-    def num_batches(self) -> int:
-        """Training batches so far."""
-        return self._num_batches
-
-    @property
     def has_gradients(self) -> bool:
         """Whether gradients are held that :meth:`install_gradients` has not installed."""
-        return self._held.is_due
+        return self._due is not None
 
     @property
     def due_update(self) -> int:
         """The update whose gradients are held, counted since the last drain."""
-        return self._held.index
+        assert self._due is not None, "no gradients are held"
+        return self._due.microbatch_index
 
     @property
     def gradients_of_batch(self) -> int:
         """The batch (counted from the first ever) whose gradients are held."""
-        index = self._held.index
         if not self.asynchronous:
-            return self._num_batches - 1
-        return self._num_batches - self._batches_since_drain + index
+            return self.num_batches - 1
+        return self.num_batches - self.batches_since_drain + self.due_update
 
     def microbatch_sizes_of(self, batch: Any) -> tuple[int, ...]:
         """Counts the samples of each micro-batch of a training batch.
@@ -220,22 +206,20 @@ class Pipeline:
             ValueError: The batch cannot be cut.
         """
         microbatches = self._split(batch)
-        self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
-        first = self._batches_since_drain * len(microbatches) if self.asynchronous else 0
+        self.microbatch_sizes = tuple(m.num_samples for m in microbatches)
+        first = self.batches_since_drain * len(microbatches) if self.asynchronous else 0
         numbered = {first + microbatch.index: microbatch for microbatch in microbatches}
-        name = (self._num_batches if seed is None else seed,)
-        actions = self._rounds.training(self._batches_since_drain, len(microbatches))
+        name = (self.num_batches if seed is None else seed,)
+        actions = self._rounds.training(self.batches_since_drain, len(microbatches))
         if not self.asynchronous:
             for stage in self.stages.values():
                 stage.policy.restart()
-        self._held.note_loss_scale(
-            self._batches_since_drain if self.asynchronous else 0, loss_scale
-        )
+        self._loss_scales[self.batches_since_drain if self.asynchronous else 0] = loss_scale
         with python_state_kept():
             work = Work(numbered, step, gradient_scale, name, loss_scale)
             results = self._run(actions, work, on_results)
-        self._batches_since_drain += 1
-        self._num_batches += 1
+        self.batches_since_drain += 1
+        self.num_batches += 1
         self._num_evaluated = 0
         return results
 
@@ -243,14 +227,14 @@ class Pipeline:
         """Runs the backwards of the batches in flight.
 
         Yields:
-            Nothing, once after each backward; install the gradients and step before going on.
+            Nothing, after each backward; install the gradients and step before going on.
         """
         self.recorder.interrupt()
-        for actions in self._rounds.drain(self._batches_since_drain):
+        for actions in self._rounds.drain(self.batches_since_drain):
             self._run(actions, None)
             yield
         self.recorder.interrupt()
-        self._batches_since_drain = 0
+        self.batches_since_drain = 0
         for stage in self.stages.values():
             stage.policy.restart()
 
@@ -272,8 +256,8 @@ class Pipeline:
         self.recorder.interrupt()
         count = max(1, min(num_microbatches, batch_size_of(batch) or 1))
         microbatches = split(batch, count)
-        self._microbatch_sizes = tuple(m.num_samples for m in microbatches)
-        name = (self._num_batches if seed is None else seed, self._num_evaluated)
+        self.microbatch_sizes = tuple(m.num_samples for m in microbatches)
+        name = (self.num_batches if seed is None else seed, self._num_evaluated)
         work = Work({m.index: m for m in microbatches}, step, 1.0, name)
         self._num_evaluated += 1
         with python_state_kept():
@@ -289,25 +273,58 @@ class Pipeline:
             reduce: Averages ``p.grad`` over the data replicas.
             is_complete: Whether no other batch adds to the gradients before the update. Then
                 ``p.grad`` is divided by the sum of the losses' weights, if steps return weights;
-                see :mod:`.pipeline.loss`.
+                see :class:`.Loss`.
         """
-        self._held.install(reduce, is_complete=is_complete)
+        update = 0 if self._due is None else self._due.microbatch_index
+        completes_early = self.update_rule.completes_early
+        hooked: dict[nn.Parameter, Tensor] = {}
+        named = (item for s in self.stages.values() for item in s.named_parameters().items())
+        # Parameters, not names: two stages may name the same one.
+        shared = {parameter for name, parameter in named if name in self._shared}
+        for stage in self.stages.values():
+            taken = stage.gradients.take(update)
+            if not completes_early:
+                self._unscale(update, taken.values())
+            for name, parameter in stage.named_parameters().items():
+                if (gradient := taken.get(name)) is None:
+                    continue
+                runs_hooks = not (stage.gradients.runs_hooks or completes_early)
+                if runs_hooks and has_gradient_hooks(parameter) and parameter not in shared:
+                    # Stages of one rank may share the parameter.
+                    found = hooked.get(parameter)
+                    hooked[parameter] = gradient if found is None else found.add_(gradient)
+                elif parameter.grad is not None:
+                    parameter.grad.add_(gradient)
+                else:
+                    parameter.grad = gradient
+        for parameter, gradient in hooked.items():
+            add_with_hooks(parameter, gradient)
+        self._loss_weights.collect(update)
+        if is_complete and not completes_early:
+            # A dict, for stages of one rank may share a parameter.
+            own = {id(p): p.grad for s in self.stages.values() for p in s.layers.parameters()}
+            self._loss_weights.divide(grad for grad in own.values() if grad is not None)
+        if reduce is not None and self._due is not None:
+            action = replace(self._due, kind=ActionKind.REDUCE_GRAD)
+            with self.recorder.span(SpanKind.COMMUNICATION, action):
+                reduce()
 
     def begin_update(self) -> None:
         """Stashes the weights; the optimizer's writes must come next."""
-        self._held.begin()
+        self._update_start = self.recorder.mark()
+        for stage in self.stages.values():
+            stage.begin_update(self.due_update)
 
     def end_update(self) -> None:
         """Ends the update after the optimizer's writes."""
-        self._held.end()
+        assert self._due is not None
+        self.recorder.record(SpanKind.UPDATE, self._due, self._update_start)
+        self._loss_scales.pop(self.due_update, None)
+        self._due = None
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Wraps the optimizer's writes in :meth:`begin_update` and :meth:`end_update`.
-
-        Yields:
-            Nothing.
-        """
+        """Wraps the optimizer's writes in :meth:`begin_update` and :meth:`end_update`."""
         self.begin_update()
         yield
         self.end_update()
@@ -315,8 +332,10 @@ class Pipeline:
     def clear(self) -> None:
         """Forgets everything in flight, after a failure."""
         self._runtime.clear()
-        self._held.clear()
-        self._batches_since_drain = 0
+        self._loss_weights.clear()
+        self._loss_scales.clear()
+        self._due = None
+        self.batches_since_drain = 0
 
     def close(self) -> None:
         """Restores the pipelined module's own forward and closes the channels."""
@@ -328,16 +347,38 @@ class Pipeline:
         self.stages.detach()
 
     def detached(self) -> AbstractContextManager[None]:
-        """Returns a context manager that detaches the stages from the pipelined module.
-
-        Nothing may be in flight. See :meth:`OwnStages.detached`. The counts of batches and the
-        recorded spans are kept.
-        """
-        assert self._batches_since_drain == 0 or not self.asynchronous
+        """Returns :meth:`OwnStages.detached`; the counts of batches and the spans are kept."""
+        assert self.batches_since_drain == 0 or not self.asynchronous
         return self.stages.detached()
 
     def _complete_early(self, update: int) -> None:
-        self._on_complete(update, self._held.complete_early(update))
+        """Finishes gradients whose update is not due yet."""
+        stages = self.stages.values()
+        held = {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
+        self._unscale(update, held.values())
+        self._loss_weights.collect(update)
+        self._loss_weights.divide(held.values())
+        for stage in stages:
+            self._run_hooks_early(stage, update)
+        held = {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
+        self._on_complete(update, held)
+
+    def _run_hooks_early(self, stage: Stage, update: int) -> None:
+        """Replaces held gradients with the results of the parameters' hooks."""
+        if stage.gradients.runs_hooks:
+            return
+        held = stage.gradients.held(update)
+        for name, parameter in stage.named_parameters().items():
+            if name in held and has_gradient_hooks(parameter) and name not in self._shared:
+                gradient = with_hooks(parameter, held.pop(name))
+                if gradient is not None:
+                    held[name] = gradient
+
+    def _unscale(self, update: int, gradients: Iterable[Tensor]) -> None:
+        scale = self._loss_scales.get(update, 1.0)
+        if scale != 1.0:
+            for gradient in gradients:
+                gradient.div_(scale)
 
     def _run(
         self,
@@ -355,5 +396,5 @@ class Pipeline:
         self._runtime.run(parted.local_tail, work)
         for number in backwards:
             self.stages[number].end_round()
-        self._held.hold(parted.optimizer_actions[-1] if parted.optimizer_actions else None)
+        self._due = parted.optimizer_actions[-1] if parted.optimizer_actions else None
         return results

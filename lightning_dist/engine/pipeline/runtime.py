@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from lightning_dist.engine.comms.channel import Receiver, Sender
-from lightning_dist.engine.pipeline.loss import Loss, LossWeights, WeighedGradients
-from lightning_dist.engine.pipeline.microbatch import Microbatch
+from lightning_dist.engine.pipeline.gradients import LossWeights, WeighedGradients
+from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.stage import Stage, Step
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind

@@ -6,7 +6,7 @@ stage runs its layers on the previous stage's output instead. All but the last t
 on the last the module returns, and the user's code goes on to its loss.
 
 A :class:`.WeightPolicy` decides which weights a forward and its backward see.
-:class:`.Gradients` hold the gradients.
+:class:`.HeldGradients` hold the gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.gradients import Gradients
+from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
 from lightning_dist.engine.pipeline.step_hook import (
@@ -29,8 +29,7 @@ from lightning_dist.engine.pipeline.step_hook import (
 )
 from lightning_dist.engine.splitting.whole_step import StepInterceptor
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
-from lightning_dist.engine.stashing.swapped_weights import SwappedWeights
-from lightning_dist.engine.stashing.versions import WeightPolicy, WeightVersion
+from lightning_dist.engine.stashing.versions import SwappedWeights, WeightPolicy, WeightVersion
 from lightning_dist.engine.tensors.rng import seed_python, seeded
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
@@ -110,7 +109,7 @@ class Stage:
         place: StagePlace,
         layers: StageLayers,
         policy: WeightPolicy,
-        gradients: Gradients,
+        gradients: HeldGradients,
         meter: StalenessMeter,
     ) -> None:
         self.layers = layers.module

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_dist.engine.pipeline.gradients import Gradients, HeldGradients
+from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.stage import Stage, StageLayers, StagePlace
 from lightning_dist.engine.pipeline.step_hook import ForwardInterceptor
@@ -37,7 +37,7 @@ from lightning_dist.engine.stashing.versions import WeightPolicy
 _CPU = torch.device("cpu")
 
 
-def _hold(_: int) -> Gradients:
+def _hold(_: int) -> HeldGradients:
     return HeldGradients()
 
 
@@ -65,7 +65,7 @@ class StageOptions:
     seed: int = 0
     device: torch.device = _CPU
     layers: Callable[[int], nn.Module] | None = None
-    gradients: Callable[[int], Gradients] = _hold
+    gradients: Callable[[int], HeldGradients] = _hold
     predict: Predict | None = None
     measure_discrepancy: bool = False
     half: HalfWeights | None = None

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.connect import Channels, connect
-from lightning_dist.engine.pipeline.gradients import Gradients, HeldGradients
-from lightning_dist.engine.pipeline.loss import ReplicaWeights
+from lightning_dist.engine.pipeline.gradients import HeldGradients, ReplicaWeights
 from lightning_dist.engine.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums, keep
@@ -109,7 +108,7 @@ class WrappedStages:
     """
 
     layers: Callable[[int], nn.Module]
-    gradients: Callable[[int], Gradients]
+    gradients: Callable[[int], HeldGradients]
     change_step: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

@@ -14,8 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_dist.engine.pipeline.connect import Channels
-from lightning_dist.engine.pipeline.loss import weight_of
-from lightning_dist.engine.pipeline.microbatch import Microbatch, merge
+from lightning_dist.engine.pipeline.microbatch import Microbatch, merge, weight_of
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 from lightning_dist.strategies.base.lightning_internals import (

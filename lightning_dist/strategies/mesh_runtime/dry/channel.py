@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_dist.engine.pipeline.connect import wire
-from lightning_dist.engine.pipeline.loss import WeighedGradients
+from lightning_dist.engine.pipeline.gradients import WeighedGradients
 from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.tensors.tree import flatten, unflatten
 

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator
-from lightning_dist.engine.pipeline.gradients import Gradients, HeldGradients
+from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
-from lightning_dist.engine.stashing.swapped_weights import SwappedWeights
-from lightning_dist.engine.stashing.versions import WeightVersion
+from lightning_dist.engine.stashing.versions import SwappedWeights, WeightVersion
 
 
 def test_a_sparse_gradient_and_a_dense_one() -> None:
@@ -95,7 +94,7 @@ class Positions(nn.Module):
     "make", [lambda _: HeldGradients(), lambda m: ParamGradAccumulator(m, Listening())]
 )
 def test_what_was_sent_does_not_change_when_more_is_added(
-    make: Callable[[nn.Module], Gradients], is_parted: bool
+    make: Callable[[nn.Module], HeldGradients], is_parted: bool
 ) -> None:
     module = Positions()
     own, gradients = dict(module.named_parameters()), make(module)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.loss import Loss, LossWeights, weight_of
+from lightning_dist.engine.pipeline.gradients import LossWeights
+from lightning_dist.engine.pipeline.microbatch import Loss, weight_of
 from tests.helpers.networks.models import make_optimizer
 from tests.helpers.oracle import train_late
 from tests.helpers.processes.threads import run_ranks, shapes_of, train_with

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.stashing.swapped_weights import SwappedWeights
-from lightning_dist.engine.stashing.versions import WeightVersion
+from lightning_dist.engine.stashing.versions import SwappedWeights, WeightVersion
 
 
 class Twice(nn.Module):
