@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import DDPStrategy
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
-from lightning_dist.engine.data_parallel import compression as compression_module
 from tests.helpers.networks.models import (
     make_loader,
     make_module,
@@ -121,7 +120,7 @@ def fit_powersgd(accumulate: int, static_graph: bool) -> dict[str, Tensor]:
 
 def count_buckets(accumulate: int, static_graph: bool) -> int:
     """Counts the buckets that a rank hands over for six batches."""
-    hooks, count = compression_module.default_hooks, 0
+    hooks, count = default_hooks, 0
     original = hooks.fp16_compress_hook
 
     def counting(group, bucket):  # type: ignore[no-untyped-def]  # torch would not like strings
