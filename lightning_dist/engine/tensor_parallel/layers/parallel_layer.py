@@ -135,12 +135,7 @@ class _SpreadForward:
 
 
 def cuts_of(layer: nn.Module, style: Style, num_stacked: int = 1) -> dict[str, Placement]:
-    """Returns the placements of a layer's parameters, before the layer is changed.
-
-    Returns:
-        Placements on the tensor-parallel ranks by the parameters' names in the layer, without
-        replicated parameters.
-    """
+    """Returns the placements of a layer's sharded parameters by name, before it is changed."""
     if style is Style.VOCAB:
         return {"weight": Shard(0)}
     if not is_projection(layer):

@@ -1,15 +1,12 @@
 """Verifies that shards add up to the whole, before a layer is sharded.
 
-Names and sizes show the layers that may be sharded. Whether they can be depends on the code between
-them, which may lay out its heads in another way, or use all features at once. So a copy of the
-module around the layers is run with random weights: once whole, and once for each rank with that
-rank's shards. At a layer that sums up, the ranks' partial outputs must add up to the whole output.
-There is no communication, and all ranks find the same.
-
-Activations outside of regions are whole here, too: the layer that sums up returns the output of the
-whole run. A module whose arguments cannot be guessed (:mod:`.plan.trial_run`) cannot be run so, and
-is not verified; nor is a large whole model. If an attention that computes with the width of all
-heads cannot be verified, that is a flaw, too.
+Whether layers can be sharded depends on the code between them, which may lay out its heads in
+another way, or use all features at once. So a copy of the module around the layers is run with
+random weights: once whole, and once for each rank with that rank's shards. At a layer that sums up,
+the ranks' partial outputs must add up to the whole output, which that layer then returns. There is
+no communication, and all ranks find the same. A module whose arguments cannot be guessed
+(:mod:`.plan.trial_run`), or a large whole model, is not verified. If it has an attention that
+computes with the width of all heads, that is a flaw, too.
 """
 
 from __future__ import annotations
@@ -61,12 +58,11 @@ from lightning_dist.engine.tensor_parallel.plan.trial_run import (
 )
 from lightning_dist.engine.tensors.module_tree import original_class
 
+# Style and number of stacked matrices of a module's layers, by their names in the module.
 _Cuts = Mapping[str, tuple[Style, int]]
-"""Style and number of stacked matrices of a module's layers, by their names in the module."""
 
 _BATCH, _LENGTH = 2, 4
-_LARGEST_MODEL = 2**25
-"""The largest number of parameters of a whole model to copy; parts of a model are always copied."""
+_LARGEST_MODEL = 2**25  # parameters of a whole model to copy; parts of a model are always copied
 
 
 def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str]:
@@ -83,7 +79,7 @@ def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str
         inner |= {_inside(name, n): (s, 1) for n, s in alone.items() if _is_in(n, name)}
         holder = module.get_submodule(name)
         kind = (*kind_of(holder), *inner)
-        if not name and _is_large(holder):  # too large to copy
+        if not name and sum(p.numel() for p in holder.parameters()) > _LARGEST_MODEL:
             known[kind] = _unproven(name, holder, _styles(inner), tp_size)
         elif kind not in known:
             with on_the_side():
@@ -108,7 +104,7 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
                 " values)"
             )
         raise ValueError(
-            f"Leave {named} out of plan=, or write {label_of(name, module)} so that each {each}:"
+            f"Leave {named} out of plan=, or write {_label_of(name, module)} so that each {each}:"
             f" {flaw}. (A copy of it with random weights was run whole and as tp_size={tp_size}"
             " parts.)"
         )
@@ -161,17 +157,13 @@ def _check_local(module: nn.Module, styles: Styles) -> None:
             )
 
 
-def label_of(name: str, holder: nn.Module) -> str:
+def _label_of(name: str, holder: nn.Module) -> str:
     """Names a module, or the whole model by its class."""
     return repr(name or original_class(holder).__name__)
 
 
-def _is_large(model: nn.Module) -> bool:
-    return sum(parameter.numel() for parameter in model.parameters()) > _LARGEST_MODEL
-
-
 def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str | None:
-    label = label_of(name, holder)
+    label = _label_of(name, holder)
     for layer in cuts:
         if has_own_forward(holder.get_submodule(layer)):
             return f"{layer!r} of {label} has a forward of its own, which would be lost"
@@ -226,7 +218,7 @@ def _unproven(name: str, holder: nn.Module, styles: Styles, tp_size: int) -> str
 
 
 def _flaw_of(name: str, holder: nn.Module, whole: _Run, parts: Sequence[_Run]) -> str | None:
-    label = label_of(name, holder)
+    label = _label_of(name, holder)
     if any(differ(part.returned, whole.returned) for part in parts):
         return f"{label} returns something else if its layers are cut"
     for layer, met in whole.met.items():
@@ -240,7 +232,11 @@ def _flaw_of(name: str, holder: nn.Module, whole: _Run, parts: Sequence[_Run]) -
         for call, sum_of_all in enumerate(wanted):
             total = torch.stack([part.sums[layer][call] for part in parts]).sum(0)
             if differ(total, sum_of_all):
-                return _not_the_sum(label, layer, total, sum_of_all)
+                off, reach = float((total - sum_of_all).abs().max()), float(sum_of_all.abs().max())
+                return (
+                    f"what the ranks of {label} give to {layer!r} does not add up to what the whole"
+                    f" gives: it is off by {off:.2g}, with elements up to {reach:.2g}"
+                )
     return None
 
 
@@ -264,7 +260,12 @@ class _Run:
         local = [name for name, (style, _) in cuts.items() if style is Style.LOCAL]
         self.met: dict[str, list[int]] = {name: [] for name in local}
         # On the whole and on the parts, for torch runs other code without hooks.
-        hooks = [_note_sizes(module.get_submodule(name), self.met[name]) for name in local]
+        hooks = [
+            module.get_submodule(name).register_forward_pre_hook(
+                lambda _, given, sizes=sizes: sizes.append(given[0].numel())
+            )
+            for name, sizes in self.met.items()
+        ]
         for name, part in module.named_modules():
             hooks += _note_calls(part, name, inner) if name else ()
         self.returned = call.run(module, x)
@@ -279,10 +280,6 @@ def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | N
         return given.clone() if layer.bias is None else given + layer.bias
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
-
-
-def _note_sizes(layer: nn.Module, sizes: list[int]) -> RemovableHandle:
-    return layer.register_forward_pre_hook(lambda _, given: sizes.append(given[0].numel()))
 
 
 def _part(name: str, copy: nn.Module, cuts: _Cuts, tp_size: int, rank: int) -> nn.Module:
@@ -344,14 +341,6 @@ def _layer(module: nn.Module, name: str) -> nn.Linear:
     layer = module.get_submodule(name)
     assert is_projection(layer)
     return layer
-
-
-def _not_the_sum(label: str, layer: str, total: Tensor, wanted: Tensor) -> str:
-    largest, reach = float((total - wanted).abs().max()), float(wanted.abs().max())
-    return (
-        f"what the ranks of {label} give to {layer!r} does not add up to what the whole gives:"
-        f" it is off by {largest:.2g}, with elements up to {reach:.2g}"
-    )
 
 
 def _inside(holder: str, name: str) -> str:

@@ -65,7 +65,9 @@ def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp
 def _find_flaw(block: nn.Module, styles: Styles, tp_size: int) -> str | None:
     try:
         copy = random_copy(block)
-        x = torch.randn(_BATCH, _LENGTH_PER_RANK * tp_size, _width(copy, styles))
+        first = next(name for name, style in styles.items() if style is Style.COLWISE)
+        width = input_size(copy.get_submodule(first))
+        x = torch.randn(_BATCH, _LENGTH_PER_RANK * tp_size, width)
         calls = list(trial_calls(copy, styles, x.shape[SEQUENCE_DIM]))
     except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
         return None
@@ -107,14 +109,16 @@ def _run_parts(
     for rank, own in enumerate(x.chunk(tp_size, SEQUENCE_DIM)):
         give = partial(_give, tp_size=tp_size, rank=rank)
         part = _with_changes(copy, {name: give(given) for name, given in met.items()})
-        _scatter(part, styles, tp_size, rank)
+        for name, style in styles.items():
+            layer = part.get_submodule(name)
+            if style.sums_up and is_projection(layer):  # returns a rank's shard of the sequence
+                layer.register_forward_hook(partial(_shard_output, tp_size=tp_size, rank=rank))
         parts.append(call.run(part, own))
     return torch.cat(parts, SEQUENCE_DIM)
 
 
-def _width(block: nn.Module, styles: Styles) -> int:
-    names = [name for name, style in styles.items() if style is Style.COLWISE]
-    return input_size(block.get_submodule(names[0]))
+def _shard_output(_: nn.Module, __: object, whole: Tensor, *, tp_size: int, rank: int) -> Tensor:
+    return whole.chunk(tp_size, SEQUENCE_DIM)[rank]
 
 
 def _gathering(block: nn.Module, styles: Styles) -> list[str]:
@@ -153,15 +157,3 @@ def _give(met: Sequence[Tensor], tp_size: int, rank: int) -> _Change:
         return whole.clone()
 
     return give
-
-
-def _scatter(block: nn.Module, styles: Styles, tp_size: int, rank: int) -> None:
-    """Makes layers that sum up return a rank's shard of the sequence."""
-
-    def cut(_: nn.Module, __: object, whole: Tensor) -> Tensor:
-        return whole.chunk(tp_size, SEQUENCE_DIM)[rank]
-
-    for name, style in styles.items():
-        layer = block.get_submodule(name)
-        if style.sums_up and is_projection(layer):
-            layer.register_forward_hook(cut)
