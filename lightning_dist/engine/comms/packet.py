@@ -127,15 +127,11 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _references(buffer: Memory) -> int:
-    return sys.getrefcount(buffer)
-
-
 def _references_of_a_free_buffer() -> int:
     """Counts the references that :meth:`BufferPool.take` itself holds to a free buffer."""
-    count = 0  # the pool's list, the loop variable, two arguments; not all interpreters count all
+    count = 0  # the pool's list, the loop variable, the argument; not all interpreters count all
     for buffer in [_fresh(1)]:
-        count = _references(buffer)
+        count = sys.getrefcount(buffer)
     return count
 
 
@@ -160,16 +156,11 @@ class BufferPool:
     def __init__(self) -> None:
         self._buffers: dict[int, list[Memory]] = {}
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of all buffers, in use or free."""
-        return sum(size * len(buffers) for size, buffers in self._buffers.items())
-
     def take(self, num_bytes: int) -> Memory:
         """Returns at least one byte of memory, with arbitrary content."""
         buffers = self._buffers.setdefault(num_bytes, [])
         for buffer in buffers:
-            if _references(buffer) <= _REFERENCES_OF_A_FREE_BUFFER:
+            if sys.getrefcount(buffer) <= _REFERENCES_OF_A_FREE_BUFFER:
                 return buffer
         buffers.append(_fresh(num_bytes))
         return buffers[-1]

@@ -139,12 +139,10 @@ class WrappedReplica:
         self._trainable.check_step(exactly=self._is_automatic())
         if not self._exchange.find_unused_parameters:
             check_toggled(self._trainable.left_out())
-            check_gradients(self._complete_gradients())
-
-    def _complete_gradients(self) -> list[str]:
-        if self._missing is None:  # a static graph waits only for the gradients that it knows
-            return parameters_without_gradient(self._module)
-        return self._missing.end_backward()
+            if self._missing is None:  # a static graph waits only for the gradients that it knows
+                check_gradients(parameters_without_gradient(self._module))
+            else:
+                check_gradients(self._missing.end_backward())
 
     @contextmanager
     def keeping_gradients(self) -> Iterator[None]:

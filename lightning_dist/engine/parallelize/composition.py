@@ -146,7 +146,10 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
 
     if split is not None and asked.shard is not None:
         split.cut()
-    roots = (StepModule(module),) if split is None else _stages(split)
+    roots: tuple[nn.Module, ...] = (StepModule(module),)
+    if split is not None:
+        per_stage = split.layers_per_stage
+        roots = tuple(layers_of(split.layers, per_stage, own) for own in split.stages)
     own = [unit for unit in units if keeps(unit.name)]
     sharding = asked.sharding if split is None else _kept_whole(asked.sharding)
     summary = _describe(module, own, sharding)
@@ -225,10 +228,6 @@ def _compile(
             part.forward = torch.compile(part.forward)
 
 
-def _stages(split: PipelineSplit) -> tuple[nn.Module, ...]:
-    return tuple(layers_of(split.layers, split.layers_per_stage, own) for own in split.stages)
-
-
 @dataclass(frozen=True)
 class BesideKept(WrapPolicy):
     """The user's policy, with a unit of its own for each module that stays in fp32."""
@@ -251,10 +250,6 @@ class BesideKept(WrapPolicy):
 
 def _keep_all(_: str) -> bool:
     return True
-
-
-def _no_stage(_: str) -> None:
-    """Returns None, for the module of any name."""
 
 
 def _kept_whole(sharding: ShardingOptions) -> ShardingOptions:
@@ -323,7 +318,7 @@ def _spread(
         sequence_parallel=config.sequence_parallel,
         loss_parallel=config.loss_parallel,
         is_kept=_keep_all if split is None else split.keeps,
-        stage_of=_no_stage if split is None else split.stage_of,
+        stage_of=(lambda _: None) if split is None else split.stage_of,
     )
     return spread, words
 

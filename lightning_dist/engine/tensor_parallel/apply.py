@@ -12,6 +12,7 @@ partial gradient there (:mod:`.tensor_parallel.partial_gradients`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
@@ -106,7 +107,10 @@ class TensorParallelModule:
         self._blocks = [name for stack in stacks for name in stack]
         check_blocks(module, self._blocks, styles)
         check_positions(module, self._blocks, styles, mesh.size())
-        self._uses = _uses(module)
+        self._uses: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                self._uses[parameter].append((part, name))
         stacks_in = {name: stacked_in(module, styles, name) for name in styles}
         self.cuts = {
             f"{name}.{attribute}": placement
@@ -179,7 +183,9 @@ class TensorParallelModule:
 
     def _shard(self, name: str, style: Style, num_stacked: int) -> None:
         layer = self.module.get_submodule(name)
-        region = self._region(name)
+        region = Region(self._mesh, self._randomness, crossings=self.crossings)
+        if self._is_in_block(name):
+            region = replace(region, randomness=None, dim=SEQUENCE_DIM)
         for attribute, placement in parallel_layer.cuts_of(layer, style, num_stacked).items():
             self._place(layer, attribute, placement)
         if style is Style.VOCAB:
@@ -195,11 +201,6 @@ class TensorParallelModule:
             entry = Entry(replace(region, crossings=None))
             parallel_layer.colwise_gather(layer, name, entry, self.logits)
 
-    def _region(self, name: str) -> Region:
-        if self._is_in_block(name):
-            return Region(self._mesh, None, SEQUENCE_DIM, self.crossings)
-        return Region(self._mesh, self._randomness, crossings=self.crossings)
-
     def _entry(self, name: str, region: Region) -> Entry:
         """Returns the entry that a layer shares with the layers beside it."""
         parent_name = name.rpartition(".")[0]
@@ -207,8 +208,7 @@ class TensorParallelModule:
             self._entries[parent_name] = entry = Entry(region)
             parent = self.module.get_submodule(parent_name)
             parent.register_forward_hook(lambda *_: entry.forget())
-            is_early = opens_early(self.module, parent_name, self._blocks)
-            if region.dim is not None and is_early:
+            if region.dim is not None and opens_early(self.module, parent_name, self._blocks):
                 # It may look at the length of what it is given, which is that of its layers' then.
                 entry.is_open = True
                 outer = Entry(region)
@@ -273,11 +273,3 @@ def _check_size(name: str, what: str, size: int, tp_size: int) -> None:
             f" cannot be shared out over tp_size={tp_size} ranks; or pad them to"
             f" {-(-size // tp_size) * tp_size}."
         )
-
-
-def _uses(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    uses: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            uses.setdefault(parameter, []).append((part, name))
-    return uses

@@ -175,8 +175,6 @@ class FailureRing:
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
 
-    # --- failures ----------------------------------------------------------------------------
-
     def _listen(self) -> None:
         try:
             while True:
@@ -191,16 +189,16 @@ class FailureRing:
         try:
             message: Beat | Notice | Failure = self._receiver.receive()
         except TimeoutError:
-            self._report(self._silence.missed())
+            self._pass_on(self._silence.missed(), is_first=True)
             if self._silence.is_over:
                 self._learn(Failure.from_standstill(self._silence.standstill))
             return
         if isinstance(message, Failure):
             self._learn(message)
         elif isinstance(message, Beat):
-            self._report(self._silence.heard(message))
+            self._pass_on(self._silence.heard(message), is_first=True)
         else:
-            self._spread(message)
+            self._pass_on(message, is_first=False)
 
     def _learn(self, failure: Failure) -> None:
         if not self._is_first(failure):
@@ -219,21 +217,16 @@ class FailureRing:
             self._failure = self._failure or failure
         return is_first
 
-    # --- standstills -------------------------------------------------------------------------
-
     def _beat(self) -> None:
         while not self._is_closed.is_set():
             beat, notice = self._pulse.look()
             self._send(beat)
-            self._report(notice)
+            self._pass_on(notice, is_first=True)
             self._is_closed.wait(self._rhythm.interval_seconds)
 
-    def _report(self, found: Notice | None) -> None:
-        """Spreads a message that this rank was the first to find."""
-        if found is not None:
-            self._spread(found, is_first=True)
-
-    def _spread(self, notice: Notice, *, is_first: bool = False) -> None:
+    def _pass_on(self, notice: Notice | None, *, is_first: bool) -> None:
+        if notice is None:
+            return
         rank = notice.process.rank
         if isinstance(notice, Standstill):
             self._standstills[rank] = notice
@@ -243,8 +236,6 @@ class FailureRing:
             self._on_notice(notice)
         if rank != self._predecessor:
             self._send(notice)
-
-    # --- sending -----------------------------------------------------------------------------
 
     def _say_goodbye(self) -> None:
         self._is_closed.set()

@@ -80,9 +80,8 @@ class Way:
         return self.is_of_sequence and self.target == _SAME
 
 
-_SAME, _SUMMAND = Replicate(), Partial()
-_IN = Way(_SAME, _SAME, _SUMMAND, _SAME)
-_OUT = Way(_SUMMAND, _SAME, _SAME, _SAME)
+_SAME: Placement = Replicate()
+_SUMMAND: Placement = Partial()
 
 
 def enter(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
@@ -96,7 +95,8 @@ def enter(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
     Returns:
         The whole activation, whose gradient is partial on each rank.
     """
-    return _cross(x, mesh, _IN if dim is None else Way(Shard(dim), _SAME, _SUMMAND, Shard(dim)))
+    outside = _SAME if dim is None else Shard(dim)
+    return _cross(x, mesh, Way(outside, _SAME, _SUMMAND, outside))
 
 
 def leave(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
@@ -110,7 +110,8 @@ def leave(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
     Returns:
         The sum, or this rank's shard of the sum.
     """
-    return _cross(x, mesh, _OUT if dim is None else Way(_SUMMAND, Shard(dim), Shard(dim), _SAME))
+    outside = _SAME if dim is None else Shard(dim)
+    return _cross(x, mesh, Way(_SUMMAND, outside, outside, _SAME))
 
 
 def gather(x: Tensor, mesh: DeviceMesh, dim: int = -1, *, of_sequence: bool = False) -> Tensor:

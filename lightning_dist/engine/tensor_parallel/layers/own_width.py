@@ -34,7 +34,8 @@ def show_own_width(attention: nn.Module, features: int, tp_size: int) -> None:
         x = args[0] if args else kwargs.get(keyword)
         if not isinstance(x, Tensor) or x.shape[-1] != features:
             return compute(*args, **kwargs)
-        own = _stand_in(x, features // tp_size)
+        own = x.new_full((), torch.nan).expand(*x.shape[:-1], features // tp_size)
+        setattr(own, _STANDS_FOR, x)
         # It can be query, key and value at once.
         others = {name: own if value is x else value for name, value in kwargs.items()}
         return compute(*(own if value is x else value for value in args), **others)
@@ -46,9 +47,3 @@ def behind(x: Tensor) -> Tensor:
     """Returns the tensor that a stand-in stands for, or else the argument itself."""
     whole: Tensor = getattr(x, _STANDS_FOR, x)
     return whole
-
-
-def _stand_in(x: Tensor, width: int) -> Tensor:
-    own = x.new_full((), torch.nan).expand(*x.shape[:-1], width)
-    setattr(own, _STANDS_FOR, x)
-    return own

@@ -1,15 +1,11 @@
 """Random numbers that are the same on all ranks outside of a region, and differ inside.
 
-Dropout on a replicated activation must drop the same elements on all ranks. If features or sequence
-are sharded, the same mask on each rank would repeat one mask for all shards. So a region's own
-numbers are seeded by the rank and by one number that is drawn outside, the same on all ranks. After
-the region the state is that after this draw. So the same numbers are drawn again when activation
-checkpointing recomputes a region. A region that draws nothing leaves the state as it was, as on one
-device.
-
-A recomputation stops as soon as it has the tensors that the backward needs, which may be inside of
-the region, and restores the generators' state. So the generators' seed decides whether a rank is
-inside.
+Dropout on a replicated activation must drop the same elements on all ranks; on shards, other ones.
+So a region's own numbers are seeded by the rank and by one number that is drawn outside. After the
+region the state is that after this draw, so that activation checkpointing draws the same numbers
+again. A region that draws nothing leaves the state as it was, as on one device. A recomputation may
+stop inside of a region, and restores the generators' state. So the generators' seed decides whether
+a rank is inside.
 """
 
 from __future__ import annotations

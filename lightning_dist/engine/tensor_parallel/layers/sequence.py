@@ -46,7 +46,13 @@ def cut_sequence(
     """Shards the sequence from one block's input to another block's output."""
 
     def cut(x: Tensor) -> Tensor:
-        check_length(x.shape[SEQUENCE_DIM], mesh.size())
+        length, tp_size = x.shape[SEQUENCE_DIM], mesh.size()
+        if length % tp_size:
+            raise ValueError(
+                f"A sequence of {length} cannot be cut into tp_size={tp_size} equal parts, as"
+                f" sequence_parallel=True wants it. Pad it to {-(-length // tp_size) * tp_size}, or"
+                " leave sequence_parallel out."
+            )
         if first.training:
             randomness.enter()
         crossings.cut()
@@ -61,16 +67,6 @@ def cut_sequence(
 
     change_activation(first, cut)
     last.register_forward_hook(join)
-
-
-def check_length(length: int, tp_size: int) -> None:
-    """Checks that the ranks divide the length of a sequence."""
-    if length % tp_size:
-        raise ValueError(
-            f"A sequence of {length} cannot be cut into tp_size={tp_size} equal parts, as"
-            f" sequence_parallel=True wants it. Pad it to {-(-length // tp_size) * tp_size}, or"
-            " leave sequence_parallel out."
-        )
 
 
 def change_activation(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
