@@ -7,9 +7,10 @@ from lightning_dist.engine.sharding.wrap import (
     BySize,
     EachBlock,
     Manual,
+    Unit,
     With,
+    WrapPolicy,
 )
-from lightning_dist.engine.sharding.wrap_policy import Unit, WrapPolicy
 
 __all__ = [
     "AnyOf",

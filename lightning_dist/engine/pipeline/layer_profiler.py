@@ -31,8 +31,8 @@ from lightning_dist.engine.schedules.timeline import Span, SpanKind
 from lightning_dist.engine.splitting.layers import Part
 from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.engine.stashing.versions import version_bytes
-from lightning_dist.engine.tensors.call_watch import CallWatch
 from lightning_dist.engine.tensors.dtensor import local_part
+from lightning_dist.engine.tensors.observers import CallWatch
 from lightning_dist.engine.tensors.tree import flatten
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)

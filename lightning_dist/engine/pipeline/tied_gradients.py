@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.splitting.ties import Tie
-from lightning_dist.engine.tensors.dtensor import local_part, spread_like
+from lightning_dist.engine.tensors.dtensor import from_shard, local_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,4 +192,4 @@ def _as_gradient_of(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor 
     # So that each copy's optimizer gets the same strides, and computes the same bits.
     if gradient.stride() != own.stride():
         gradient = torch.empty_like(own).copy_(gradient)
-    return spread_like(gradient, parameter)
+    return from_shard(gradient, parameter)

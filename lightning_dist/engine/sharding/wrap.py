@@ -2,64 +2,123 @@
 
 With too few units, most of the model is whole at the same time. With too many, each collective is
 too small to be worth its start. The choice is the user's, so it is data: a policy is a small frozen
-object that prints as it is typed and can be written in YAML. It selects from a module without a
-change to the module. ``fully_shard`` is then applied to the selected modules in the given order,
-and to the root at the end.
-
-Policies are combined with :class:`AnyOf`, and :class:`With` sets the options of a policy's
-modules::
+object that prints as it is typed and can be written in YAML. A policy only chooses; order,
+repetitions and shared parameters are handled in the base class. Policies are combined::
 
     AnyOf(EachBlock(), With(ByClass(["RMSNorm"]), keep_fp32=True))
-
-Two errors are raised here, from the module alone and so alike on all ranks: for a name that matches
-no module, and for a unit that separates two uses of a shared parameter.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from lightning_dist.engine.common.names import check_count, fits, nearest, shorten, with_stars
-from lightning_dist.engine.sharding.wrap_policy import Unit, WrapPolicy
 from lightning_dist.engine.tensors.module_tree import (
     count_parameters,
     original_class,
     qualified_name,
     shardable_modules,
+    split_parameters,
     without_splits,
 )
 from lightning_dist.engine.tensors.repeated_blocks import repeated_blocks
 
-__all__ = [
-    "AnyOf",
-    "ByClass",
-    "ByName",
-    "BySize",
-    "EachBlock",
-    "Manual",
-    "Unit",
-    "With",
-    "WrapPolicy",
-    "parse_policy",
-]
-
 _FACE = "lightning_dist.wrap"  # where users find the policies
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module to shard as one.
+
+    Attributes:
+        name: Dotted name of the module.
+        reshard_after_forward: As for ``fully_shard``; None for the strategy's default.
+        keep_fp32: Whether the module stays in fp32 under mixed precision.
+    """
+
+    name: str
+    reshard_after_forward: bool | int | None = None
+    keep_fp32: bool = False
+
+    def or_else(self, other: Unit) -> Unit:
+        """Returns this unit with its open options filled from another selection.
+
+        Args:
+            other: A later selection of the same module.
+        """
+        reshard = self.reshard_after_forward
+        return replace(
+            self,
+            reshard_after_forward=other.reshard_after_forward if reshard is None else reshard,
+            keep_fp32=self.keep_fp32 or other.keep_fp32,
+        )
+
+
+class WrapPolicy(ABC):
+    """Selects the modules that become units; a subclass implements :meth:`choose`."""
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether the module has sharded itself, and must not be sharded again."""
+        return False
+
+    @abstractmethod
+    def choose(self, module: nn.Module) -> list[Unit]:
+        """Returns units among ``shardable_modules(module)``, in any order.
+
+        Raises:
+            ValueError: The policy matches no module.
+        """
+
+    def select(self, module: nn.Module) -> list[Unit]:
+        """Returns the units in the order in which to shard them.
+
+        A module that is chosen twice is one unit. If the two choices have different options the
+        first one counts; an option that one choice leaves open is taken from the other.
+
+        Args:
+            module: The model; it is not changed.
+
+        Returns:
+            Units, inner modules before outer ones, never the root; a shared one by its first name.
+
+        Raises:
+            ValueError: The policy matches no module, or puts a shared parameter into two units.
+        """
+        chosen: dict[str, Unit] = {}
+        for unit in self.choose(module):
+            chosen[unit.name] = chosen[unit.name].or_else(unit) if unit.name in chosen else unit
+        shardable = shardable_modules(module)
+        for name in chosen:
+            if name not in shardable:
+                raise ValueError(
+                    f"{self} has chosen {name!r}, which is no module below the root that has"
+                    " parameters and a forward of its own."
+                )
+        units = [chosen[name] for name in shardable if name in chosen]
+        for use in split_parameters(module, [unit.name for unit in units]):
+            places = [f"{name!r} in {chain[-1] or 'the root'}" for chain, name in use.names.items()]
+            raise ValueError(
+                f"{self} puts the uses of one shared parameter into several units:"
+                f" {', '.join(places)}. FSDP would shard it twice. Select none of"
+                f" {list(dict.fromkeys(use.between))}; it then belongs to"
+                f" {use.home or 'the root'}."
+            )
+        return units
 
 
 @dataclass(frozen=True)
 class EachBlock(WrapPolicy):
     """Each instance of the block that the model repeats; ``wrap="auto"``.
 
-    A block is a class with two or more outermost instances side by side in an ``nn.Sequential`` or
-    ``nn.ModuleList``, and enough parameters to be worth it (see :mod:`.tensors.repeated_blocks`).
-    Layers, such as the ``nn.Linear`` of an MLP, count only if nothing larger is repeated. A model
-    that repeats nothing has no units but the root. Blocks that share a parameter with a module
-    outside of them are left to the root.
+    :mod:`.tensors.repeated_blocks` defines a block. A model that repeats nothing has no units but
+    the root. Blocks that share a parameter with a module outside of them are left to the root.
 
     Each block must run in each step on all ranks. If that is not so (a mixture of experts without a
     block around), name the modules with another policy.

@@ -1,19 +1,11 @@
 """The summary of a choice of units: each unit's parameters, and the peak of whole parameters.
 
 With resharding after the forward a unit is whole only while it runs, and FSDP2 gathers the next
-unit meanwhile. In forward that is because the host is ahead of the device. In backward it is on
-purpose, in the reverse of the order in which the forwards ended. So the peak is the root's own
-parameters (the root runs all the time), and two neighbouring units with the units around them.
-Units that are not resharded add up until their backward. So do the shards of units that are
-resharded to fewer ranks.
-
-That is the peak for modules that run in the order of the module tree; FSDP2 follows the real order.
-One more exception: if no input of a unit needs a gradient (the decoder's first layer, which sees
-embedded targets that are not trained), the unit stays whole to the end of the backward. A rank with
-several stages of a pipeline has a root for each; they are one line here.
-
-Only whole parameters are counted: not the shards, gradients, optimizer state, nor the buffer of a
-collective, which is as large as its unit and lives until the next one begins.
+unit meanwhile. So the peak is the root's own parameters (the root runs all the time), and two
+neighbouring units with the units around them. Units that are not resharded add up until their
+backward. So do the shards of units that are resharded to fewer ranks. This holds for modules that
+run in the order of the module tree. A unit of which no input needs a gradient stays whole to the
+end of the backward. Shards, gradients, optimizer state and the buffers of collectives do not count.
 """
 
 from __future__ import annotations
@@ -25,7 +17,7 @@ from itertools import pairwise
 from torch import nn
 
 from lightning_dist.engine.common.table import draw_table, format_bytes, format_count
-from lightning_dist.engine.sharding.wrap_policy import Unit
+from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.tensors.module_tree import bottom_up, original_class, parameter_uses
 
 ROOT = Unit("")
@@ -54,17 +46,12 @@ class WrapSummary:
 
     Attributes:
         rows: The root first, then the units in the order of ``named_modules``.
-        peak_whole_bytes: The most bytes of parameters that are whole at the same time, under the
-            assumptions of the module's docstring.
+        peak_whole_bytes: The most bytes of parameters that are whole at the same time, as assumed
+            at the top of this module.
     """
 
     rows: tuple[WrapRow, ...]
     peak_whole_bytes: int
-
-    @property
-    def num_parameters(self) -> int:
-        """The number of elements of all parameters."""
-        return sum(row.num_parameters for row in self.rows)
 
     @property
     def num_bytes(self) -> int:
@@ -75,8 +62,9 @@ class WrapSummary:
         """Draws the table."""
         lines = [("unit", "class", "parameters", "whole", "")]
         lines += [_line(rows) for rows in _equal_rows(self.rows)]
-        total = (format_count(self.num_parameters), format_bytes(self.num_bytes))
-        lines.append(("all", "", *total, f"{format_bytes(self.peak_whole_bytes)} at a time"))
+        count = format_count(sum(row.num_parameters for row in self.rows))
+        peak = f"{format_bytes(self.peak_whole_bytes)} at a time"
+        lines.append(("all", "", count, format_bytes(self.num_bytes), peak))
         return draw_table(lines, right=(2, 3))
 
 
@@ -109,14 +97,17 @@ def describe(
         sizes[use.home] += use.parameter.numel() * element
     top_down = [name for name, _ in module.named_modules() if name in by_name]
     assert len(top_down) == len(by_name), "a unit has its module's first name"
-    rows = tuple(_row(module, by_name[name], counts[name], sizes[name]) for name in top_down)
+    rows = tuple(
+        WrapRow(
+            unit=by_name[name],
+            class_name=original_class(module.get_submodule(name)).__name__,
+            num_parameters=counts[name],
+            num_bytes=sizes[name],
+        )
+        for name in top_down
+    )
     upwards = [name for name, _ in bottom_up(module) if name in by_name]
     return WrapSummary(rows, _peak(rows, top_down, upwards, reshard_after_forward))
-
-
-def _row(root: nn.Module, unit: Unit, count: int, size: int) -> WrapRow:
-    cls = original_class(root.get_submodule(unit.name))
-    return WrapRow(unit, cls.__name__, count, size)
 
 
 def _peak(

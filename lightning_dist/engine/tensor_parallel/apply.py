@@ -59,7 +59,7 @@ from lightning_dist.engine.tensor_parallel.plan.regions import (
 )
 from lightning_dist.engine.tensor_parallel.plan.verify_sequence import check_positions
 from lightning_dist.engine.tensors.dtensor import cut, is_spread
-from lightning_dist.engine.tensors.patch import note_on, put_on
+from lightning_dist.engine.tensors.patch import set_user_state, user_state
 
 
 class TensorParallelModule:
@@ -230,7 +230,7 @@ class TensorParallelModule:
                 )
             return
         part = nn.Parameter(cut(whole, self._mesh, [placement]), requires_grad=whole.requires_grad)
-        put_on(part, note_on(whole))
+        set_user_state(part, user_state(whole))
         for holder, attribute in self._uses[whole]:
             setattr(holder, attribute, part)
 

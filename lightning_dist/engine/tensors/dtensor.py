@@ -27,11 +27,7 @@ from lightning_dist.engine.tensors.tree import map_leaves
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's shard of a tensor, as a view.
-
-    Args:
-        tensor: A DTensor, or a plain tensor, which is returned.
-    """
+    """Returns this rank's shard of a DTensor, as a view, or a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -91,18 +87,15 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """Shards a whole tensor like another tensor, without communication.
 
     Args:
-        full: The whole tensor, the same on all ranks.
+        full: The whole tensor, the same on all ranks; its dtype is the result's.
         like: A DTensor with the placements of the result, or a plain tensor to return ``full``.
-
-    Returns:
-        A DTensor of the dtype of ``full``, on the device of the mesh.
     """
     if not isinstance(like, DTensor) or isinstance(full, DTensor):
         return full
     return cut(full, like.device_mesh, like.placements)
 
 
-def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """Shards a whole tensor, without communication.
 
     Args:
@@ -119,30 +112,17 @@ def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTen
     # Without a source rank each rank slices its own tensor, in place of a scatter.
     part = distribute_tensor(on_device, mesh, placements, src_data_rank=None)
     # A copy, for a shard can be a view that would keep the whole tensor alive.
-    return DTensor.from_local(
-        part.to_local().clone(),
-        mesh,
-        placements,
-        run_check=False,
-        shape=part.shape,
-        stride=part.stride(),
-    )
+    return from_shard(part.to_local().clone(), part)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathers a tensor. Collective: every rank of its mesh must call it.
-
-    Args:
-        tensor: A DTensor, or a plain tensor, which is returned.
-    """
+    """Gathers a DTensor; a plain tensor is returned. Collective: every rank must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     dim = stacked_dim(tensor)
-    return (
-        tensor.full_tensor()
-        if dim is None
-        else unstacked(tensor).full_tensor().flatten(dim, dim + 1)
-    )
+    if dim is None:
+        return tensor.full_tensor()
+    return unstacked(tensor).full_tensor().flatten(dim, dim + 1)
 
 
 def is_storable(tensor: Tensor) -> bool:
@@ -159,32 +139,26 @@ def storable(tensor: Tensor) -> Tensor:
     dim = stacked_dim(tensor)
     if not isinstance(tensor, DTensor) or dim is None:
         return tensor
-    apart = unstacked(tensor)
-    gathered = apart.redistribute(apart.device_mesh, [*apart.placements[:-1], Replicate()])
+    split = unstacked(tensor)
+    gathered = split.redistribute(split.device_mesh, [*split.placements[:-1], Replicate()])
     own = gathered.to_local().flatten(dim, dim + 1)
-    return DTensor.from_local(
-        own,
-        tensor.device_mesh,
-        [*tensor.placements[:-1], Replicate()],
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    return from_shard(own, tensor, [*tensor.placements[:-1], Replicate()])
 
 
-def spread_like(own: Tensor, like: Tensor) -> Tensor:
+def from_shard(own: Tensor, like: Tensor, placements: Sequence[Placement] | None = None) -> Tensor:
     """Returns the DTensor with given shards, without communication.
 
     Args:
         own: This rank's shard.
-        like: A DTensor with the placements of the result, or a plain tensor to return ``own``.
+        like: A DTensor of the result's mesh and shape, or a plain tensor to return ``own``.
+        placements: Placements of the result; None for those of ``like``.
     """
     if not isinstance(like, DTensor):
         return own
     return DTensor.from_local(
         own,
         like.device_mesh,
-        like.placements,
+        like.placements if placements is None else placements,
         run_check=False,
         shape=like.shape,
         stride=like.stride(),

@@ -3,6 +3,10 @@
 No public function lists a module's or a tensor's hooks, or removes them without their handles. So
 this module uses four private names of torch. No other module uses them, and tests of the callers
 fail if they change.
+
+A parameter's hooks are run here on its whole gradient where autograd computes partial gradients.
+Autograd would run the hooks for each micro-batch, and on each stage's part of a tied parameter's
+gradient. If a stage computes with other versions of its weights, autograd would run none.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 Undo: TypeAlias = Callable[[], None]
@@ -36,37 +41,29 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def note_on(parameter: Tensor) -> tuple[dict[str, Any], Any]:
+def user_state(parameter: Tensor) -> tuple[dict[str, Any], Any]:
     """Returns the attributes and hooks that users have put on a parameter."""
     return dict(vars(parameter)), parameter._backward_hooks
 
 
-def put_on(parameter: Tensor, noted: tuple[dict[str, Any], Any]) -> None:
-    """Puts attributes and hooks on a parameter; handles of the hooks stay valid.
-
-    Args:
-        parameter: Another parameter, or the same one again.
-        noted: The result of :func:`note_on`.
-    """
-    attributes, hooks = noted
+def set_user_state(parameter: Tensor, state: tuple[dict[str, Any], Any]) -> None:
+    """Puts the result of :func:`user_state` on a parameter; handles of the hooks stay valid."""
+    attributes, hooks = state
     vars(parameter).update(attributes)
     if hooks is not None:
         parameter._backward_hooks = hooks
 
 
 @contextmanager
-def kept_on_parameters(module: nn.Module) -> Iterator[None]:
+def user_state_kept(module: nn.Module) -> Iterator[None]:
     """Returns a context manager that keeps the attributes and hooks of a module's parameters.
 
     ``Module.to`` swaps a ``DTensor`` for another one, without the attributes and hooks.
-
-    Args:
-        module: The module that is moved inside the context manager.
     """
-    noted = [(parameter, note_on(parameter)) for parameter in module.parameters()]
+    states = [(parameter, user_state(parameter)) for parameter in module.parameters()]
     yield
-    for parameter, own in noted:
-        put_on(parameter, own)
+    for parameter, state in states:
+        set_user_state(parameter, state)
 
 
 def replace_method(owner: object, name: str, method: Callable[..., Any]) -> Undo:
@@ -86,3 +83,35 @@ def replace_method(owner: object, name: str, method: Callable[..., Any]) -> Undo
         undo = partial(delattr, owner, name)
     setattr(owner, name, method)
     return undo
+
+
+@torch.no_grad()
+def add_with_hooks(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Adds a gradient to ``parameter.grad`` as autograd does, and runs the parameter's hooks.
+
+    Args:
+        parameter: The parameter to accumulate on.
+        gradient: The parameter's gradient for a batch.
+    """
+    before, behind = gradient_hooks_of(parameter)
+    for hook in before:
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed.clone()
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    for hook in behind:
+        hook(parameter)
+
+
+def with_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+    """Returns a gradient after the parameter's hooks; ``parameter.grad`` stays.
+
+    Args:
+        parameter: The parameter whose hooks run.
+        gradient: The parameter's gradient for an update; may be changed in place.
+    """
+    installed, parameter.grad = parameter.grad, None
+    try:
+        add_with_hooks(parameter, gradient)
+        return parameter.grad
+    finally:
+        parameter.grad = installed

@@ -6,13 +6,6 @@ layers' draws (dropout) must differ between stages and data replicas. And a resu
 the numbers of the uninterrupted run. One rule serves all three: each use seeds the generators from
 a few integers that name it. Afterwards it restores the state it found, so that samplers shuffle
 alike on all ranks.
-
-Ranks that read the same data draw the same random numbers; data replicas draw different ones.
-
-Shuffling, augmentation in the main process and a step's draws before it calls the model come from
-the global generators. In an unseeded script each process starts with different generators. In a
-seeded script all processes start alike, so that data replicas would drop out the same activations
-and augment the same way.
 """
 
 from __future__ import annotations
@@ -28,6 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+_CPU = torch.device("cpu")
+
 
 @contextmanager
 def seeded(*identity: int, device: torch.device) -> Iterator[None]:
@@ -37,11 +32,10 @@ def seeded(*identity: int, device: torch.device) -> Iterator[None]:
         identity: Integers that name this use: base seed, step, micro-batch, stage and so on.
         device: The device whose generator is seeded beside the CPU's.
     """
-    seed = seed_of(identity)
     generators = generators_of(device)
     states = [generator.get_state() for generator in generators]
     for generator in generators:
-        generator.manual_seed(seed)
+        generator.manual_seed(seed_of(identity))
     try:
         yield
     finally:
@@ -50,24 +44,14 @@ def seeded(*identity: int, device: torch.device) -> Iterator[None]:
 
 
 def seed_all(*identity: int, device: torch.device) -> None:
-    """Seeds torch's, Python's and numpy's generators from integers, and leaves them so.
-
-    Args:
-        identity: As for :func:`seeded`.
-        device: As for :func:`seeded`.
-    """
-    seed = seed_of(identity)
+    """Seeds torch's, Python's and numpy's generators as :func:`seeded`, and leaves them so."""
     for generator in generators_of(device):
-        generator.manual_seed(seed)
+        generator.manual_seed(seed_of(identity))
     seed_python(*identity)
 
 
 def seed_python(*identity: int) -> None:
-    """Seeds Python's and numpy's generators from integers; see :func:`python_state_kept`.
-
-    Args:
-        identity: As for :func:`seeded`.
-    """
+    """Seeds Python's and numpy's generators as :func:`seeded`; see :func:`python_state_kept`."""
     seed = seed_of(identity)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -75,10 +59,8 @@ def seed_python(*identity: int) -> None:
 
 @contextmanager
 def python_state_kept() -> Iterator[None]:
-    """Puts the state of Python's and numpy's generators back at the end.
-
-    Apart from the seeding, for it takes a tenth of a millisecond and serves a whole batch.
-    """
+    """Puts the state of Python's and numpy's generators back at the end."""
+    # No part of the seeding, for it takes a tenth of a millisecond and serves a whole batch.
     states = random.getstate(), np.random.get_state()
     try:
         yield
@@ -94,14 +76,11 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
     Args:
         device: The device whose generator is kept beside the CPU's.
     """
-    generators = generators_of(device)
-    states = [generator.get_state() for generator in generators]
+    states = random_states(device)
     try:
-        with python_state_kept():
-            yield
+        yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        set_random_states(states, device)
 
 
 def seed_of(identity: tuple[int, ...]) -> int:
@@ -117,9 +96,6 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
     return [torch.default_generator, torch.cuda.default_generators[index]]
-
-
-_HOST = torch.device("cpu")
 
 
 def share_random_state(group: dist.ProcessGroup) -> None:
@@ -139,13 +115,11 @@ def share_random_state(group: dist.ProcessGroup) -> None:
 def first_ranks_numbers(group: dist.ProcessGroup) -> Iterator[None]:
     """Lets all ranks of a group draw the first rank's numbers, as while a model is built.
 
-    Collective: every rank of the group must enter it.
+    Collective: every rank of the group must enter it. Afterwards a rank whose random states
+    differed from the first rank's has its own.
 
     Args:
         group: A gloo group.
-
-    Yields:
-        Nothing. Afterwards a rank whose random states differed from the first rank's has its own.
     """
     own = random_states()
     share_random_state(group)
@@ -166,56 +140,30 @@ class RandomStream:
 
     def __init__(self, *identity: int) -> None:
         self._identity = identity
-        self._inside: list[Any] | None = None
-        self._outside: list[Any] | None = None
+        self._states: list[Any] | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Puts this stream in the place of Python's, numpy's and torch's (CPU) numbers.
-
-        Yields:
-            Nothing. The next time the stream goes on where it has ended.
-        """
-        self.enter()
-        try:
-            yield
-        finally:
-            self.leave()
-
-    def enter(self) -> None:
-        """Begins to draw from this stream; see :meth:`drawing`."""
-        self._outside = random_states()
-        if self._inside is None:
-            seed_all(*self._identity, device=_HOST)
-        else:
-            set_random_states(self._inside)
-
-    def leave(self) -> None:
-        """Restores the numbers outside of this stream; does nothing before :meth:`enter`."""
-        if self._outside is None:
-            return
-        self._inside = random_states()
-        set_random_states(self._outside)
-        self._outside = None
+        """Draws Python's, numpy's and torch's (CPU) numbers from this stream, where it ended."""
+        with random_state_kept(_CPU):
+            if self._states is None:
+                seed_all(*self._identity, device=_CPU)
+            else:
+                set_random_states(self._states)
+            try:
+                yield
+            finally:
+                self._states = random_states()
 
 
-def random_states(device: torch.device = _HOST) -> list[Any]:
-    """Returns the states of all global generators: Python's, numpy's and torch's.
-
-    Args:
-        device: The device whose generator counts, beside the CPU's.
-    """
+def random_states(device: torch.device = _CPU) -> list[Any]:
+    """Returns the states of all global generators: Python's, numpy's, torch's and the device's."""
     torchs = [generator.get_state().numpy() for generator in generators_of(device)]
     return [random.getstate(), np.random.get_state(), *torchs]
 
 
-def set_random_states(states: list[Any], device: torch.device = _HOST) -> None:
-    """Sets the states of all global generators.
-
-    Args:
-        states: The result of :func:`random_states` for such a device.
-        device: As for :func:`random_states`.
-    """
+def set_random_states(states: list[Any], device: torch.device = _CPU) -> None:
+    """Sets the states that :func:`random_states` has returned for such a device."""
     python, numpys, *torchs = states
     random.setstate(python)
     np.random.set_state(numpys)

@@ -29,7 +29,7 @@ from lightning_dist.engine.sharding.manual_steps import ManualSteps
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
 from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary, summarise
-from lightning_dist.engine.tensors.patch import kept_on_parameters
+from lightning_dist.engine.tensors.patch import user_state_kept
 from lightning_dist.strategies.base.lightning_internals import set_device
 from lightning_dist.strategies.mesh_runtime.layout_line import (
     describe_layout,
@@ -262,7 +262,7 @@ class ShardedModule:
             move_rest(self.module, self._shards, device)
             set_device(self.module, device)
             return
-        with kept_on_parameters(self.module):
+        with user_state_kept(self.module):
             self.module.to(device)
             # FSDP2 notices a move by a method of the modules that it knows. A root is around the
             # user's module, or beside it.

@@ -25,7 +25,7 @@ from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.ties import Tie, find_ties
-from lightning_dist.engine.tensors.parameter_hooks import with_hooks
+from lightning_dist.engine.tensors.patch import with_hooks
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import half_precision_of

@@ -22,7 +22,7 @@ from lightning_dist.engine.tensor_parallel.apply import (
 from lightning_dist.engine.tensor_parallel.layers.activations import add_up_gradients
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensors.dtensor import local_part, whole
-from lightning_dist.engine.tensors.patch import kept_on_parameters
+from lightning_dist.engine.tensors.patch import user_state_kept
 from recipes.gpt import Attention, build_gpt
 from tests.helpers.processes.workers import WorkerPool
 
@@ -112,7 +112,7 @@ def kept_on_a_parameter() -> tuple[int, float, str]:
     weight.rate = 3  # type: ignore[attr-defined]
     handle = weight.register_hook(zeroed)
     spread = TensorParallelModule(network, resolve_plan(network, PLAN), ranks())
-    with kept_on_parameters(network):
+    with user_state_kept(network):
         network.to("cpu")  # torch swaps the parameters for others
     part: Any = network.get_parameter("1.attention.qkv.weight")
     loss_of(network).backward()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensors.call_watch import CallWatch
+from lightning_dist.engine.tensors.observers import CallWatch
 
 
 class Doubling(nn.Module):

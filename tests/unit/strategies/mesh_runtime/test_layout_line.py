@@ -7,7 +7,7 @@ from torch import nn
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
-from lightning_dist.engine.sharding.wrap_policy import Unit
+from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.sharding.wrap_summary import describe
 from lightning_dist.strategies.mesh_runtime.layout_line import (
     describe_layout,
