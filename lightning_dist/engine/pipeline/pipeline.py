@@ -47,8 +47,7 @@ from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.schedules.update_rule import UpdateRule
 from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
-from lightning_dist.engine.tensors.parameter_hooks import add_with_hooks, with_hooks
-from lightning_dist.engine.tensors.patch import has_gradient_hooks
+from lightning_dist.engine.tensors.patch import add_with_hooks, has_gradient_hooks, with_hooks
 from lightning_dist.engine.tensors.rng import python_state_kept
 
 OnComplete = Callable[[int, Mapping[str, Tensor]], None]
