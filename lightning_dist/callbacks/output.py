@@ -26,12 +26,7 @@ _WIDEST = 1000
 
 @rank_zero_only
 def print_tables(tables: Iterable[Table], *conclusions: str) -> None:
-    """Prints tables and lines on rank 0.
-
-    Args:
-        tables: Tables to print, one below the other.
-        conclusions: Lines to print below the tables.
-    """
+    """Prints tables on rank 0, one below the other, and lines below them."""
     if find_spec("rich") is None:
         for table in tables:
             print(f"{table.title}\n{table}\n")
@@ -87,13 +82,7 @@ class Media:
             board.experiment.add_figure(name, figure, step, close=False)
 
     def show_table(self, name: str, table: Table, step: int) -> None:
-        """Shows a table.
-
-        Args:
-            name: Name of the table in the logger.
-            table: The table, whose cells are texts.
-            step: Step of the training.
-        """
+        """Shows a table, whose cells are texts."""
         headings = [heading or f"column {i}" for i, heading in enumerate(table.headings)]
         for wandb in self._wandb:
             wandb.log_table(name, columns=headings, data=[list(row) for row in table.rows])
@@ -102,12 +91,7 @@ class Media:
             board.experiment.add_text(name, "\n".join(" | ".join(line) for line in lines), step)
 
     def show_timeline(self, name: str, timeline: Timeline) -> None:
-        """Shows a timeline as a table of numbers, a row per span; W&B can sort and plot it.
-
-        Args:
-            name: Name of the table in the logger.
-            timeline: The timeline, of which only the newest spans are shown if there are too many.
-        """
+        """Shows the newest spans as a table of numbers, which W&B can sort and plot."""
         headings = ["rank", "kind", "action", "start (ms)", "duration (ms)"]
         spans = sorted(timeline.shifted_to_zero().spans, key=lambda span: span.start_seconds)
         rows = [
@@ -138,13 +122,7 @@ _NAME = "step_profile"
 
 
 def publish(report: ProfileReport, directory: Path, loggers: Iterable[Logger]) -> None:
-    """Prints, writes and shows a profile.
-
-    Args:
-        report: Report of all ranks.
-        directory: Directory to write the files to.
-        loggers: Loggers of the Trainer.
-    """
+    """Prints a profile, writes its files to a directory, and shows it in loggers."""
     directory.mkdir(parents=True, exist_ok=True)
     tables = {
         "summary": summary_table(report),

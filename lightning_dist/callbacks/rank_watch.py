@@ -101,12 +101,7 @@ class RankWatch:
     # --- counting and examining --------------------------------------------------------------
 
     def begin(self, role: Role, *, is_first: bool) -> None:
-        """Begins a batch.
-
-        Args:
-            role: The role of the batch.
-            is_first: Whether the batch before had another role.
-        """
+        """Begins a batch; ``is_first`` says that the batch before had another role."""
         if role is Role.COUNTED and is_first and self._counter is not None:
             self._counter.start()
         if role is not Role.EXAMINED:
@@ -119,13 +114,7 @@ class RankWatch:
             self.loop.annotates = True
 
     def end(self, role: Role, plan: StepPlan, *, is_last: bool) -> None:
-        """Ends a batch.
-
-        Args:
-            role: The role of the batch.
-            plan: The plan, which has the number of batches that are counted together.
-            is_last: Whether the next batch has another role.
-        """
+        """Ends a batch; ``is_last`` says that the next batch has another role."""
         if role is Role.COUNTED and is_last and self._counter is not None:
             self._counter.stop()
             self._count = self._counter.count(plan.num_counted, self._num_forwards)

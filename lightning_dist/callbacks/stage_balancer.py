@@ -4,11 +4,8 @@ The classic mistake of pipelining is to cut by the number of parameters: an embe
 quick, attention is small and slow. So layers are timed while they train, for a few batches now and
 then, and all ranks exchange the times. The gain of a better cut is simulated, for with few
 micro-batches filling and draining hide much of a stage's idleness. All ranks have the same numbers,
-so they decide alike. If rebalancing is asked for, they move the layers at once.
-
-Rank 0 prints, logs and draws the balance. Tables cost nothing and come with each report. A picture
-takes rank 0 some tenths of a second, in which the others wait, so there is only one, when training
-is over.
+so they decide alike. A picture takes rank 0 some tenths of a second, in which the others wait, so
+there is only one, when training is over.
 """
 
 from __future__ import annotations
@@ -39,23 +36,10 @@ from lightning_dist.strategies.base.lightning_internals import callbacks_of
 from lightning_dist.strategies.base.rank_view import LayerMover, RankView, view_of
 
 
-def tell_balance(
-    balance: Balance,
-    conclusion: str,
-    loggers: Sequence[Logger],
-    step: int,
-    *,
-    print_tables: bool,
+def print_balance(
+    balance: Balance, conclusion: str, loggers: Sequence[Logger], step: int, *, print_tables: bool
 ) -> None:
-    """Prints a balance, and shows its tables in loggers.
-
-    Args:
-        balance: The measured balance.
-        conclusion: A line below the tables.
-        loggers: Loggers of the Trainer.
-        step: Step of the training.
-        print_tables: Whether to print the tables above the conclusion.
-    """
+    """Prints a conclusion, below tables if there are to be any, and shows these in loggers."""
     tables = {"layers": balance.layer_table, "stages": balance.stage_table}
     output.print_tables(tables.values() if print_tables else (), conclusion)
     media = Media(loggers)
@@ -66,14 +50,7 @@ def tell_balance(
 def draw_balance(
     balance: Balance, directory: str | None, loggers: Sequence[Logger], step: int
 ) -> None:
-    """Draws a balance, if there is a place for pictures, and matplotlib.
-
-    Args:
-        balance: The measured balance.
-        directory: Directory to write the picture to; None writes no file.
-        loggers: Loggers of the Trainer.
-        step: Step of the training.
-    """
+    """Draws a balance to a directory or for loggers, if there are any, and matplotlib."""
     media = Media(loggers)
     if find_spec("matplotlib") is None or not (directory or media.shows_pictures):
         return
@@ -81,10 +58,6 @@ def draw_balance(
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
     media.show_figure("balance/picture", plot_balance(balance, path), step)
-
-
-_MOVED_LAYERS = "balance/moved_layers"
-_MOVE_SECONDS = "balance/move_seconds"
 
 
 class StageBalancer(pl.Callback):
@@ -218,7 +191,7 @@ class StageBalancer(pl.Callback):
         module.log_dict(_metrics_of(balance), batch_size=1)
         if trainer.is_global_zero:
             conclusion, is_balanced = self._conclude(balance), balance.gain < self._min_gain
-            tell_balance(
+            print_balance(
                 balance,
                 conclusion,
                 trainer.loggers,
@@ -231,7 +204,8 @@ class StageBalancer(pl.Callback):
     def _move(self, trainer: pl.Trainer, module: pl.LightningModule, cut: tuple[int, ...]) -> None:
         done = _layers_of(trainer).repartition(cut)
         seconds = trainer.strategy.broadcast(done.seconds)
-        metrics = {_MOVED_LAYERS: float(len(done.moves)), _MOVE_SECONDS: seconds}
+        moved = float(len(done.moves))
+        metrics = {"balance/moved_layers": moved, "balance/move_seconds": seconds}
         module.log_dict(metrics, batch_size=1)
 
     def _compare(self, pipeline: Pipeline, costs: StepCosts, measured: float) -> Balance:

@@ -34,8 +34,7 @@ class StepProfiler(pl.Callback):
     """Measures steps, and reports them.
 
     Each time ``profile/step_seconds``, ``profile/samples_per_second``, ``profile/waiting_share``
-    and so on go to all loggers (:attr:`ProfileReport.metrics
-    <.ProfileReport.metrics>` lists them). At the end of training
+    and so on go to all loggers (:attr:`.ProfileReport.metrics` lists them). At the end of training
     rank 0 prints tables and writes ``step_profile.html``, ``step_profile.png`` and
     ``step_profile.json`` (for Perfetto) of the newest report.
 
@@ -48,7 +47,7 @@ class StepProfiler(pl.Callback):
         every_n_steps: Training batches from one report to the next.
         active_steps: Batches that are timed for a report.
         trace_dir: Directory to write files to; None takes ``trainer.log_dir``.
-        torch_profiler: Whether each rank writes torch's own trace of the timed batches too, as
+        torch_profiler: Whether each rank also writes torch's own trace of the timed batches, as
             ``torch_rank0_batch7.json.gz``. That slows them down.
         warmup_steps: Batches before the first that is looked at.
 

@@ -1,7 +1,4 @@
-"""An empty figure that needs no display, and no global state of pyplot.
-
-The meaning of each colour is the same in all pictures.
-"""
+"""An empty figure that needs no display, and no global state of pyplot, and the colours."""
 
 from __future__ import annotations
 
@@ -16,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
-    """Creates a figure.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Creates a figure; raises ``ImportError`` if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

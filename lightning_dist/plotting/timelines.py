@@ -101,7 +101,7 @@ def draw_timeline(axes: Axes, timeline: Timeline, title: str, span_ms: float) ->
         axes: The panel.
         timeline: A measured or simulated timeline, which begins at zero in the picture.
         title: Title of the panel.
-        span_ms: Length of the scale.
+        span_ms: Length of the scale, in milliseconds.
     """
     timeline = timeline.shifted_to_zero()
     for rank in range(timeline.num_ranks):
@@ -173,12 +173,7 @@ def _colour(span: Span) -> str | None:
 def legend_of(
     timelines: Collection[Timeline], idle: str = "waiting (numbers: micro-batches)"
 ) -> list[Patch]:
-    """Returns the entries of a legend.
-
-    Args:
-        timelines: The timelines that are drawn.
-        idle: Text of the grey entry.
-    """
+    """Returns the entries of a legend of the drawn timelines; ``idle`` is the grey entry's text."""
     from matplotlib.patches import Patch
 
     spans = [span for timeline in timelines for span in timeline.spans]

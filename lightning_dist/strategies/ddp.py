@@ -208,7 +208,7 @@ class DDPStrategy(DataParallelStrategy):
         group, every, warmup = self.data_group, self._sync_every, self._sync_warmup_steps
         if self._uneven_inputs:
             checks.check_uneven_module(self.module, has_layer_sync=self._layer_sync is not None)
-            timeout = timedelta(seconds=self._timeout_seconds)
+            timeout = timedelta(seconds=self.timeout_seconds)
             self._uneven = UnevenInputs(self.module, group, timeout)
         self._local = LocalSGD(self.module, group, every, warmup)
 

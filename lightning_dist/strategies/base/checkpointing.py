@@ -20,7 +20,6 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -181,9 +180,6 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         """Returns the names of the whole model's state that other ranks hold."""
         return set()
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters(remove_duplicate=False))
-
     # --- saving ------------------------------------------------------------------------------
 
     @override
@@ -217,7 +213,9 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             check_group_values(self.optimizers, everyone)
         if not self.writes_one_file:
             checkpoints.save_sharded(self._by_name(checkpoint), path, everyone)
-            self._tell_form(path)
+            if not self._has_told_form:
+                self._has_told_form = True
+                _print_form(path)
             return
         whole = checkpoint if self.has_plain_state else self._gather(self._by_name(checkpoint))
 
@@ -229,17 +227,6 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             write()
         else:
             JointSave(path, everyone).step(write)
-
-    def _tell_form(self, path: str) -> None:
-        """Prints that checkpoints are directories, the first time that one is written."""
-        if not self._has_told_form:
-            self._has_told_form = True
-            near = os.path.relpath(path)
-            shown = path if near.startswith(os.pardir) else near
-            rank_zero_info(
-                "Checkpoints are directories, for `ckpt_path`; `load_from_checkpoint` wants one"
-                f" file: save_full=True, or `{checkpoints.merge_command(shown)}`."
-            )
 
     def _by_name(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Renames optimizer states by parameter, and keeps one name of each tied parameter."""
@@ -255,9 +242,10 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     def _gather(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the ordinary checkpoint on rank 0. Collective: every rank must call it."""
         place = self.mesh.coordinates(self.global_rank)
-        part = self._with_whole_tensors(
-            checkpoint, keep=not any(index for axis, index in place.items() if axis != "pp")
-        )
+        keep = not any(index for axis, index in place.items() if axis != "pp")
+        names = ("state_dict", "current_model_state", "optimizer_states")
+        whole = {key: gather(checkpoint[key], keep=keep) for key in names if key in checkpoint}
+        part = {**checkpoint, **whole} if keep else None
         parts: list[Any] = [part]
         if self.mesh.pp > 1 and dist.is_initialized():
             parts = [None] * self.world_size
@@ -266,13 +254,6 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         if not self.is_global_zero:
             return None
         return checkpoints.merge_parts(part for part in parts if part is not None)
-
-    def _with_whole_tensors(self, checkpoint: dict[str, Any], keep: bool) -> dict[str, Any] | None:
-        """Gathers sharded tensors. Collective: every rank must call it."""
-        names = ("state_dict", "current_model_state", "optimizer_states")
-        sections = [key for key in names if key in checkpoint]
-        whole: dict[str, Any] = {key: gather(checkpoint[key], keep=keep) for key in sections}
-        return {**checkpoint, **whole} if keep else None
 
     # --- loading -----------------------------------------------------------------------------
 
@@ -291,7 +272,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             path = path_to_read(os.path.abspath(path), self.group(*self.mesh.sizes))
         if not checkpoints.is_sharded(path):
             return super().load_checkpoint(path, weights_only)
-        parameters = self._parameters()
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
         own = parameters.keys() | self._own_state().keys()
         foreign = self.foreign_names()
         # Names that no rank has are loaded too, for `load_state_dict` to complain about.
@@ -306,7 +287,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.module
         foreign = self.foreign_names()
-        parameters = self._parameters()
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
         own = {
             name: shard_like(value, parameters[name]) if name in parameters else value
             for name, value in checkpoint["state_dict"].items()
@@ -333,3 +314,12 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         for optimizer, state, names in triples:
             named = state if is_named(state) else to_names(state, names)
             load_by_name(optimizer, self.module, named, self._first_names)
+
+
+def _print_form(path: str) -> None:
+    near = os.path.relpath(path)
+    shown = path if near.startswith(os.pardir) else near
+    rank_zero_info(
+        "Checkpoints are directories, for `ckpt_path`; `load_from_checkpoint` wants one"
+        f" file: save_full=True, or `{checkpoints.merge_command(shown)}`."
+    )

@@ -1,9 +1,8 @@
 """Gradient clipping by the norm of the whole model's gradient.
 
 Lightning clips each rank's gradients by their own norm, which on two stages leaves a total norm of
-up to sqrt(2) times the bound. The precision plugin is the one place of Lightning's clipping. The
-plugin also passes all gradients to torch at once, but torch takes shards or whole tensors, not both
-together.
+up to sqrt(2) times the bound. The precision plugin is the one place of Lightning's clipping, and
+passes all gradients at once to torch, which takes shards or whole tensors, not both together.
 """
 
 from __future__ import annotations
@@ -22,12 +21,7 @@ ClipGradNorm = Callable[[list[Tensor], float], Tensor]
 
 
 def clip_whole_gradient(plugin: Precision, clip_grad_norm: ClipGradNorm) -> Callable[[], None]:
-    """Makes a precision plugin clip by the norm of the whole model's gradient.
-
-    Args:
-        plugin: The plugin, changed until the returned function is called.
-        clip_grad_norm: Clips the gradients of this rank's parameters.
-    """
+    """Makes a precision plugin clip by the norm of the whole model's gradient."""
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_norm(list(plugin.main_params(optimizer)), float(clip_val))

@@ -58,6 +58,9 @@ class DistributedStrategy(ProcessMesh):
         read: Which ranks of a data replica read its batches: the first, which sends them to the
             others, or each.
         arguments: Arguments of :class:`.ProcessMesh`.
+
+    Attributes:
+        seed: Base of the random numbers; the same on all ranks.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class DistributedStrategy(ProcessMesh):
         self._save_full = save_full
         self._guard: RunGuard | None = None
         self._is_stop_due = False  # a stop that comes at a run's very end is left to the next run
-        self._seed = 0
+        self.seed = 0
         self._undo_listening: Callable[[], None] = _ignore
         self._undo_muting: Callable[[], None] = _ignore
 
@@ -118,7 +121,7 @@ class DistributedStrategy(ProcessMesh):
         if self.mesh.data_size == 1:
             lightning_internals.keep_users_samplers(self.module.trainer)
         share_random_state(self.group("pp", "tp"))
-        self._seed = self.broadcast(torch.initial_seed())
+        self.seed = self.broadcast(torch.initial_seed())
 
     def _meet(self) -> None:
         self._init_process_group()
@@ -132,13 +135,13 @@ class DistributedStrategy(ProcessMesh):
             is_stop_due=self._is_stop_due,
             notes=self.make_notes(self.group(*self.mesh.sizes)),
             steps_are_local=self.holds_whole_model,
-            timeout_seconds=self._timeout_seconds,
+            timeout_seconds=self.timeout_seconds,
         )
         listener = LambdaCallback(on_exception=lambda _, __, error: self._report(error))
         self._undo_listening = add_first_callback(self.module.trainer, listener)
         if self._read == "first" and self.mesh.data_size < self.mesh.world_size:
             group = self.group("pp", "tp", purpose="batches", timeout=_NEVER)
-            channel = open_channel(group, self.root_device, self._timeout_seconds)
+            channel = open_channel(group, self.root_device, self.timeout_seconds)
             self._loaders = ReplicaLoaders(channel)
 
     @property
@@ -185,7 +188,7 @@ class DistributedStrategy(ProcessMesh):
         if self.mesh.data_size > 1:
             batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
             data_index = self.mesh.data_index(self.global_rank)
-            name = (self._seed, data_index, batch_index, int(reading) + int(early))
+            name = (self.seed, data_index, batch_index, int(reading) + int(early))
             seed_all(*name, device=self.root_device)
 
     @override
@@ -198,16 +201,6 @@ class DistributedStrategy(ProcessMesh):
     def overflow(self) -> Overflow:
         """Creates the vote on skipping a step. Collective: every rank must call it."""
         return AllReducedOverflow(self.group(*self.mesh.sizes))
-
-    @property
-    def seed(self) -> int:
-        """Base of the random numbers; the same on all ranks."""
-        return self._seed
-
-    @property
-    def timeout_seconds(self) -> float:
-        """How long a rank waits for another."""
-        return self._timeout_seconds
 
     # --- how a run ends ----------------------------------------------------------------------
 

@@ -1,11 +1,9 @@
 """The launcher that runs the user's script once per device, and lets a failed run end by itself.
 
 Lightning's launcher kills all processes some seconds after one of its children has failed, maybe in
-the middle of printing the reason or closing a log. Here the ranks report a failure to each other
-and end by themselves (:mod:`.failures.peer_failure`). So the launcher gives them the time for it,
-and then kills only the remaining processes: those that are stuck before they have met the others.
-
-Lightning has no public name for its launcher, nor a hook for the failure of a child.
+the middle of printing the reason. Here the ranks report a failure to each other and end by
+themselves. So the launcher gives them the time for it, and then kills the processes that
+are stuck. Lightning has no public name for its launcher, nor a hook for the failure of a child.
 """
 
 from __future__ import annotations

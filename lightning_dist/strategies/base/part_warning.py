@@ -1,8 +1,7 @@
 """Warn if a script takes a rank's part of a model for the whole.
 
-After ``trainer.fit(module)`` a script may do ``torch.save(module.state_dict(), path)``. On a stage
-of a pipeline that file has the layers of the stage and no others. With shards it has DTensors,
-which no single process can load. Neither looks wrong until the file is needed.
+``torch.save(module.state_dict(), path)`` after ``trainer.fit(module)`` makes a file of a stage's
+layers, or of DTensors, which no single process can load. Neither looks wrong until it is needed.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ _LEVEL_OF_CALLER = 3  # behind the hook and torch's `state_dict`
 
 
 class PartWarning:
-    """Warns the first time that a state dict is made; copied and pickled with the module.
-
-    Attributes:
-        is_muted: Whether the state dict is made by code that knows that it is a part.
-    """
+    """Warns the first time that a state dict is made, unless muted; copied with the module."""
 
     def __init__(self) -> None:
         self.is_muted = False
@@ -43,11 +38,7 @@ class PartWarning:
 
 
 def warn_of_part(module: nn.Module) -> None:
-    """Makes a module warn when its state dict is made.
-
-    Args:
-        module: The user's module, of which this rank holds a part from now on.
-    """
+    """Makes a module, of which this rank holds a part, warn when its state dict is made."""
     if _ATTRIBUTE not in vars(module):
         warning = PartWarning()
         module.register_state_dict_pre_hook(warning)
@@ -57,10 +48,7 @@ def warn_of_part(module: nn.Module) -> None:
 @contextmanager
 def without_warning(module: nn.Module) -> Iterator[None]:
     """Mutes the warning of :func:`warn_of_part`."""
-    warning = vars(module).get(_ATTRIBUTE)
-    if not isinstance(warning, PartWarning):
-        yield
-        return
+    warning: PartWarning = vars(module).get(_ATTRIBUTE, PartWarning())
     before, warning.is_muted = warning.is_muted, True
     try:
         yield

@@ -83,7 +83,14 @@ class ProcessMesh(ParallelStrategy):
         timeout_s: Seconds that a rank waits for another before it gives up.
         start_method: Only ``"popen"``, which runs the script once per device: other launchers
             return rank 0's weights only.
+
+    Attributes:
+        num_nodes: Number of hosts of the run; set by Lightning.
+        is_distributed: Whether there may be other ranks, as Lightning asks.
+        timeout_seconds: How long a rank waits for another.
     """
+
+    is_distributed = True
 
     def __init__(
         self,
@@ -110,9 +117,9 @@ class ProcessMesh(ParallelStrategy):
                 f"start_method={start_method!r} brings back the weights of rank 0 only, and each"
                 " rank has others. Use start_method='popen' in a script, or launch with torchrun."
             )
-        self._num_nodes = 1
+        self.num_nodes = 1
         self._backend = process_group_backend
-        self._timeout_seconds = timeout_s
+        self.timeout_seconds = timeout_s
         self._mesh: MeshShape | None = None
         self._device_mesh: DeviceMesh | None = None
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
@@ -138,23 +145,9 @@ class ProcessMesh(ParallelStrategy):
         return self._mesh
 
     @property
-    def num_nodes(self) -> int:
-        """Number of hosts of the run."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
     def num_processes(self) -> int:
         """Number of processes on this host."""
         return len(self.parallel_devices or [])
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there may be other ranks, as Lightning asks; always true."""
-        return True
 
     @property
     @override
@@ -212,7 +205,7 @@ class ProcessMesh(ParallelStrategy):
         address, port = self.cluster_environment.main_address, self.cluster_environment.main_port
         os.environ["MASTER_ADDR"] = address
         os.environ["MASTER_PORT"] = str(port)
-        timeout = timedelta(seconds=self._timeout_seconds)
+        timeout = timedelta(seconds=self.timeout_seconds)
         store: dist.Store | None = None
         if attempt_store.is_shared_by_attempts():
             place = self.global_rank, self.world_size
@@ -241,7 +234,7 @@ class ProcessMesh(ParallelStrategy):
         key = (*axes, purpose)
         if key not in self._groups:
             ranks = tuple(tuple(group) for group in self.mesh.groups(*axes))
-            timeout = timeout or timedelta(seconds=self._timeout_seconds)
+            timeout = timeout or timedelta(seconds=self.timeout_seconds)
             kind, pool = GroupKind(ranks, purpose, timeout), pool_of_world()
             self._groups[key] = group = pool.take(kind)
             if self._has_begun:

@@ -64,9 +64,5 @@ class Viewable(Protocol):
 
 
 def view_of(strategy: object) -> RankView | None:
-    """Returns what a strategy shows of this rank.
-
-    Returns:
-        The view; None if the strategy shows nothing.
-    """
+    """Returns what a strategy shows of this rank; None for a strategy that shows nothing."""
     return strategy.view() if isinstance(strategy, Viewable) else None

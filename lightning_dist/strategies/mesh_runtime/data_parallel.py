@@ -100,13 +100,13 @@ class DataParallelStrategy(RunSetup):
     def _shared_stream(self, *place: int) -> RandomStream:
         """Returns random numbers that depend on the seed, the batch and a place, on no rank."""
         batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
-        return RandomStream(self._seed, batch_index, *place)
+        return RandomStream(self.seed, batch_index, *place)
 
     def _seed_alike(self) -> None:
         """Seeds the global generators by the batch at hand, alike on all ranks."""
         if self.mesh.data_size > 1:
             batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
-            seed_all(self._seed, batch_index, _ITERATORS, device=self.root_device)
+            seed_all(self.seed, batch_index, _ITERATORS, device=self.root_device)
 
     @override
     def share_order(self, dataloader: object) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -131,16 +131,10 @@ class FirstCall:
 
 @contextmanager
 def _not_logging(module: pl.LightningModule) -> Iterator[None]:
-    undo = [replace_method(module, name, _ignore) for name in ("log", "log_dict")]
-    try:
+    with ExitStack() as undo:
+        for name in ("log", "log_dict"):
+            undo.callback(replace_method(module, name, lambda *_, **__: None))
         yield
-    finally:
-        for put_back in undo:
-            put_back()
-
-
-def _ignore(*_: object, **__: object) -> None:
-    """Does nothing."""
 
 
 def _arguments_of(step: Callable[..., Any], batch: Any, num_loaders: int) -> list[Any]:

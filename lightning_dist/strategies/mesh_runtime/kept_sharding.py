@@ -1,8 +1,7 @@
 """The sharding of a module stays with the module, for another Trainer to go on with.
 
 Any script may call ``trainer.fit(module)`` and then ``Trainer(...).test(module)``. A module cannot
-be unsharded: FSDP2 has no way back, and no rank may have room for the whole model. So the composed
-module is kept as an attribute of the module, and a Trainer of the same layout takes it over.
+be unsharded: FSDP2 has no way back, and no rank may have room for the whole model.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class MovableLayers(RunSetup):
                 dist.get_process_group_ranks(self.group("pp")),
                 (self.group("pp", purpose="later"), self.group("pp", purpose="earlier")),
                 self.root_device,
-                self._timeout_seconds,
+                self.timeout_seconds,
             )
         return self._exchange
 

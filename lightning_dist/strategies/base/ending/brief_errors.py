@@ -1,9 +1,8 @@
 """Show a user's mistake once, and without the frames of this package and of Lightning.
 
 A mistake is a ``ValueError`` that this package raises itself. Its text says what to type, so the
-frames between the user's call and the check are of no use. The whole traceback stays on the
-exception, for code that catches it. Only the interpreter's output at the end of the process is
-shorter.
+frames between the user's call and the check are of no use. Only the interpreter's output at the end
+of the process is shorter: the exception keeps its traceback, for code that catches it.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ _HIDDEN = frozenset({_OWN, "lightning", "lightning_fabric", "pytorch_lightning"}
 class BriefHook:
     """Stands in for ``sys.excepthook``.
 
-    Args:
-        mistake: The error to show briefly. Only its text is kept, for its frames hold the model.
-        otherwise: Shows any other exception; an attribute too.
-        is_shown_elsewhere: Whether another rank shows the mistake.
+    Only the mistake's text is kept, for its frames hold the model. ``otherwise`` shows any other
+    exception.
     """
 
     def __init__(self, mistake: ValueError, otherwise: _Hook, *, is_shown_elsewhere: bool) -> None:
@@ -61,12 +58,7 @@ def format_mistake(error: BaseException) -> str:
 
 
 def show_briefly(error: BaseException, *, is_shown_elsewhere: bool = False) -> None:
-    """Lets the interpreter show a mistake briefly, should it end this process.
-
-    Args:
-        error: The exception that leaves the run; ignored unless it is a mistake.
-        is_shown_elsewhere: Whether another rank shows the error, so that this rank does not.
-    """
+    """Lets the interpreter show a mistake briefly, and not if another rank shows it."""
     if isinstance(error, ValueError) and is_mistake(error):
         before = sys.excepthook
         otherwise = before.otherwise if isinstance(before, BriefHook) else before

@@ -2,10 +2,8 @@
 
 Lightning registers its handlers when all is set up. Until then a signal would end the process at
 any place, among ranks that wait for it. Lightning calls the installed handler beside its own, so
-this one stays in force. When the run has ended on all ranks, the earlier handler is restored.
-
-A ``KeyboardInterrupt`` in the middle of a step would leave ranks at different places, with nothing
-to save. So the first Ctrl-C waits for a batch boundary of all ranks, and the second one does not.
+this one stays in force. A ``KeyboardInterrupt`` in the middle of a step would leave ranks at
+different places. So the first Ctrl-C waits for a batch boundary of all ranks, the second does not.
 """
 
 from __future__ import annotations

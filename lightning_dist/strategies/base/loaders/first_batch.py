@@ -54,12 +54,7 @@ class BegunLoaders:
 
 
 class ResumedLoader(LoaderProxy):
-    """A loader of which a part has been read.
-
-    Args:
-        loader: The user's loader.
-        batches: The batches of the loader's first iteration.
-    """
+    """A loader of whose first iteration a part has been read; the other batches are given."""
 
     def __init__(self, loader: Any, batches: Iterator[Any]) -> None:
         super().__init__(loader)

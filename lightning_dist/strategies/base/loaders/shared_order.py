@@ -60,14 +60,7 @@ class SharedSampler(LoaderProxy):
 
 
 class SharedReading(LoaderProxy):
-    """A loader of an iterable dataset whose reading draws from a stream of its own.
-
-    Args:
-        loader: The loader of an iterable dataset.
-        open_stream: Called when an epoch begins.
-        seed_alike: Seeds the global generators alike on all ranks; ``__iter__`` of the dataset
-            draws from them, and torch the workers' seed.
-    """
+    """A loader of an iterable dataset whose reading draws from a stream of its own."""
 
     def __init__(
         self, loader: DataLoader[Any], open_stream: Stream, seed_alike: Callable[[], None]

@@ -53,11 +53,7 @@ Sent = Mapping[int, DryMessage]
 
 
 class DrySender:
-    """Records the messages that are sent.
-
-    Args:
-        note: Called with the bytes of each message.
-    """
+    """Records the messages that are sent, and notes the bytes of each."""
 
     def __init__(self, note: Callable[[int], None]) -> None:
         self.sent: dict[int, DryMessage] = {}
@@ -73,11 +69,7 @@ class DrySender:
 
 
 class DryReceiver:
-    """Creates the tensors of a message when it is received.
-
-    Args:
-        find: Returns the message with a tag.
-    """
+    """Creates the tensors of a message, found by its tag, when it is received."""
 
     def __init__(self, find: Callable[[int], DryMessage]) -> None:
         self._find = find
