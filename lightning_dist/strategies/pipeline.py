@@ -67,8 +67,8 @@ from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime.data_parallel_checks import check_whole
 from lightning_dist.strategies.mesh_runtime.first_call import FirstCall
 from lightning_dist.strategies.pipelining import checks
+from lightning_dist.strategies.pipelining.movable_layers import MovableLayers
 from lightning_dist.strategies.pipelining.session import open_session, run_context
-from lightning_dist.strategies.pipelining.stage_updates import StageUpdates
 from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness
 from lightning_dist.strategies.pipelining.start_line import StartLine
 
@@ -79,7 +79,7 @@ def _ignore() -> None:
     """Does nothing."""
 
 
-class PipelineStrategy(MeasuredStages, StageUpdates):
+class PipelineStrategy(MeasuredStages, MovableLayers):
     """Cuts a model into stages, one per rank, and trains it unchanged.
 
     The world size is the number of stages, over the stages per rank, times the data replicas.
@@ -168,14 +168,14 @@ class PipelineStrategy(MeasuredStages, StageUpdates):
             check_count("num_stages", num_stages, instead="'auto'")
         with brief_mistakes():
             config = PipelineConfig(
-                schedule,
-                num_microbatches,
-                layers,
-                partition,
-                weight_versions,
-                stages_per_rank,
-                staleness_correction,
-                correction_steps,
+                schedule=schedule,
+                num_microbatches=num_microbatches,
+                layers=layers,
+                partition=partition,
+                weight_versions=weight_versions,
+                stages_per_rank=stages_per_rank,
+                staleness_correction=staleness_correction,
+                correction_steps=correction_steps,
             )
         super().__init__(
             config,
@@ -325,15 +325,6 @@ class PipelineStrategy(MeasuredStages, StageUpdates):
             self.interrupt_moves(error)
 
     # --- steps -------------------------------------------------------------------------------
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        arguments, session = checks.arguments_of_step(args, kwargs), self.session
-        with self.stepping():
-            result = session.runner.train(arguments, self.precision_plugin.train_step_context)
-        if session.staleness_log is not None:
-            session.staleness_log.log()
-        return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

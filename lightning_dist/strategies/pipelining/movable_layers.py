@@ -7,8 +7,7 @@ Moves are requested by a user's callback, by :class:`.StageBalancer`, or by
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,12 +28,12 @@ from lightning_dist.engine.planning.layer_costs import StepCosts
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
-from lightning_dist.strategies.base.run_setup import RunSetup
-from lightning_dist.strategies.pipelining.session import Session, run_context
+from lightning_dist.strategies.pipelining.session import run_context
+from lightning_dist.strategies.pipelining.updates import StageUpdates
 from lightning_dist.strategies.pipelining.warmup_profile import WarmupProfile
 
 
-class MovableLayers(RunSetup):
+class MovableLayers(StageUpdates):
     """A strategy whose ranks can hand layers to each other; see the module's docstring.
 
     Args:
@@ -43,18 +42,9 @@ class MovableLayers(RunSetup):
     """
 
     def __init__(self, config: PipelineConfig, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._config = config
+        super().__init__(config, **arguments)
         self._known_split: PipelineSplit | None = None
-        self._session: Session | None = None
         self._exchange: LayerExchange | None = None
-        self._in_step = False
-        self.holds_gradients = False
-
-    @property
-    def config(self) -> PipelineConfig:
-        """The arguments of the pipeline, with the present partition if layers have moved."""
-        return self._config
 
     @property
     def _split(self) -> PipelineSplit:
@@ -64,25 +54,6 @@ class MovableLayers(RunSetup):
     @_split.setter
     def _split(self, split: PipelineSplit) -> None:
         self._known_split = split
-
-    @property
-    def session(self) -> Session:
-        """The parts of the pipeline, from ``setup`` to ``teardown``."""
-        assert self._session is not None, "the pipeline exists from setup to teardown"
-        return self._session
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Marks that a step runs, in which no layer can move.
-
-        Yields:
-            Nothing.
-        """
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = False
 
     def check_layers_can_move(self) -> None:
         """Checks before a run that each layer can move to any rank.
