@@ -394,6 +394,6 @@ class Pipeline:
         on_results(results)
         self._runtime.run(parted.local_tail, work)
         for number in backwards:
-            self.stages[number].end_round()
+            self.stages[number].gradients.end_round()
         self._due = parted.optimizer_actions[-1] if parted.optimizer_actions else None
         return results

@@ -1,8 +1,8 @@
 """One stage: forward and backward of one micro-batch, under the user's unchanged step.
 
-The user's step function runs on each stage. The step reaches the pipelined module's forward, which
-is a :class:`.ForwardInterceptor`. The first stage runs its layers on the step's input. Each later
-stage runs its layers on the previous stage's output instead. All but the last then leave the step;
+The user's step function runs on each stage. :class:`ForwardInterceptor` replaces the forward of the
+pipelined module. The first stage runs its layers on the step's input. Each later stage runs its
+layers on the previous stage's output instead. All but the last then leave the step by an exception;
 on the last the module returns, and the user's code goes on to its loss.
 
 A :class:`.WeightPolicy` decides which weights a forward and its backward see.
@@ -21,15 +21,13 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.microbatch import Microbatch
+from lightning_dist.engine.pipeline.side_losses import check_no_side_losses
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
-from lightning_dist.engine.pipeline.step_hook import (
-    ForwardInterceptor,
-    behind_leaf,
-    check_no_side_losses,
-)
+from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 from lightning_dist.engine.splitting.whole_step import StepInterceptor
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
 from lightning_dist.engine.stashing.versions import SwappedWeights, WeightPolicy, WeightVersion
+from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import seed_python, seeded
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
@@ -59,86 +57,132 @@ class InFlight:
     seed: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StagePlace:
-    """The place of a stage in its pipeline.
+class StopForward(BaseException):  # noqa: N818  (it is not an error)
+    """Leaves the user's step behind the pipelined module, past an ``except Exception``."""
 
-    Attributes:
-        stage_index: Index of the stage.
-        num_stages: Number of stages of the pipeline.
-        seed: Base of all random numbers; data replicas differ in the second integer only.
-        device: Device on which the stage computes.
+
+class ForwardInterceptor:
+    """Replaces the forward of the pipelined module.
+
+    Args:
+        module: The pipelined module.
+        sight: What a step sees of the remote layers.
+        is_whole: Whether all layers are on this rank, so that the module may be called at any time.
     """
 
-    stage_index: int
-    num_stages: int
-    seed: tuple[int, int]
-    device: torch.device
+    def __init__(self, module: nn.Module, sight: RemoteLayersView, *, is_whole: bool) -> None:
+        self._sight = sight
+        self._is_whole = is_whole
+        self._own_forward: Callable[..., Any] = module.forward
+        self._layers: Callable[..., Any] | None = None
+        self._outputs: list[Any] = []
+        self._leaves = False
+        self._undo = replace_method(module, "forward", self._forward)
 
+    def detach(self) -> None:
+        """Restores the module's own forward."""
+        self._undo()
+        self._sight.end()
 
-@dataclass(frozen=True, slots=True)
-class StageLayers:
-    """The layers of a stage, and how the user's step reaches them.
+    def run(self, step: Callable[[], Any], layers: Callable[..., Any], *, leaves: bool) -> Any:
+        """Runs a step; returns the layers' output if the step ends there, else the step's result.
 
-    Attributes:
-        module: The module that runs the layers.
-        interceptor: Runs the layers in the user's step.
-        layer_input: Returns what the layers run on; see :meth:`.Layers.layer_input`.
-        root: The pipelined module, through which the user's step reaches parameters.
-    """
+        Args:
+            step: The step, which must call the module once.
+            layers: Replaces the module's forward; takes the arguments of that call.
+            leaves: Whether the step ends after that call.
 
-    module: nn.Module
-    interceptor: ForwardInterceptor | StepInterceptor
-    layer_input: LayerInput
-    root: nn.Module | None = None
+        Raises:
+            ValueError: The step did not call the pipelined module exactly once.
+        """
+        self._layers, self._leaves, self._outputs = layers, leaves, []
+        result = None
+        try:
+            with self._sight.in_step():
+                result = step()
+        except StopForward:
+            (result,) = self._outputs
+        finally:
+            outputs, self._outputs, self._layers = self._outputs, [], None
+        if not outputs:
+            raise ValueError(
+                "The step ended without a call of the pipelined module, so there is nothing to"
+                " cut. Call it once in each step, or name another module with `layers=`."
+            )
+        return result
+
+    def _forward(self, *arguments: Any, **keywords: Any) -> Any:
+        if self._layers is None:
+            if self._is_whole:
+                return self._own_forward(*arguments, **keywords)
+            raise ValueError(
+                "The pipelined module was called outside of a step. Its layers are on several"
+                " ranks: call it inside training_step, validation_step, test_step or"
+                " predict_step."
+            )
+        if self._outputs:
+            raise ValueError(
+                "The step called the pipelined module twice. A pipeline runs each layer once per"
+                " micro-batch: call the module once per step, or on a concatenated batch."
+            )
+        self._outputs.append(self._layers(*arguments, **keywords))
+        if self._leaves:
+            raise StopForward
+        return self._outputs[0]
 
 
 class Stage:
     """The layers of one stage, and the micro-batches in flight on it.
 
     Args:
-        place: The stage's place in its pipeline.
-        layers: The stage's layers.
+        stage_index: Index of the stage.
+        num_stages: Number of stages of the pipeline.
+        seed: Base of all random numbers; data replicas differ in the second integer only.
+        device: Device on which the stage computes.
+        layers: Runs the stage's layers.
+        interceptor: Runs the layers in the user's step.
+        layer_input: Returns what the layers run on; see :meth:`.Layers.layer_input`.
+        root: The user's module, through which the step reaches parameters.
         policy: Decides which weights a micro-batch sees.
         gradients: Runs the backwards and holds their gradients.
         meter: Releases the weights, and measures their staleness.
+
+    Attributes:
+        in_flight: The micro-batches with their forward done and their backward not, by index.
     """
 
     def __init__(
         self,
-        place: StagePlace,
-        layers: StageLayers,
+        *,
+        stage_index: int,
+        num_stages: int,
+        seed: tuple[int, int],
+        device: torch.device,
+        layers: nn.Module,
+        interceptor: ForwardInterceptor | StepInterceptor,
+        layer_input: LayerInput,
+        root: nn.Module | None,
         policy: WeightPolicy,
         gradients: HeldGradients,
         meter: StalenessMeter,
     ) -> None:
-        self.layers = layers.module
-        self._reweighted = SwappedWeights(layers.module, layers.root)
-        self.is_first = place.stage_index == 0
-        self.is_last = place.stage_index == place.num_stages - 1
+        self.layers = layers
+        self._swapped = SwappedWeights(layers, root)
+        self.is_first = stage_index == 0
+        self.is_last = stage_index == num_stages - 1
         self.policy = policy
         self.gradients = gradients
         self.meter = meter
         self.report: UpdateReport | None = None
-        self._stage_index = place.stage_index
-        self._interceptor = layers.interceptor
-        self._layer_input = layers.layer_input
-        self._seed = place.seed
-        self._device = place.device
-        self._in_flight: dict[int, InFlight] = {}
+        self._stage_index = stage_index
+        self._interceptor = interceptor
+        self._layer_input = layer_input
+        self._seed = seed
+        self._device = device
+        self.in_flight: dict[int, InFlight] = {}
         self._parted: dict[int, SplitBackward] = {}
         self._has_looked = False
         self._trained: dict[str, nn.Parameter] | None = None
-
-    @property
-    def num_in_flight(self) -> int:
-        """Micro-batches with their forward done and their backward not."""
-        return len(self._in_flight)
-
-    @property
-    def in_flight(self) -> Mapping[int, InFlight]:
-        """The micro-batches in flight by index."""
-        return self._in_flight
 
     def begin_round(self, num_backwards: int) -> None:
         """Prepares for a number of backwards after which the gradients are wanted.
@@ -148,10 +192,6 @@ class Stage:
         """
         self._trained = None
         self.gradients.begin_round(num_backwards)
-
-    def end_round(self) -> None:
-        """Completes the held gradients."""
-        self.gradients.end_round()
 
     def forward(
         self, index: int, microbatch: Microbatch, received: Any, step: Step, seed: tuple[int, ...]
@@ -163,8 +203,7 @@ class Stage:
             microbatch: The piece of the batch.
             received: The previous stage's output; ignored on the first stage.
             step: The user's step.
-            seed: Integers that name the step and the micro-batch. The caller must save the state of
-                Python's and numpy's generators.
+            seed: Names the random numbers. The caller must save Python's and numpy's states.
 
         Returns:
             The layers' output to send on, or the user's step's result on the last stage.
@@ -175,36 +214,45 @@ class Stage:
         # Asked here: the user's step may switch gradients off or on around the pipelined module.
         has_backward = torch.is_grad_enabled()
         weights = self.policy.acquire() if has_backward else self.policy.look()
-        call = _LayerCall(received, (*self._seed, *seed), weights, has_backward)
-
-        def in_step() -> Any:
-            return step(microbatch)
+        name = (*self._seed, *seed)
+        layer_input = output = None
 
         def layers(*arguments: Any, **keywords: Any) -> Any:
-            return self._run_call(call, arguments, keywords)
+            nonlocal layer_input, output
+            layer_input = self._layer_input(self.is_first, received, arguments, keywords)
+            # A copy for another run, since the layers may write into their input.
+            given = map_tensors(_copy_of, layer_input) if self._recomputes else layer_input
+            output = self._run_layers(given, name)
+            if has_backward and not (self.is_last or self._has_looked):
+                check_no_side_losses(self.layers, self._stage_index, output)
+                self._has_looked = True
+            output = map_tensors(_cut_from_graph, output) if self._recomputes else output
+            return output
 
-        def in_seam() -> Any:
-            return self._interceptor.run(in_step, layers, leaves=not self.is_last)
+        def in_step() -> Any:
+            own_step = partial(step, microbatch)
+            return self._interceptor.run(own_step, layers, leaves=not self.is_last)
 
-        seed_python(*call.seed)
-        with seeded(*call.seed, device=self._device):
-            result = self._reweighted.run(weights, in_seam)
-        if call.has_backward:
-            self._keep(index, call)
+        seed_python(*name)
+        with seeded(*name, device=self._device):
+            result = self._swapped.run(weights, in_step)
+        if has_backward:
+            if self._recomputes:  # the backward uses other weights, so these need not stay
+                weights = WeightVersion(weights.index, copies=weights.copies)
+            inputs = [] if self.is_first else _differentiable(received)
+            outputs = _differentiable(output)
+            self.in_flight[index] = InFlight(inputs, outputs, layer_input, weights, name)
         return result
 
     def set_loss(self, index: int, loss: Tensor, scale: float) -> list[Tensor | None]:
-        """Names the root of the last stage's graph.
+        """Sets the root of the last stage's graph; returns the roots' gradients.
 
         Args:
             index: The micro-batch.
             loss: What to differentiate, a scalar.
             scale: Multiplies the loss.
-
-        Returns:
-            The gradients with which :meth:`backward` begins.
         """
-        flight = self._in_flight[index]
+        flight = self.in_flight[index]
         # A loss of weight zero may be nan (a mean over no tokens). The backward begins with zeros
         # at the layers' outputs then.
         if scale != 0.0:
@@ -224,44 +272,41 @@ class Stage:
         Returns:
             One gradient for each received tensor that requires grad.
         """
-        flight = self._in_flight.pop(index)
+        flight = self.in_flight.pop(index)
         weights = self.policy.acquire() if self._recomputes else flight.weights
         outputs, gradients = self._roots(flight, weights, gradients)
         trainable = self._trainable(weights)
-        backward = partial(self._reweighted.backward, weights)
+        backward = partial(self._swapped.backward, weights)
         results = self.gradients.run(outputs, gradients, flight.inputs, trainable, update, backward)
         self.meter.end_backward(flight.weights, update)
         return results
 
     def backward_input(self, index: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Runs the part of a backward that the stage before waits for.
+        """Runs the part of a :meth:`backward` that the stage before waits for.
 
         Args:
             index: The micro-batch.
-            gradients: One gradient, or None, for each output that requires grad.
-
-        Returns:
-            One gradient for each received tensor that requires grad.
+            gradients: As for :meth:`backward`, like the return value.
         """
-        flight = self._in_flight[index]
+        flight = self.in_flight[index]
         assert flight.weights.index == self.policy.num_steps, "only synchronous schedules do that"
         outputs, gradients = self._roots(flight, flight.weights, gradients)
         with self.gradients.parting(self._trainable(flight.weights)) as trainable:
             parted = SplitBackward(outputs, gradients, flight.inputs, trainable)
             self._parted[index] = parted
-            return self._reweighted.run(flight.weights, parted.run_inputs)
+            return self._swapped.run(flight.weights, parted.run_inputs)
 
     def backward_weight(self, index: int, update: int = 0) -> None:
         """Runs the rest of a backward after :meth:`backward_input`, and holds the gradients.
 
         Args:
             index: The micro-batch.
-            update: Index of the update that the gradients are for.
+            update: As for :meth:`backward`.
         """
-        flight = self._in_flight.pop(index)
+        flight = self.in_flight.pop(index)
         parted = self._parted.pop(index)
         with self.gradients.adding(self._trainable(flight.weights), parted.given, update):
-            self._reweighted.run(flight.weights, parted.run_weights)
+            self._swapped.run(flight.weights, parted.run_weights)
         self.meter.end_backward(flight.weights, update)
 
     def begin_update(self, update: int) -> None:
@@ -282,24 +327,10 @@ class Stage:
 
     def clear(self) -> None:
         """Drops the micro-batches in flight and the held gradients, after a failure."""
-        self._in_flight.clear()
+        self.in_flight.clear()
         self._parted.clear()
         self.gradients.clear()
         self.meter.clear()
-
-    def _run_call(
-        self, call: _LayerCall, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> Any:
-        call.layer_input = self._layer_input(self.is_first, call.received, arguments, keywords)
-        given = call.layer_input
-        if self._recomputes:  # the layers may write into their input
-            given = map_tensors(_copy_of, given)
-        output = self._run_layers(given, call.seed)
-        if call.has_backward and not (self.is_last or self._has_looked):
-            check_no_side_losses(self.layers, self._stage_index, output)
-            self._has_looked = True
-        call.output = map_tensors(_cut_from_graph, output) if self._recomputes else output
-        return call.output
 
     @property
     def _recomputes(self) -> bool:
@@ -308,15 +339,7 @@ class Stage:
 
     def _run_layers(self, value: Any, seed: tuple[int, ...]) -> Any:
         with seeded(*seed, self._stage_index, device=self._device):
-            return self.layers(map_tensors(behind_leaf, value))
-
-    def _keep(self, index: int, call: _LayerCall) -> None:
-        weights = call.weights
-        if self._recomputes:  # the backward uses other weights, so these need not stay
-            weights = WeightVersion(weights.index, copies=weights.copies)
-        inputs = [] if self.is_first else _differentiable(call.received)
-        outputs = _differentiable(call.output)
-        self._in_flight[index] = InFlight(inputs, outputs, call.layer_input, weights, call.seed)
+            return self.layers(map_tensors(_behind_leaf, value))
 
     def _roots(
         self, flight: InFlight, weights: WeightVersion, gradients: Sequence[Tensor | None]
@@ -331,7 +354,7 @@ class Stage:
         buffers = {name: b.detach().clone() for name, b in self.layers.named_buffers()}
         with torch.enable_grad():
             lent = WeightVersion(weights.index, {**weights.aliases, **buffers})
-            output = self._reweighted.run(
+            output = self._swapped.run(
                 lent, lambda: self._run_layers(flight.layer_input, flight.seed)
             )
             return _differentiable(output)
@@ -341,18 +364,6 @@ class Stage:
         self._trained = self.named_parameters() if self._trained is None else self._trained
         aliases = {name: alias for name, alias in weights.aliases.items() if alias.requires_grad}
         return {**self._trained, **aliases}
-
-
-@dataclass(slots=True)
-class _LayerCall:
-    """The one call of the pipelined module that a step may make."""
-
-    received: Any
-    seed: tuple[int, ...]
-    weights: WeightVersion
-    has_backward: bool
-    layer_input: Any = None
-    output: Any = None
 
 
 def _cut_from_graph(tensor: Tensor) -> Tensor:
@@ -365,3 +376,26 @@ def _copy_of(tensor: Tensor) -> Tensor:
 
 def _differentiable(tree: Any) -> list[Tensor]:
     return [t for t in flatten(tree)[0] if t.requires_grad]
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data  # not a view in autograd's books
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _behind_leaf(tensor: Tensor) -> Tensor:
+    """Returns an alias of a leaf, with the same memory, that layers may write into.
+
+    Received tensors are leaves, so that autograd returns their gradients, and autograd refuses to
+    write in place into a leaf or a view of one. On one device ``nn.ReLU(inplace=True)``, say, gets
+    the previous layer's output, which is no leaf.
+    """
+    if not tensor.requires_grad or not tensor.is_leaf:
+        return tensor
+    alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+    return alias

@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
-from lightning_dist.engine.pipeline.stage import Stage, StageLayers, StagePlace
-from lightning_dist.engine.pipeline.step_hook import ForwardInterceptor
+from lightning_dist.engine.pipeline.stage import ForwardInterceptor, Stage
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
 from lightning_dist.engine.schedules.stash_depth import num_copies
@@ -130,16 +129,19 @@ class StageMaker:
         own = layers_of(self.found, shape.layers_per_stage, number)
         gradients = options.gradients(number)
         policy = options.policy(shape, own, hides_hooks=not gradients.runs_hooks)
-        seed = (options.seed, shape.replica_index)
-        module = own if options.layers is None else options.layers(number)
-        users = self.found.users_module
         measures = options.measure_discrepancy
         return Stage(
-            StagePlace(number, shape.num_stages, seed, options.device),
-            StageLayers(module, interceptor, self.found.layer_input, root=users),
-            policy,
-            gradients,
-            StalenessMeter(policy.release, history, measures_discrepancy=measures),
+            stage_index=number,
+            num_stages=shape.num_stages,
+            seed=(options.seed, shape.replica_index),
+            device=options.device,
+            layers=own if options.layers is None else options.layers(number),
+            interceptor=interceptor,
+            layer_input=self.found.layer_input,
+            root=self.found.users_module,
+            policy=policy,
+            gradients=gradients,
+            meter=StalenessMeter(policy.release, history, measures_discrepancy=measures),
         )
 
 

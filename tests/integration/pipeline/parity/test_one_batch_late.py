@@ -178,7 +178,7 @@ def watch_memory(num_stages: int, options: Any) -> tuple[list[int], tuple[int, .
     def watched(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
         result = own_train_batch(self, *args, **kwargs)
         (stage,) = self.stages.values()
-        flying.append(stage.num_in_flight)
+        flying.append(len(stage.in_flight))
         return result
 
     module = make_module()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dist.engine.pipeline.step_hook import ForwardInterceptor
+from lightning_dist.engine.pipeline.stage import ForwardInterceptor
 from lightning_dist.engine.splitting.layers import LayerSequence
 from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 
