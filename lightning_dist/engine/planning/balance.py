@@ -11,16 +11,13 @@ rest does: the activations of each micro-batch in flight, and older versions of 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_dist.engine.common.table import Table, format_bytes
 from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
 from lightning_dist.engine.planning.partition import MemoryLimit
-from lightning_dist.engine.schedules.actions import ActionKind
-from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
-from lightning_dist.engine.schedules.schedule import Schedule
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.simulator import simulate
 
 
@@ -152,14 +149,12 @@ def step_seconds(costs: StepCosts, shape: PipelineShape, cut: tuple[int, ...]) -
         shape: Shape of the pipeline.
         cut: Layers per stage, in place of the shape's own.
     """
-    schedules, homes = find_schedules(shape.schedule), shape.rank_of_stage
     of_stages = costs.of_stages(cut)
-    if not schedules.update_rule.is_asynchronous:
-        timeline = simulate(schedules.build(homes, shape.num_microbatches), of_stages)
-        return timeline.makespan_seconds + costs.update_seconds
+    if not shape.family.update_rule.is_asynchronous:
+        return simulate(shape.build(1), of_stages).makespan_seconds + costs.update_seconds
     # Ranks wait only for the slowest rank, which never waits.
     busy = [costs.update_seconds] * shape.num_ranks
-    for stage, rank in enumerate(homes):
+    for stage, rank in enumerate(shape.rank_of_stage):
         seconds = of_stages.forward_seconds[stage] + of_stages.backward_seconds[stage]
         busy[rank] += shape.num_microbatches * seconds
     return max(busy)
@@ -167,9 +162,6 @@ def step_seconds(costs: StepCosts, shape: PipelineShape, cut: tuple[int, ...]) -
 
 def _stage_of_layer(cut: tuple[int, ...]) -> list[int]:
     return [stage for stage, count in enumerate(cut) for _ in range(count)]
-
-
-_ENDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 def memory_limit(
@@ -186,25 +178,12 @@ def memory_limit(
         num_copies: Copies of the weights on each stage; see :func:`.num_copies`.
         cap_bytes: Limit of each rank, which its stages share equally.
     """
+    schedule = shape.build()
     return MemoryLimit(
-        cap_bytes / shape.stages_per_rank,
-        [layer.resident_bytes for layer in layers],
-        [layer.activation_bytes for layer in layers],
-        _in_flight(shape),
-        [layer.version_bytes for layer in layers],
-        num_copies,
+        cap_bytes=cap_bytes / shape.stages_per_rank,
+        resident_bytes=[layer.resident_bytes for layer in layers],
+        flight_bytes=[layer.activation_bytes for layer in layers],
+        in_flight=[schedule.in_flight(rank, s) for s, rank in enumerate(shape.rank_of_stage)],
+        copy_bytes=[layer.version_bytes for layer in layers],
+        num_copies=num_copies,
     )
-
-
-def _in_flight(shape: PipelineShape) -> list[int]:
-    schedules, count = find_schedules(shape.schedule), shape.num_microbatches
-    num_batches = schedules.update_rule.steady_batches(shape.num_stages, count)
-    schedule: Schedule = schedules.build(shape.rank_of_stage, count, num_batches)
-    peaks = [0] * shape.num_stages
-    for actions in schedule.ranks:
-        present: Counter[int] = Counter()
-        for action in actions:
-            stage = action.stage_index
-            present[stage] += (action.kind is ActionKind.FORWARD) - (action.kind in _ENDS)
-            peaks[stage] = max(peaks[stage], present[stage])
-    return peaks

@@ -13,7 +13,7 @@ from statistics import median
 from lightning_dist.engine.profiling.record import RankRecord
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.lowering import lower
-from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
 
@@ -30,7 +30,7 @@ def measured_bubble(records: Sequence[RankRecord], shape: PipelineShape) -> floa
         shape: Shape of the pipeline.
     """
     spans = [span for record in records for span in record.spans]
-    if find_schedules(shape.schedule).update_rule.is_asynchronous:
+    if shape.family.update_rule.is_asynchronous:
         return steady(Timeline(len(records), tuple(spans))).bubble_fraction
     rounds = [step_timeline(records, step) for step in range(len(records[0].steps))]
     total = sum(r.num_ranks * r.makespan_seconds for r in rounds)
@@ -108,11 +108,9 @@ def predicted_timeline(shape: PipelineShape, costs: StageCosts) -> Timeline:
         The timeline of one batch; for an asynchronous pipeline of some batches between fill and
         drain.
     """
-    schedules, homes = find_schedules(shape.schedule), shape.rank_of_stage
-    if not schedules.update_rule.is_asynchronous:
-        return simulate(lower(schedules.build(homes, shape.num_microbatches)), costs)
-    num_batches = (_FILLS + 2) * shape.num_stages
-    schedule = lower(schedules.build(homes, shape.num_microbatches, num_batches))
+    if not shape.family.update_rule.is_asynchronous:
+        return simulate(lower(shape.build(1)), costs)
+    schedule = lower(shape.build((_FILLS + 2) * shape.num_stages))
     return steady(simulate(schedule, costs)).shifted_to_zero()
 
 

@@ -1,8 +1,7 @@
 """The alphabet of schedules: one rank's action on one micro-batch on one stage.
 
 An action is three values and has a short name: ``2F0`` is stage 2's forward of micro-batch 0. The
-runtime, the simulator, the plots and the error messages use the same names, so plots and messages
-show the executed actions.
+runtime, the simulator, the plots and the error messages use the same names.
 """
 
 from __future__ import annotations
@@ -42,6 +41,11 @@ class ActionKind(StrEnum):
         )
 
     @property
+    def ends_backward(self) -> bool:
+        """Whether a micro-batch's backward on a stage is complete after such an action."""
+        return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+
+    @property
     def is_receive(self) -> bool:
         """Whether such an action may wait for another rank."""
         return self in (ActionKind.RECV_F, ActionKind.RECV_B)
@@ -59,17 +63,12 @@ _FORMAT = re.compile(rf"(\d+)({_KINDS})(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a schedule.
-
-    Attributes:
-        stage_index: The stage.
-        kind: Kind of the action.
-        microbatch_index: The micro-batch; for ``REDUCE_GRAD`` and ``STEP`` the update.
-    """
+    """One entry of a schedule."""
 
     stage_index: int
     kind: ActionKind
     microbatch_index: int
+    """The micro-batch; for ``REDUCE_GRAD`` and ``STEP`` the update."""
 
     def __str__(self) -> str:
         """Returns stage, kind and micro-batch: ``2F0``."""
@@ -77,14 +76,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Creates an action from its text, the inverse of ``str``.
-
-        Args:
-            text: Text of an action, for example ``"2F0"`` or ``"1SEND_B3"``.
-
-        Raises:
-            ValueError: The text is not an action.
-        """
+        """Creates an action from its text, such as ``"2F0"`` or ``"1SEND_B3"``."""
         match = _FORMAT.fullmatch(text.strip())
         if match is None:
             raise ValueError(

@@ -131,17 +131,6 @@ def read_schedule(path: str | Path) -> Schedule:
         raise ScheduleError(f"The schedule {str(path)!r} cannot be executed. {error}") from error
 
 
-def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Writes a schedule so that :func:`read_schedule` and torch can read it.
-
-    Args:
-        schedule: A schedule of compute actions only.
-        path: Path of the file.
-    """
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(schedule.ranks)
-
-
 def _actions(path: str | Path, rank: int, row: list[str]) -> Iterator[Action]:
     for column, cell in enumerate(row):
         text = cell.strip()

@@ -6,15 +6,11 @@ the compute actions and are added here, once for all schedules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.schedule import Schedule
-
-F = ActionKind.FORWARD
-_FULL_OR_INPUT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-_FULL_OR_WEIGHT = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -28,9 +24,9 @@ def add_communication(schedule: Schedule) -> Schedule:
 
     def expand(action: Action) -> Iterator[Action]:
         stage = action.stage_index
-        if action.kind is F:
+        if action.kind is ActionKind.FORWARD:
             ends = (ActionKind.RECV_F, stage > 0, ActionKind.SEND_F, stage < last)
-        elif action.kind in _FULL_OR_INPUT:
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
             ends = (ActionKind.RECV_B, stage < last, ActionKind.SEND_B, stage > 0)
         else:
             yield action
@@ -42,12 +38,15 @@ def add_communication(schedule: Schedule) -> Schedule:
         if has_target:
             yield replace(action, kind=send)
 
-    return _expand(schedule, expand)
+    ranks = tuple(
+        tuple(new for action in actions for new in expand(action)) for actions in schedule.ranks
+    )
+    return replace(schedule, ranks=ranks)
 
 
 def add_updates(schedule: Schedule) -> Schedule:
     """Adds reductions and updates to compute actions; an evaluation schedule stays unchanged."""
-    if not any(a.kind in _FULL_OR_WEIGHT for actions in schedule.ranks for a in actions):
+    if not any(a.kind.ends_backward for actions in schedule.ranks for a in actions):
         return schedule
     rule, sizes = schedule.update_rule, (len(schedule.ranks), schedule.microbatches_per_update)
     ranks = (
@@ -55,10 +54,3 @@ def add_updates(schedule: Schedule) -> Schedule:
         for rank, actions in enumerate(schedule.ranks)
     )
     return replace(schedule, ranks=tuple(ranks))
-
-
-def _expand(schedule: Schedule, expand: Callable[[Action], Iterator[Action]]) -> Schedule:
-    ranks = tuple(
-        tuple(new for action in actions for new in expand(action)) for actions in schedule.ranks
-    )
-    return replace(schedule, ranks=ranks)

@@ -126,6 +126,11 @@ class PipelineShape:
     replica_index: int = 0
 
     @property
+    def family(self) -> ScheduleFamily:
+        """The kind of schedule."""
+        return find_schedules(self.schedule)
+
+    @property
     def num_stages(self) -> int:
         """Number of stages of the pipeline."""
         return len(self.layers_per_stage)
@@ -138,10 +143,20 @@ class PipelineShape:
     @property
     def rank_of_stage(self) -> tuple[int, ...]:
         """The rank of each stage."""
-        schedules = find_schedules(self.schedule)
-        return schedules.rank_of_stage(self.num_ranks, self.stages_per_rank)
+        return self.family.rank_of_stage(self.num_ranks, self.stages_per_rank)
 
     @property
     def stages(self) -> tuple[int, ...]:
         """This rank's stages, in ascending order."""
         return tuple(s for s, home in enumerate(self.rank_of_stage) if home == self.rank)
+
+    def build(self, num_batches: int | None = None) -> Schedule:
+        """Builds the schedule of compute actions.
+
+        Args:
+            num_batches: Number of batches; None takes as many as until the rounds repeat.
+        """
+        if num_batches is None:
+            rule = self.family.update_rule
+            num_batches = rule.steady_batches(self.num_stages, self.num_microbatches)
+        return self.family.build(self.rank_of_stage, self.num_microbatches, num_batches)

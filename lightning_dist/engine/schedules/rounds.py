@@ -22,11 +22,7 @@ from itertools import takewhile
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.family import ScheduleFamily
 from lightning_dist.engine.schedules.lowering import lower
-from lightning_dist.engine.schedules.registry import (
-    PipelineShape,
-    build_forward_schedule,
-    find_schedules,
-)
+from lightning_dist.engine.schedules.registry import PipelineShape, build_forward_schedule
 from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.update_rule import UpdateRule
 
@@ -145,7 +141,7 @@ class Rounds:
 
     def __init__(self, shape: PipelineShape) -> None:
         self._shape = shape
-        self._schedules = find_schedules(shape.schedule)
+        self._schedules = shape.family
         self._stream = self._stream_of(shape.num_microbatches)
         self._other: dict[int, Round] = {}
         self._forward: dict[int, Round] = {}
@@ -213,9 +209,7 @@ class Rounds:
 
     def drawn(self) -> Schedule:
         """Returns the schedule that errors draw; if batches overlap, one of several batches."""
-        homes, count = self._shape.rank_of_stage, self._shape.num_microbatches
-        num_batches = self.update_rule.steady_batches(self._shape.num_stages, count)
-        return self._schedules.build(homes, count, num_batches)
+        return self._shape.build()
 
     def _stream_of(self, num_microbatches: int) -> Stream:
         return Stream(

@@ -50,11 +50,6 @@ class Schedule:
         return self.num_microbatches // self.num_batches if self.update_rule.splits_batches else 1
 
     @property
-    def stages_per_rank(self) -> int:
-        """The largest number of stages on a rank."""
-        return max(Counter(self.rank_of_stage).values())
-
-    @property
     def rank_of_stage(self) -> tuple[int, ...]:
         """The rank of each stage."""
         homes = {a.stage_index: rank for rank, actions in enumerate(self.ranks) for a in actions}
@@ -78,16 +73,18 @@ class Schedule:
         execution.raise_if_stuck()
         return self
 
-    def in_flight(self, rank: int) -> int:
+    def in_flight(self, rank: int, stage: int | None = None) -> int:
         """Counts the most micro-batches with their forward done and their backward not.
 
         Args:
             rank: The rank; a micro-batch in flight on two of its stages counts twice.
+            stage: One of the rank's stages; None for all.
         """
         present = peak = 0
         for action in self.ranks[rank]:
-            present += (action.kind is F) - (action.kind in (B, W))
-            peak = max(peak, present)
+            if stage in (None, action.stage_index):
+                present += (action.kind is F) - action.kind.ends_backward
+                peak = max(peak, present)
         return peak
 
     def _check_ranges(self) -> None:

@@ -26,7 +26,7 @@ from functools import partial
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.lowering import add_updates
-from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.update_rule import BackwardWeights, WeightVersions
 
 _Count = Callable[[Sequence[Action]], int]
@@ -45,13 +45,13 @@ def num_copies(
         weight_versions: The setting of :class:`~lightning_dist.PipelineStrategy` of that name.
         predicts: Whether forwards run on predicted weights.
     """
-    schedules, homes = find_schedules(shape.schedule), shape.rank_of_stage
-    rule, num_ranks, size = schedules.update_rule, shape.num_ranks, shape.num_microbatches
+    homes, rule = shape.rank_of_stage, shape.family.update_rule
+    num_ranks, size = shape.num_ranks, shape.num_microbatches
     used = [rule.weights(weight_versions, rank, num_ranks, size) for rank in homes]
     if any(weights.of_backward is not BackwardWeights.STASHED for weights in used):
         return (0,) * shape.num_stages
     num_batches = rule.lag(num_ranks, size) + rule.steady_batches(shape.num_stages, size)
-    schedule = add_updates(schedules.build(homes, size, num_batches))
+    schedule = add_updates(shape.build(num_batches))
 
     def of_stage(stage: int) -> int:
         count: _Count = partial(_most_stashed, age=used[stage].age)

@@ -21,7 +21,6 @@ from typing_extensions import override
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 
 WeightVersions = Literal["stash", "vertical_sync", "none"]
-_COMPLETES = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 _PER_RANK = 4
 
 
@@ -159,7 +158,7 @@ class UpdateRule(ABC):
         for action in actions:
             yield action
             forwards += action.kind is ActionKind.FORWARD
-            if action.kind not in _COMPLETES:
+            if not action.kind.ends_backward:
                 continue
             if (action.microbatch_index + 1) % num_microbatches == 0:
                 if self.completes_early:
