@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -67,29 +67,29 @@ def account_for(record: RankRecord) -> Account:
         record: Record of the rank, with at least one step.
     """
     count = len(record.steps)
-    validation = _intervals(p for p in record.phases if p.kind is PhaseKind.VALIDATION)
+    validation = [
+        (phase.start_seconds, phase.end_seconds)
+        for phase in record.phases
+        if phase.kind is PhaseKind.VALIDATION
+    ]
     total = length_outside(record.steps, validation) / count
     found = {use: value / count for use, value in _by_use(record.spans, record.phases).items()}
     if record.exposure is not None and not found[Use.WAITING] + found[Use.COMMUNICATION]:
-        found = _exposed(found, record.exposure.shares)
+        for use in (Use.FORWARD, Use.BACKWARD, Use.UPDATE):
+            part = record.exposure.shares.get(use.value, 0.0) * found[use]
+            found[use] -= part
+            found[Use.COMMUNICATION] += part
     found[Use.OTHER] = max(0.0, total - sum(found.values()))
     return Account(total, found)
-
-
-def _exposed(found: dict[Use, float], shares: Mapping[str, float]) -> dict[Use, float]:
-    """Moves the exposed shares of forward, backward and update to communication."""
-    moved = dict(found)
-    for use in (Use.FORWARD, Use.BACKWARD, Use.UPDATE):
-        part = shares.get(use.value, 0.0) * moved[use]
-        moved[use] -= part
-        moved[Use.COMMUNICATION] += part
-    return moved
 
 
 def _by_use(spans: tuple[Span, ...], phases: tuple[Phase, ...]) -> dict[Use, float]:
     intervals: dict[Use, list[Interval]] = {use: [] for use in Use}
     for span in spans:
-        intervals[_use_of(span)].append((span.start_seconds, span.end_seconds))
+        use = _OF_SPANS.get(span.kind, Use.BACKWARD)
+        if span.kind is SpanKind.COMPUTE and span.action.kind is ActionKind.FORWARD:
+            use = Use.FORWARD
+        intervals[use].append((span.start_seconds, span.end_seconds))
     for phase in phases:
         if phase.kind in _OF_PHASES:
             use = _OF_PHASES[phase.kind]
@@ -100,13 +100,3 @@ def _by_use(spans: tuple[Span, ...], phases: tuple[Phase, ...]) -> dict[Use, flo
         seconds[use] = length_outside(own, before)
         before = union([*before, *own])
     return seconds
-
-
-def _use_of(span: Span) -> Use:
-    if span.kind is SpanKind.COMPUTE:
-        return Use.FORWARD if span.action.kind is ActionKind.FORWARD else Use.BACKWARD
-    return _OF_SPANS[span.kind]
-
-
-def _intervals(phases: Iterable[Phase]) -> list[Interval]:
-    return [(phase.start_seconds, phase.end_seconds) for phase in phases]

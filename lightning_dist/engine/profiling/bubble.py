@@ -23,12 +23,7 @@ _FILLS = 3
 
 
 def measured_bubble(records: Sequence[RankRecord], shape: PipelineShape) -> float:
-    """Returns the share of the ranks' time without compute or update.
-
-    Args:
-        records: Records of all ranks, on one clock.
-        shape: Shape of the pipeline.
-    """
+    """Returns the share of the ranks' time, on one clock, without compute or update."""
     spans = [span for record in records for span in record.spans]
     if shape.family.update_rule.is_asynchronous:
         return steady(Timeline(len(records), tuple(spans))).bubble_fraction

@@ -1,7 +1,4 @@
-"""The time of collectives in a traced step, and the part of it that no compute hid.
-
-The functions here compute unions, differences and lengths of time intervals.
-"""
+"""The time of collectives in a traced step, and the part of it that no compute hid."""
 
 from __future__ import annotations
 
@@ -13,14 +10,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Joins intervals that overlap or touch.
-
-    Args:
-        intervals: Intervals in any order; empty ones are left out.
-
-    Returns:
-        The joined intervals in order, with gaps between.
-    """
+    """Joins intervals that overlap or touch, in order; empty ones are left out."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -38,12 +28,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
-    """Returns the parts of some intervals that are in none of the others, in order.
-
-    Args:
-        intervals: The intervals.
-        others: Intervals to subtract.
-    """
+    """Returns the parts of some intervals that are in none of the others, in order."""
     hidden = union(others)
     left: list[Interval] = []
     for start, end in union(intervals):
@@ -59,23 +44,13 @@ def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[I
 
 
 def overlap(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Returns the length of the intersection of two unions of intervals.
-
-    Args:
-        intervals: Intervals of the first union.
-        others: Intervals of the second union.
-    """
+    """Returns the length of the intersection of two unions of intervals."""
     ones, twos = union(intervals), union(others)
     return length(ones) + length(twos) - length([*ones, *twos])
 
 
 def length_outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Returns the length of the parts of some intervals that are in none of the others.
-
-    Args:
-        intervals: The intervals.
-        others: Intervals to subtract.
-    """
+    """Returns the length of the parts of some intervals that are in none of the others."""
     hidden = union(others)
     return length([*union(intervals), *hidden]) - length(hidden)
 

@@ -52,12 +52,11 @@ class StepPlan:
 
     def role(self, batch: int) -> Role:
         """Returns the role of a batch, counted from the first of the run."""
-        place = batch - self.warmup_steps
-        if place < 0:
+        if batch < self.warmup_steps:
             return Role.NOTHING
-        if place < self.num_counted:
+        if batch < self.warmup_steps + self.num_counted:
             return Role.COUNTED
-        place = (place - self.num_counted) % self.every_n_steps
+        place = self._place(batch)
         if place == 0:
             return Role.EXAMINED
         return Role.TIMED if place <= self.active_steps else Role.NOTHING

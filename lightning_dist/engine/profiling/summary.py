@@ -13,10 +13,12 @@ from lightning_dist.engine.profiling.report import ProfileReport
 def summary_table(report: ProfileReport) -> Table:
     """Returns the table of the numbers for the whole run."""
     first, last = report.first_batch, report.first_batch + report.num_steps - 1
+    per_second = report.tokens_per_second
+    tokens = "" if per_second is None else f", {per_second:,.0f} tokens per second"
     rows = [
         ("batches", f"{first} to {last}, {report.num_steps} timed"),
         ("step", f"{report.step_seconds * 1e3:.2f} ms"),
-        ("throughput", _throughput(report)),
+        ("throughput", f"{report.samples_per_second:,.1f} samples per second{tokens}"),
     ]
     if report.bubble_fraction is not None:
         predicted = report.predicted_bubble_fraction
@@ -27,9 +29,13 @@ def summary_table(report: ProfileReport) -> Table:
         rows.append((f"{kind.value}, all ranks", f"{format_bytes(num_bytes)} per step"))
     if report.exposed_share is not None:
         rows.append(("collectives", f"{report.exposed_share:.0%} of their time is exposed"))
-    rows.append(("stragglers", _stragglers(report)))
+    slowest = f"none; rank {report.slowest.rank} on {report.slowest.host} computes longest"
+    rows.append(("stragglers", "; ".join(map(str, report.stragglers)) or slowest))
     if len(report.records) > 1:
-        rows.append(("clocks", _clocks(report)))
+        offset = max(abs(offset.seconds) for offset in report.offsets)
+        error = max(offset.uncertainty_seconds for offset in report.offsets)
+        text = f"up to {offset * 1e3:.3f} ms apart, known to {error * 1e3:.3f} ms"
+        rows.append(("clocks", text))
     return Table("Step profile", ("", ""), tuple(rows))
 
 
@@ -52,17 +58,8 @@ def time_table(report: ProfileReport) -> Table:
 
 def memory_table(report: ProfileReport) -> Table:
     """Returns the table of each rank's memory, measured and predicted."""
-    uses = [record.memory for record in report.records]
-    kinds = [
-        field.name
-        for field in fields(RankMemory)
-        if any(
-            getattr(memory, field.name)
-            for use in uses
-            for memory in (use.measured, use.predicted)
-            if memory is not None
-        )
-    ]
+    known = [m for r in report.records for m in (r.memory.measured, r.memory.predicted) if m]
+    kinds = [f.name for f in fields(RankMemory) if any(getattr(memory, f.name) for memory in known)]
     rows = []
     for record in report.records:
         for name, memory in (
@@ -81,25 +78,7 @@ def memory_table(report: ProfileReport) -> Table:
     return Table(report.memory_title, headings, tuple(rows), right)
 
 
-def _throughput(report: ProfileReport) -> str:
-    samples = f"{report.samples_per_second:,.1f} samples per second"
-    tokens = report.tokens_per_second
-    return samples if tokens is None else f"{samples}, {tokens:,.0f} tokens per second"
-
-
 def _operations(report: ProfileReport) -> str:
     per_second = format_count(round(report.flops / report.step_seconds))
     text = f"{format_count(report.flops)} FLOPs per step, {per_second} per second"
     return text if report.mfu is None else f"{text}, MFU {report.mfu:.1%}"
-
-
-def _stragglers(report: ProfileReport) -> str:
-    slowest = report.slowest
-    where = f"rank {slowest.rank} on {slowest.host} computes longest"
-    return "; ".join(map(str, report.stragglers)) or f"none; {where}"
-
-
-def _clocks(report: ProfileReport) -> str:
-    ahead = max(abs(offset.seconds) for offset in report.offsets)
-    error = max(offset.uncertainty_seconds for offset in report.offsets)
-    return f"up to {ahead * 1e3:.3f} ms apart, known to {error * 1e3:.3f} ms"

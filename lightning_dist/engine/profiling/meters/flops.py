@@ -1,11 +1,9 @@
-"""Count floating point operations by torch's formulas.
+"""The number of floating point operations by torch's formulas, and of a batch's samples and tokens.
 
 The formulas are those of ``torch.utils.flop_counter``, with those that users have added by its
 ``register_flop_formula``. Torch's own ``FlopCounterMode`` makes a step four times as long, since it
 tries to decompose each operation and tracks modules. Under that mode jagged tensors fail, and
 compiled code is not compiled any more, then or later.
-
-:func:`num_samples` and :func:`num_tokens` count the content of a batch.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_dist.engine.profiling.meters.traffic_counter import packet_of
 from lightning_dist.engine.tensors.tree import flatten
 
 _TOKENS = ("input_ids", "tokens")
@@ -44,29 +43,13 @@ class FlopCounter:
         self.flops = 0
 
     def counts(self, func: Any) -> bool:
-        """Returns whether an operation has a formula.
-
-        Args:
-            func: Operation of torch.
-        """
-        return _packet(func) in self._formulas
+        """Returns whether an operation of torch has a formula."""
+        return packet_of(func) in self._formulas
 
     def __call__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Adds the FLOPs of an operation, if it has a formula.
-
-        Args:
-            func: Operation of torch.
-            args: Arguments of the operation.
-            kwargs: Arguments of the operation by name.
-            result: Result of the operation.
-        """
-        formula = self._formulas.get(_packet(func))
+        """Adds the FLOPs of an operation that has a formula, given its arguments and result."""
+        formula = self._formulas.get(packet_of(func))
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
-
-
-def _packet(func: Any) -> Any:
-    """Returns the key of an operation's formula; higher-order operators are their own."""
-    return getattr(func, "overloadpacket", func)

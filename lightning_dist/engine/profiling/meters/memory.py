@@ -1,14 +1,9 @@
-"""Count the bytes that forwards keep for their backwards, and their peak.
+"""The bytes that a rank holds for training, and those that forwards keep for their backwards.
 
 Autograd calls a hook with each tensor that it keeps, and drops the hook's result when it needs the
 tensor no more. Tensors in the same memory count once. Weights, which exist anyway, do not count.
-
-:func:`bytes_of` and the like count the bytes of each kind that a rank holds for training.
-
-:class:`WeightsInUse` knows the memory of the weights with which modules compute.
-
-These weights are not always the parameters. A pipeline's stages run on versions, and half precision
-on copies, which replace the parameters while a module is called.
+These are not always the parameters. A pipeline's stages run on versions, and half precision on
+copies, which replace the parameters while a module is called.
 """
 
 from __future__ import annotations
@@ -68,13 +63,8 @@ class ActivationMeter:
             if place not in self._own and place not in self._weights
         ]
 
-    def claim(self, place: int, num_bytes: int) -> None:
-        """Counts one more user of some memory.
-
-        Args:
-            place: Address of the memory.
-            num_bytes: Size of the memory.
-        """
+    def add_user(self, place: int, num_bytes: int) -> None:
+        """Counts one more user of the memory at an address."""
         users = self._users.get(place, 0)
         self._users[place] = users + 1
         if not users:
@@ -82,13 +72,8 @@ class ActivationMeter:
             self.total_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
-    def drop(self, place: int, num_bytes: int) -> None:
-        """Counts one user less of some memory.
-
-        Args:
-            place: Address of the memory.
-            num_bytes: Size of the memory.
-        """
+    def remove_user(self, place: int, num_bytes: int) -> None:
+        """Counts one user less of the memory at an address."""
         self._users[place] -= 1
         if not self._users[place]:
             del self._users[place]
@@ -101,10 +86,10 @@ class _Claim:
     def __init__(self, meter: ActivationMeter, place: int, num_bytes: int) -> None:
         self._meter = meter
         self._memory = (place, num_bytes)
-        meter.claim(*self._memory)
+        meter.add_user(*self._memory)
 
     def __del__(self) -> None:
-        self._meter.drop(*self._memory)
+        self._meter.remove_user(*self._memory)
 
 
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

@@ -64,13 +64,13 @@ class TrafficCounter:
 
     def counts(self, func: Any) -> bool:
         """Returns whether an operation of torch is a collective."""
-        return _kind_of(func) is not None
+        return packet_of(func) in _KINDS
 
     def __call__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Adds an operation, if it is a collective, given its arguments and result."""
-        kind = _kind_of(func)
+        kind = _KINDS.get(packet_of(func))
         if kind is None:
             return
         axes = self._mesh.axes_between(ranks_of_collective(func, args, kwargs))
@@ -90,8 +90,9 @@ def ranks_of_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return dist.get_process_group_ranks(group)
 
 
-def _kind_of(func: Any) -> MessageKind | None:
-    return _KINDS.get(getattr(func, "overloadpacket", func))  # torch.cond and the like have none
+def packet_of(func: Any) -> Any:
+    """Returns an operation without its overload; ``torch.cond`` and the like have none."""
+    return getattr(func, "overloadpacket", func)
 
 
 def _bytes_of(argument: Any) -> int:
