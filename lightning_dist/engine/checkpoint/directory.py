@@ -1,10 +1,10 @@
 """Atomic replacement of a checkpoint: at each instant its name belongs to a whole checkpoint.
 
 A file or directory is written under a temporary name and flushed to the disk. Then it exchanges its
-name with the checkpoint before, which is removed last. If a process dies at any point, the name
-belongs to one of the two whole checkpoints. If a file system cannot exchange names, the old
-directory is renamed first. Lightning's search for the last checkpoint finds that name, too, and
-:func:`resolve` finds the directory by its old name.
+name with the checkpoint before, which is removed last. So the name of a process that dies belongs
+to one of the two. If a file system cannot exchange names, the old directory is renamed first.
+Lightning's search for the last checkpoint finds that name, too, and :func:`resolve` finds the
+directory by its old name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 
 _AT_FDCWD = -100  # <fcntl.h>: paths are relative to the working directory
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
-_CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class NotSavedError(OSError):
@@ -75,7 +74,7 @@ def exchange(one: Path, other: Path) -> bool:
     if rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
         return True
     error = ctypes.get_errno()
-    if error in _CANNOT:
+    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(error, os.strerror(error), str(one), None, str(other))
 

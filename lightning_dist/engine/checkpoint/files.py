@@ -12,9 +12,7 @@ the model, each rank writes its part to the directory:
                           current.<name> where the model's are averages
 
 Tensors are keyed by the model's own parameter names, which no layout changes. So any number of
-ranks with any partition can read the tensors it needs. Either form takes its name when it is whole
-(:mod:`.checkpoint.directory`): a process that dies while saving leaves the checkpoint before
-untouched.
+ranks with any partition can read the tensors it needs.
 """
 
 from __future__ import annotations
@@ -34,15 +32,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_dist.engine.checkpoint import directory as files
-from lightning_dist.engine.checkpoint import tied_names
+from lightning_dist.engine.checkpoint import directory, tied_names
 from lightning_dist.engine.checkpoint.joint_save import JointSave
 from lightning_dist.engine.checkpoint.metadata import ShardReader, reason_of
 from lightning_dist.engine.checkpoint.optimizer_state import to_numbers
 from lightning_dist.engine.tensors.dtensor import is_storable, storable
 
 _METADATA_FILE = "lightning.pt"
-_README_FILE = "README.txt"
 _README = """\
 This directory is one checkpoint of lightning_dist: each rank has written the part that it held.
 torch.load and load_from_checkpoint read files, and so end with IsADirectoryError here. For one
@@ -59,7 +55,7 @@ SECTIONS = {"state_dict": "model", "current_model_state": "current"}
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
     """Returns whether a checkpoint is a directory of shards."""
-    return (files.resolve(path) / _METADATA_FILE).is_file()
+    return (directory.resolve(path) / _METADATA_FILE).is_file()
 
 
 def merge_command(path: str | os.PathLike[str]) -> str:
@@ -83,7 +79,7 @@ def load_full(path: str | os.PathLike[str], *, weights_only: bool | None = True)
         FileNotFoundError: There is no checkpoint.
     """
     if not is_sharded(path):
-        resolved = files.resolve(path)
+        resolved = directory.resolve(path)
         if not resolved.is_file():
             raise FileNotFoundError(
                 f"{os.fspath(path)!r} is no checkpoint: neither a file nor a directory with"
@@ -115,7 +111,7 @@ def load_sharded(
     Returns:
         The Lightning checkpoint dictionary, with optimizer states by parameter name.
     """
-    resolved = files.resolve(path)
+    resolved = directory.resolve(path)
     checkpoint: dict[str, Any] = torch.load(
         resolved / _METADATA_FILE, map_location="cpu", weights_only=weights_only
     )
@@ -153,30 +149,26 @@ def save_sharded(
         ValueError: A rank does not see the first rank's disk.
     """
     target = Path(path)
-    temporary = files.temporary_name(target)
+    temporary = directory.temporary_name(target)
     save = JointSave(target, group)
-    with files.removed_on_failure(temporary) if save.is_first else nullcontext():
+    with directory.removed_on_failure(temporary) if save.is_first else nullcontext():
         save.open_folder(temporary)
         tensors, rest = _split(checkpoint)
         states = _gather_rest(rest, group)
-        save.step(partial(_write_shards, tensors, temporary, group))
-        save.step(
-            partial(_finish, {**rest, **states}, temporary, target) if save.is_first else _ignore
-        )
 
+        def write_shards() -> None:
+            dcp.save(tensors, checkpoint_id=temporary, process_group=group, no_dist=group is None)
 
-def _write_shards(
-    tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None
-) -> None:
-    with _silent_about_one_process():
-        dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
+        with _silent_about_one_process():
+            save.step(write_shards)
+        save.step_of_first(partial(_finish, {**rest, **states}, temporary, target))
 
 
 def _finish(rest: dict[str, Any], temporary: Path, target: Path) -> None:
     help_text = _README.format(command=merge_command(target.name)).encode()
-    _write(temporary / _README_FILE, lambda file: file.write(help_text))
+    _write(temporary / "README.txt", lambda file: file.write(help_text))
     _write(temporary / _METADATA_FILE, partial(torch.save, rest))
-    files.publish(temporary, target)
+    directory.publish(temporary, target)
 
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -185,10 +177,6 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
         write(file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _ignore() -> None:
-    pass
 
 
 def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -202,16 +190,16 @@ def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> No
         NotSavedError: The file system could not store the file.
     """
     target = Path(path)
-    temporary = files.temporary_name(target)
-    with files.removed_on_failure(temporary):
+    temporary = directory.temporary_name(target)
+    with directory.removed_on_failure(temporary):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             _write(temporary, partial(torch.save, dict(checkpoint)))
-            files.publish(temporary, target)
+            directory.publish(temporary, target)
         except Exception as error:
-            if not files.is_storage_error(error):
+            if not directory.is_storage_error(error):
                 raise
-            raise files.NotSavedError(files.describe_failure(target, error)) from error
+            raise directory.NotSavedError(directory.describe_failure(target, error)) from error
 
 
 def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

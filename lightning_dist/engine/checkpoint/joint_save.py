@@ -32,21 +32,13 @@ _SEEN_SECONDS = 5.0  # how long a network file system may take to show a new fil
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """The outcome of a step on a rank.
-
-    Attributes:
-        host: Name of the rank's host.
-        result: Result of the step.
-        failure: The step's error, in words; empty without an error.
-        failed_rank: The rank on which the error began; torch raises some errors on all ranks.
-        is_storage: Whether the error was the file system's.
-    """
+    """The outcome of a step on a rank."""
 
     host: str
     result: Any = None
-    failure: str = ""
-    failed_rank: int = 0
-    is_storage: bool = False
+    failure: str = ""  # the step's error, in words
+    failed_rank: int = 0  # where the error began; torch raises some errors on all ranks
+    is_storage: bool = False  # whether the error was the file system's
 
 
 class JointSave:
@@ -61,11 +53,7 @@ class JointSave:
         self._path = path
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank writes the files that are written once."""
-        return self._rank == 0
+        self.is_first = self._rank == 0
 
     def step(self, action: Callable[[], Any]) -> list[Any]:
         """Runs an action on each rank. Collective: every rank must call it.
@@ -88,6 +76,10 @@ class JointSave:
                 raise (NotSavedError if report.is_storage else RuntimeError)(where) from cause
         return [report.result for report in reports]
 
+    def step_of_first(self, action: Callable[[], Any]) -> Any:
+        """Runs an action on the first rank, and returns its result on all; see :meth:`step`."""
+        return self.step(action if self.is_first else lambda: None)[0]
+
     def open_folder(self, folder: Path) -> None:
         """Creates an empty directory that each rank sees. Collective: every rank must call it.
 
@@ -97,7 +89,7 @@ class JointSave:
         Raises:
             ValueError: A rank has another disk and does not see the directory.
         """
-        name = self.step(lambda: _make_marked(folder) if self.is_first else None)[0]
+        name = self.step_of_first(lambda: _make_marked(folder))
         reports, _ = self._reports(lambda: _is_seen(folder / name))
         if self.is_first:
             (folder / name).unlink(missing_ok=True)
@@ -145,16 +137,13 @@ def path_to_read(path: str, group: dist.ProcessGroup) -> str:
     dist.all_gather_object(reports, _Report(socket.gethostname(), bool(seen)), group=group)
     blind = [(rank, report.host) for rank, report in enumerate(reports) if not report.result]
     if blind and len(blind) < len(paths):
+        host = next(report.host for report in reports if report.result)
         raise ValueError(
-            f"{paths[0]} is a checkpoint on host {_host_that_sees(reports)}, and"
+            f"{paths[0]} is a checkpoint on host {host}, and"
             f" {_listed(blind)} cannot see it. Load from a file system that all hosts share, or"
             " copy the checkpoint to the same path on each host."
         )
     return seen[0] if seen else str(paths[0])
-
-
-def _host_that_sees(reports: list[_Report]) -> str:
-    return next(report.host for report in reports if report.result)
 
 
 def _first_cause(error: BaseException, rank: int) -> tuple[int, BaseException]:

@@ -8,7 +8,7 @@ converted to the numbers of an ordinary checkpoint, and back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -191,9 +191,8 @@ def load_by_name(
         named: State by names, of the whole model or of a part that includes this rank's.
         firsts: As for :func:`name_groups`.
     """
-    own: Sequence[Sequence[str]] = name_groups(optimizer, module, firsts)
+    own = name_groups(optimizer, module, firsts)
     numbers = {name: i for i, name in enumerate(name for group in own for name in group)}
-    position = iter(range(len(numbers)))
     parameters = {firsts.get(name, name): p for name, p in module.named_parameters()}
     optimizer.load_state_dict(
         {
@@ -203,7 +202,7 @@ def load_by_name(
                 if name in numbers
             },
             "param_groups": [
-                {**group, "params": [next(position) for _ in group_names]}
+                {**group, "params": [numbers[name] for name in group_names]}
                 for group, group_names in zip(named["param_groups"], own, strict=True)
             ],
         }

@@ -39,7 +39,10 @@ def fold(
     """
     if not firsts:
         return dict(checkpoint)
-    folded = {key: _folded(checkpoint[key], firsts) for key in sections if key in checkpoint}
+    folded: dict[str, Any] = {key: {} for key in sections if key in checkpoint}
+    for key, state in folded.items():
+        for name, value in checkpoint[key].items():
+            state.setdefault(firsts.get(name, name), value)  # a part may have several of the names
     return {**checkpoint, **folded, _KEY: dict(firsts)}
 
 
@@ -57,10 +60,3 @@ def with_other_names(checkpoint: Mapping[str, Any]) -> dict[str, list[str]]:
     for name, first in checkpoint.get(_KEY, {}).items():
         others.setdefault(first, []).append(name)
     return others
-
-
-def _folded(state: Mapping[str, Any], firsts: FirstNames) -> dict[str, Any]:
-    folded: dict[str, Any] = {}
-    for name, value in state.items():
-        folded.setdefault(firsts.get(name, name), value)  # a part may have several of the names
-    return folded
