@@ -24,15 +24,9 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """The key of interchangeable groups.
+    """The key of interchangeable groups."""
 
-    Attributes:
-        ranks: Ranks of this group and of the groups created with it; each rank is in one group.
-        purpose: Purpose of a group that serves one purpose only.
-        timeout: Timeout of the group's operations.
-    """
-
-    ranks: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]  # of all groups created together; each rank is in one
     purpose: str
     timeout: timedelta
 

@@ -171,19 +171,11 @@ def schema_of(skeleton: Any, infos: Sequence[TensorInfo]) -> bytes:
     return pickle.dumps((skeleton, list(infos)))
 
 
-NO_SCHEMA = schema_of(None, [])
-"""The schema with which both ends of a new channel begin."""
+NO_SCHEMA = schema_of(None, [])  # with which both ends of a new channel begin
 
 
 class TreeReader:
-    """Turns the packets of a channel into trees; for one thread.
-
-    Args:
-        device: Device of the trees' tensors.
-
-    Attributes:
-        layout: Layout of the expected packets.
-    """
+    """Turns the packets of a channel into trees; for one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -22,11 +22,7 @@ Compression = Literal["none", "fp16", "bf16", "powersgd"]
 
 
 class StepModule(nn.Module):
-    """Runs a step of a LightningModule as its forward.
-
-    Args:
-        module: The user's module; its parameters are this one's.
-    """
+    """Runs a step of a LightningModule as its forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -21,12 +21,7 @@ from lightning_dist.engine.comms.store_notes import RankNotes, finish
 
 
 class MissingGradients:
-    """Sends zeros for the gradients that are missing after a backward.
-
-    Args:
-        module: This rank's replica.
-        notes: Store for the notes of the replicas.
-    """
+    """Sends zeros for the gradients that are missing after a backward."""
 
     def __init__(self, module: nn.Module, notes: RankNotes) -> None:
         names, parameters = zip(*module.named_parameters(), strict=True)

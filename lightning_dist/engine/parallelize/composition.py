@@ -140,7 +140,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
     spread, plan = _spread(module, axis(mesh, "tp"), asked.tensor, split)
     data_mesh = None if asked.shard is None else axis(mesh, "dp_replicate", "dp_shard")
     if split is not None and spread is not None:
-        refuse_ties(_cut_apart(split, spread.cuts), _OTHER_PIECES)
+        refuse_ties(_ties_sharded_differently(split, spread.cuts), _OTHER_PIECES)
     if split is not None and data_mesh is not None:
         refuse_ties(split.ties_within_a_rank, _TWO_SHARDS)
 
@@ -207,7 +207,7 @@ def _find_split(
         raise ValueError(f"{not_found} Tracing it instead failed, too: {error}") from None
 
 
-def _cut_apart(split: PipelineSplit, cuts: Mapping[str, Placement]) -> list[Tie]:
+def _ties_sharded_differently(split: PipelineSplit, cuts: Mapping[str, Placement]) -> list[Tie]:
     """Returns the ties whose parameters the plan does not shard alike on each stage."""
 
     def cuts_on(names: Iterable[str]) -> set[Placement]:

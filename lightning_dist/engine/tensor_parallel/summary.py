@@ -185,7 +185,11 @@ class TensorSummary:
         lines: list[tuple[str, ...]] = [
             ("parameters", "", "style", "whole", "on each rank", "", "bytes")
         ]
-        lines += [_line(row) for row in self.rows]
+        for row in self.rows:
+            count = "" if row.count == 1 else f"x{row.count}"
+            whole, held = (" x ".join(map(str, shape)) for shape in (row.shape, row.held))
+            num_bytes = f"{row.num_bytes:,}"
+            lines.append((row.pattern, count, row.style, whole, held, row.placement, num_bytes))
         lines.append(("all", "", "", "", "", "", f"{self.num_bytes:,}"))
         table = draw_table(lines, right=(1, 6))
         return table if self.plan is None else f"{self.plan}\n{table}"
@@ -228,9 +232,3 @@ def _placement(parameter: Tensor) -> str:
         return f"several pieces along dim {dim}"
     placement = parameter.placements[-1]
     return f"a piece along dim {placement.dim}" if isinstance(placement, Shard) else "the whole"
-
-
-def _line(row: TensorRow) -> tuple[str, ...]:
-    count = "" if row.count == 1 else f"x{row.count}"
-    whole, held = (" x ".join(map(str, shape)) for shape in (row.shape, row.held))
-    return (row.pattern, count, row.style, whole, held, row.placement, f"{row.num_bytes:,}")

@@ -12,6 +12,7 @@ batches draw the same numbers as on one device, whatever the reading of a batch 
 
 from __future__ import annotations
 
+import io
 import pickle
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -19,16 +20,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_dist.engine.comms.batches.mapped_tensors import (
     MessageFiles,
     TensorFiles,
     find_mappable,
 )
-from lightning_dist.engine.comms.batches.object_packing import pack, unpack
 from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.tensors.rng import random_states, set_random_states
+
+_STEP_BYTES = 1024  # so that most objects are as long as the one before, and share its schema
 
 
 class Event(Enum):
@@ -58,14 +61,7 @@ class Reading:
 
 
 class ReplicaChannel:
-    """One rank's place in the chain.
-
-    Args:
-        device: Device whose random state travels along, besides the host's.
-        sender: Sender to the next rank; None on the last rank.
-        receiver: Receiver from the rank before; None on the reader.
-        files: Files for tensors that ranks of one host need not send.
-    """
+    """One rank's place in the chain."""
 
     def __init__(
         self,
@@ -170,3 +166,50 @@ def open_channel(
         DistributedReceiver(group, ranks[place - 1], host, timeout_seconds) if place else None,
         MessageFiles(mappable, files),
     )
+
+
+def pack(value: Any) -> list[Tensor]:
+    """Returns the pickled rest of an object as one tensor, and its plain tensors, not copied."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(value)
+    buffer.write(bytes(-buffer.tell() % _STEP_BYTES))
+    return [torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), *pickler.tensors]
+
+
+def unpack(packed: list[Tensor]) -> Any:
+    """Turns tensors back into an object, which shares their memory; the inverse of :func:`pack`."""
+    rest, *tensors = packed
+    return _Unpickler(io.BytesIO(rest.numpy().tobytes()), tensors).load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._places: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Takes a plain tensor out, and returns its index; None for other objects."""
+        if type(obj) is not Tensor or not _is_plain(obj):
+            return None
+        place = self._places.setdefault(id(obj), len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(obj)
+        return place
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> Tensor:
+        """Returns the tensor of an index."""
+        return self._tensors[pid]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Returns whether shape, dtype and elements describe a tensor fully."""
+    odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return tensor.layout == torch.strided and not odd

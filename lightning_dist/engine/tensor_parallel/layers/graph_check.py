@@ -22,17 +22,11 @@ from lightning_dist.engine.tensor_parallel.layers.activations import Way
 
 @dataclass(frozen=True)
 class Whole:
-    """Parameters that are whole on each rank, by ``id`` and with their names.
+    """Parameters that are whole on each rank, by ``id`` and with their names."""
 
-    Attributes:
-        inside: Parameters that meet a rank's own features, so that their gradients are partial.
-        in_blocks: Parameters that meet a part of the sequence, with partial gradients, too.
-        others: Parameters that meet the same activation on all ranks.
-    """
-
-    inside: dict[int, str]
-    in_blocks: dict[int, str]
-    others: dict[int, str]
+    inside: dict[int, str]  # meet a rank's own features, so that their gradients are partial
+    in_blocks: dict[int, str]  # meet a part of the sequence, with partial gradients, too
+    others: dict[int, str]  # meet the same activation on all ranks
 
 
 @dataclass

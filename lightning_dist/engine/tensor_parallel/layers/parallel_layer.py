@@ -37,19 +37,12 @@ from lightning_dist.engine.tensors.dtensor import is_spread, local_part, stacked
 
 @dataclass(frozen=True)
 class Region:
-    """A region in which each rank has other features, with its entry and exit.
-
-    Attributes:
-        mesh: Mesh of the tensor-parallel ranks.
-        randomness: Random numbers of this rank; None if they are switched further outside.
-        dim: Dim along which the activation outside is sharded; None if it is replicated.
-        crossings: The check that records entries and exits; None if no layer sums up.
-    """
+    """A region in which each rank has other features, with its entry and exit."""
 
     mesh: DeviceMesh
-    randomness: RegionRandomness | None
-    dim: int | None = None
-    crossings: ShardedActivationCheck | None = None
+    randomness: RegionRandomness | None  # None if it is switched further outside
+    dim: int | None = None  # along which the activation outside is sharded
+    crossings: ShardedActivationCheck | None = None  # None if no layer sums up
 
     def dim_of(self, x: Tensor) -> int | None:
         """Returns the dim along which an activation outside is sharded."""

@@ -113,11 +113,7 @@ def explain_shapes(name: str, attention: nn.Module, tp_size: int) -> None:
 
 
 def count_heads(attention: nn.Module, features: int) -> int | None:
-    """Returns the number of heads, if the module has it in an attribute that can be changed.
-
-    Returns:
-        The number of heads; None if no attribute has it, or if it is also read elsewhere.
-    """
+    """Returns the number of heads, if the module has it in an attribute that can be changed."""
     counts = _counts(attention, _HEADS)
     sizes = _counts(attention, _FEATURES_OF_ONE)
     if counts:

@@ -37,11 +37,7 @@ _JOINED = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwi
 
 
 def built_in_plans(module: nn.Module) -> dict[str, dict[str, str]]:
-    """Returns the models with a built-in plan for their layers, none inside another.
-
-    Returns:
-        The plan of each model by the model's name: transformers' styles by pattern.
-    """
+    """Returns the built-in plans for the layers of models, none inside another, by model name."""
     found: dict[str, dict[str, str]] = {}
     for name, part in module.named_modules():
         is_inside = any(name.startswith(f"{outer}." if outer else "") for outer in found)
@@ -52,12 +48,7 @@ def built_in_plans(module: nn.Module) -> dict[str, dict[str, str]]:
 
 
 def translate(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
-    """Returns the styles of a built-in plan.
-
-    Returns:
-        Styles by name in the model, of all layers between token embedding and head that can be
-        sharded.
-    """
+    """Returns the styles of a built-in plan, of all layers that can be sharded, by name."""
     found: dict[str, Style] = {}
     modules = dict(model.named_modules())
     for parent, members in _by_parent(model, plan).items():

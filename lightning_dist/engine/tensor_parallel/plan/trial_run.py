@@ -100,17 +100,11 @@ _ROTATIONS = ("cos", "sin", "freq", "rot", "rope", "angle", "position_emb", "pos
 
 @dataclass(frozen=True)
 class TrialCall:
-    """A way to call a module.
+    """A way to call a module."""
 
-    Attributes:
-        activations: Names of the arguments after the first that get the activation, too.
-        others: Other arguments by name.
-        is_guess: Whether the module may need other arguments.
-    """
-
-    activations: tuple[str, ...] = ()
+    activations: tuple[str, ...] = ()  # arguments after the first that get the activation, too
     others: Mapping[str, Any] = field(default_factory=dict)
-    is_guess: bool = False
+    is_guess: bool = False  # the module may need other arguments
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         """Calls a module's forward, without hooks, and returns its first tensor."""
