@@ -83,7 +83,6 @@ class DistributedSender:
             raise
 
     def _send(self, tree: Any, tag: int) -> None:
-        self._refuse_after_failure()
         tensors, skeleton = flatten(tree)
         infos = [TensorInfo.of(tensor) for tensor in tensors]
         schema = schema_of(skeleton, infos)
@@ -109,17 +108,14 @@ class DistributedSender:
         self._group = None
 
     def _transmit(self, parts: list[Tensor]) -> None:
-        self._refuse_after_failure()
+        if self._failure is not None:
+            raise PeerLostError(f"Rank {self._peer} cannot be reached.") from self._failure
         assert self._group is not None, "the channel is closed"
         try:
             works = [dist.isend(part, dst=self._peer, group=self._group) for part in parts]
         except RuntimeError as error:
             raise PeerLostError(f"Rank {self._peer} cannot be reached: {error}") from error
         self._pending.put(([work for work in works if work is not None], parts))
-
-    def _refuse_after_failure(self) -> None:
-        if self._failure is not None:
-            raise PeerLostError(f"Rank {self._peer} cannot be reached.") from self._failure
 
     def _reap(self) -> None:
         try:
@@ -194,29 +190,22 @@ class DistributedReceiver:
     def _next(self) -> Message:
         if self._failure is not None:
             raise self._failure
-        item = self._take()
-        if isinstance(item, Message):
-            return item
-        self._failure = self._cause_of(item)
-        raise self._failure
-
-    def _take(self) -> Message | BaseException:
         try:
-            return self._arrived.get(timeout=self._timeout_seconds)
+            item = self._arrived.get(timeout=self._timeout_seconds)
         except queue.Empty:
             raise TimeoutError(
                 f"Nothing came from rank {self._peer} for timeout_s={self._timeout_seconds:g}"
                 " seconds. Raise `timeout_s` if a step may take longer than that."
             ) from None
-
-    def _cause_of(self, error: BaseException) -> BaseException:
-        """Returns the cause of a lost peer: an error from :meth:`interrupt`, if one comes soon."""
-        if isinstance(error, PeerLostError):
+        if isinstance(item, Message):
+            return item
+        self._failure = item
+        if isinstance(item, PeerLostError):  # an error from `interrupt` tells the cause
             with contextlib.suppress(queue.Empty):
                 later = self._arrived.get(timeout=self._cause_seconds)
                 if isinstance(later, BaseException):
-                    return later
-        return error
+                    self._failure = later
+        raise self._failure
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error in the present and each later :meth:`receive`."""

@@ -85,12 +85,12 @@ def gather_rank_table(
     """
     held = [local_part(parameter.detach()) for parameter in module.parameters()]
     own = RankRow(
-        dist.get_rank(),
-        socket.gethostname(),
-        mesh.coordinates(dist.get_rank()),
-        layers,
-        sum(part.numel() for part in held),
-        sum(part.nbytes for part in held),
+        rank=dist.get_rank(),
+        host=socket.gethostname(),
+        coordinates=mesh.coordinates(dist.get_rank()),
+        layers=layers,
+        num_parameters=sum(part.numel() for part in held),
+        num_bytes=sum(part.nbytes for part in held),
     )
     rows: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(rows, own, group=group)

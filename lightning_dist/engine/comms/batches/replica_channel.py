@@ -160,11 +160,13 @@ def open_channel(
     host = torch.device("cpu")
     files = TensorFiles()
     mappable = find_mappable(files, group)
+    is_last = place + 1 == len(ranks)
+    before = ranks[place - 1]
     return ReplicaChannel(
-        device,
-        DistributedSender(group, ranks[place + 1]) if place + 1 < len(ranks) else None,
-        DistributedReceiver(group, ranks[place - 1], host, timeout_seconds) if place else None,
-        MessageFiles(mappable, files),
+        device=device,
+        sender=None if is_last else DistributedSender(group, ranks[place + 1]),
+        receiver=DistributedReceiver(group, before, host, timeout_seconds) if place else None,
+        files=MessageFiles(mappable, files),
     )
 
 

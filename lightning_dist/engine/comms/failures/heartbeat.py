@@ -167,7 +167,8 @@ class Silence:
     @property
     def standstill(self) -> Standstill:
         """The successor's standstill so far."""
-        return Standstill(self._last.process, self._last.activity, self._seconds, True)
+        process, activity = self._last.process, self._last.activity
+        return Standstill(process, activity, self._seconds, is_silent=True)
 
     @property
     def is_over(self) -> bool:

@@ -34,54 +34,48 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from lightning_dist.engine.tensors.dtensor import local_part
 
+_REPLICATE: Placement = Replicate()
+_PARTIAL: Placement = Partial()
+
 
 @dataclass(frozen=True)
-class Way:
+class Redistribution:
     """A redistribution of an activation, and that of its gradient.
 
     Attributes:
-        source: Placement of the activation before.
-        target: Placement of the activation after.
-        back_source: Placement of the gradient before.
-        back_target: Placement of the gradient after.
-        is_of_sequence: Whether the way splits or gathers the sequence of the blocks.
+        forward: Placement of the activation before, and after.
+        backward: Placement of the gradient before, and after.
+        is_of_sequence: Whether the sequence of the blocks is split or gathered.
     """
 
-    source: Placement
-    target: Placement
-    back_source: Placement
-    back_target: Placement
+    forward: tuple[Placement, Placement]
+    backward: tuple[Placement, Placement]
     is_of_sequence: bool = False
 
     @property
-    def back(self) -> Way:
-        """The way of gradients."""
-        there, back = (self.source, self.target), (self.back_source, self.back_target)
-        return Way(*back, *there, self.is_of_sequence)
+    def of_gradient(self) -> Redistribution:
+        """The redistribution of the gradient, and that of the gradient's gradient."""
+        return Redistribution(self.backward, self.forward, self.is_of_sequence)
 
     @property
     def enters(self) -> bool:
-        """Whether the way goes into a region."""
-        return self.back_source == _SUMMAND
+        """Whether the activation goes into a region."""
+        return self.backward[0] == _PARTIAL
 
     @property
     def sums_up(self) -> bool:
-        """Whether the way comes out of a region."""
-        return self.source == _SUMMAND
+        """Whether the activation comes out of a region."""
+        return self.forward[0] == _PARTIAL
 
     @property
     def cuts(self) -> bool:
-        """Whether the way splits the sequence."""
-        return self.is_of_sequence and self.source == _SAME
+        """Whether the sequence is split."""
+        return self.is_of_sequence and self.forward[0] == _REPLICATE
 
     @property
     def joins(self) -> bool:
-        """Whether the way gathers the sequence."""
-        return self.is_of_sequence and self.target == _SAME
-
-
-_SAME: Placement = Replicate()
-_SUMMAND: Placement = Partial()
+        """Whether the sequence is gathered."""
+        return self.is_of_sequence and self.forward[1] == _REPLICATE
 
 
 def enter(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
@@ -95,8 +89,8 @@ def enter(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
     Returns:
         The whole activation, whose gradient is partial on each rank.
     """
-    outside = _SAME if dim is None else Shard(dim)
-    return _cross(x, mesh, Way(outside, _SAME, _SUMMAND, outside))
+    outside = _REPLICATE if dim is None else Shard(dim)
+    return _cross(x, mesh, Redistribution((outside, _REPLICATE), (_PARTIAL, outside)))
 
 
 def leave(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
@@ -110,8 +104,8 @@ def leave(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
     Returns:
         The sum, or this rank's shard of the sum.
     """
-    outside = _SAME if dim is None else Shard(dim)
-    return _cross(x, mesh, Way(_SUMMAND, outside, outside, _SAME))
+    outside = _REPLICATE if dim is None else Shard(dim)
+    return _cross(x, mesh, Redistribution((_PARTIAL, outside), (outside, _REPLICATE)))
 
 
 def gather(x: Tensor, mesh: DeviceMesh, dim: int = -1, *, of_sequence: bool = False) -> Tensor:
@@ -126,13 +120,15 @@ def gather(x: Tensor, mesh: DeviceMesh, dim: int = -1, *, of_sequence: bool = Fa
     Returns:
         The whole activation, with which all ranks must compute the same.
     """
-    part = Shard(dim % x.dim())
-    return _cross(x, mesh, Way(part, _SAME, _SAME, part, of_sequence))
+    shard = Shard(dim % x.dim())
+    there = Redistribution((shard, _REPLICATE), (_REPLICATE, shard), of_sequence)
+    return _cross(x, mesh, there)
 
 
 def split(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """Returns this rank's shard of the sequence; the inverse of :func:`gather`."""
-    return _cross(x, mesh, Way(_SAME, Shard(dim), Shard(dim), _SAME, True))
+    there = Redistribution((_REPLICATE, Shard(dim)), (Shard(dim), _REPLICATE), True)
+    return _cross(x, mesh, there)
 
 
 def add_up_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
@@ -161,8 +157,8 @@ def add_up_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> No
                 parameter.grad = None
 
 
-def _cross(x: Tensor, mesh: DeviceMesh, way: Way) -> Tensor:
-    crossed: Tensor = _Crossing.apply(x, mesh, way)  # type: ignore[no-untyped-call]
+def _cross(x: Tensor, mesh: DeviceMesh, there: Redistribution) -> Tensor:
+    crossed: Tensor = _Crossing.apply(x, mesh, there)  # type: ignore[no-untyped-call]
     return crossed
 
 
@@ -170,14 +166,16 @@ class _Crossing(torch.autograd.Function):
     """A redistribution whose backward is one too, and so on."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, way: Way) -> Tensor:
-        ctx.mesh, ctx.way = mesh, way
-        if way.source == way.target:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, there: Redistribution) -> Tensor:
+        ctx.mesh, ctx.redistribution = mesh, there
+        source, target = there.forward
+        if source == target:
             return x.view_as(x)  # a view, so that autograd refuses a write into the input
-        local = DTensor.from_local(x.detach(), mesh, [way.source], run_check=False)
+        local = DTensor.from_local(x.detach(), mesh, [source], run_check=False)
         # Not a view of a tensor that autograd tracks, so the caller may write into it.
-        return local.redistribute(mesh, [way.target]).to_local().detach()
+        return local.redistribute(mesh, [target]).to_local().detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _cross(gradient.contiguous(), ctx.mesh, ctx.way.back), None, None
+        back = ctx.redistribution.of_gradient
+        return _cross(gradient.contiguous(), ctx.mesh, back), None, None

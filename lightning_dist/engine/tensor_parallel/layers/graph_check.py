@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from lightning_dist.engine.tensor_parallel.layers.activations import Way
+from lightning_dist.engine.tensor_parallel.layers.activations import Redistribution
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,16 @@ class ShardedActivationCheck:
         elif self.is_noting and features.grad_fn is not None:
             self._features[features.grad_fn] = layer
 
-    def cut(self) -> None:
-        """Records that the sequence is sharded; `ValueError` if it was already."""
-        self._refuse_if(self._is_cut)
-        self._is_cut = True
-
-    def join(self) -> None:
-        """Records that the sequence is gathered; `ValueError` if it was whole."""
-        self._refuse_if(not self._is_cut)
-        self._is_cut = False
+    def mark_sequence(self, *, is_cut: bool) -> None:
+        """Records that the sequence is sharded, or gathered; `ValueError` if it was already."""
+        if self._is_cut is is_cut and self.is_noting and not self._has_backward:
+            raise ValueError(
+                "sequence_parallel=True cuts the sequence before the first of a list of blocks and"
+                " joins it behind the last one, but the model's forward calls one of them before"
+                " the first, or again before the last. Call them in order, or leave"
+                " sequence_parallel out."
+            )
+        self._is_cut = is_cut
 
     def check(self, outputs: Iterable[Tensor], whole: Whole) -> None:
         """Checks the autograd graph of a loss, or of a stage's outputs.
@@ -103,15 +104,6 @@ class ShardedActivationCheck:
         for name in _parameters_in(inside, whole.others):
             raise ValueError(f"The parameter {name!r} meets a part of the sequence, {_BETWEEN}")
 
-    def _refuse_if(self, is_wrong: bool) -> None:
-        if is_wrong and self.is_noting and not self._has_backward:
-            raise ValueError(
-                "sequence_parallel=True cuts the sequence before the first of a list of blocks and"
-                " joins it behind the last one, but the model's forward calls one of them before"
-                " the first, or again before the last. Call them in order, or leave"
-                " sequence_parallel out."
-            )
-
 
 _REGION = (
     "Leave the layers out of plan=, or make the loss of what the module returns",
@@ -139,8 +131,8 @@ def _leak(what: str, words: tuple[str, str]) -> str:
 
 def _is(kind: str) -> Callable[[Node], bool]:
     def is_of_kind(node: Node) -> bool:
-        way = getattr(node, "way", None)
-        return isinstance(way, Way) and getattr(way, kind)
+        crossing = getattr(node, "redistribution", None)
+        return isinstance(crossing, Redistribution) and getattr(crossing, kind)
 
     return is_of_kind
 

@@ -55,12 +55,12 @@ def cut_sequence(
             )
         if first.training:
             randomness.enter()
-        crossings.cut()
+        crossings.mark_sequence(is_cut=True)
         return activations.split(x, mesh, SEQUENCE_DIM)
 
     def join(_: nn.Module, args: Any, output: Any) -> Any:
         randomness.leave()
-        crossings.join()
+        crossings.mark_sequence(is_cut=False)
         first, *rest = (output,) if isinstance(output, Tensor) else output
         whole = activations.gather(first, mesh, SEQUENCE_DIM, of_sequence=True)
         return whole if isinstance(output, Tensor) else (whole, *rest)
