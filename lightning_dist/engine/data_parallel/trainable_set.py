@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.data_parallel.replicas import average
 
-_ADVICE = "Freeze and unfreeze the same parameters on each rank, in the same hook."
-
 
 class TrainableSet:
     """The trainable parameters, which must be the same on each rank.
@@ -49,7 +47,10 @@ class TrainableSet:
         self._compare(changed)
         if changed:
             self._fingerprint = _fingerprint_of(flags)
-        self._post()
+        extremes = torch.tensor([self._fingerprint, -self._fingerprint])
+        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group, async_op=True)
+        assert work is not None
+        self._pending = work, extremes
         if not changed:
             return None
         self._compare(changed)
@@ -101,12 +102,6 @@ class TrainableSet:
         rows = zip(self._names, self._flags, flags, strict=True)
         return [name for name, was, now in rows if was != now]
 
-    def _post(self) -> None:
-        extremes = torch.tensor([self._fingerprint, -self._fingerprint])
-        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group, async_op=True)
-        assert work is not None
-        self._pending = work, extremes
-
     def _compare(self, changed: list[str]) -> None:
         if self._pending is None:
             return
@@ -117,7 +112,8 @@ class TrainableSet:
             raise ValueError(
                 "The ranks train different parameters: this one (rank"
                 f" {dist.get_rank()}) has frozen or unfrozen {changed[:8] or 'none'} since the"
-                f" last batch, and another one has not done the same. {_ADVICE}"
+                " last batch, and another one has not done the same. Freeze and unfreeze the same"
+                " parameters on each rank, in the same hook."
             )
 
 

@@ -44,12 +44,12 @@ def check_shared(module: nn.Module, summands: list[str], cuts: Collection[str]) 
     for shared in names.values():
         if any(name in cuts for name in shared):
             continue
-        apart = [name for name in shared if name in summands]
+        partial = [name for name in shared if name in summands]
         whole = [name for name in shared if name not in summands]
-        if apart and whole:
+        if partial and whole:
             raise ValueError(
                 "Untie two layers, or leave sequence_parallel or the style 'local' out:"
-                f" {apart[0]!r} and {whole[0]!r} are one parameter, but ranks meet different"
+                f" {partial[0]!r} and {whole[0]!r} are one parameter, but ranks meet different"
                 " activations at the first (a part of the features or of the sequence) and the same"
                 " ones at the second, so its gradient could not be added up."
             )

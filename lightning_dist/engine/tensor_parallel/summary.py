@@ -5,6 +5,7 @@ The plan's lines name the sharded layers, and the reasons why the others are who
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -199,7 +200,7 @@ def summarise(
     module: nn.Module, styles: Mapping[str, Style], plan: PlanSummary | None = None
 ) -> TensorSummary:
     """Returns the summary of a sharded module."""
-    rows: dict[TensorRow, int] = {}
+    rows: Counter[TensorRow] = Counter()
     for name, parameter in module.named_parameters():
         style, own = styles.get(name.rpartition(".")[0]), local_part(parameter)
         row = TensorRow(
@@ -211,14 +212,9 @@ def summarise(
             placement=_placement(parameter),
             num_bytes=own.numel() * own.element_size(),
         )
-        rows[row] = rows.get(row, 0) + 1
-    return TensorSummary(
-        tuple(
-            replace(row, count=count, num_bytes=count * row.num_bytes)
-            for row, count in rows.items()
-        ),
-        plan,
-    )
+        rows[row] += 1
+    counted = (replace(r, count=n, num_bytes=n * r.num_bytes) for r, n in rows.items())
+    return TensorSummary(tuple(counted), plan)
 
 
 def _placement(parameter: Tensor) -> str:

@@ -91,7 +91,7 @@ class TensorFiles:
             os.close(descriptor)
             return None
         self._unread.append(descriptor)
-        return MappedFile(os.getpid(), descriptor, self.secret, infos)
+        return MappedFile(os.getpid(), descriptor, secret=self.secret, infos=infos)
 
     def _fill(self, descriptor: int, layout: PacketLayout, tensors: Sequence[Tensor]) -> None:
         os.ftruncate(descriptor, layout.num_bytes)
@@ -131,7 +131,9 @@ class MessageFiles:
         if file is None:
             places = []
         left = [tensor for place, tensor in enumerate(tensors) if place not in places]
-        return [_as_tensor(_Absent(file, tuple(places))), *left]
+        header = pickle.dumps(_Absent(file, tuple(places)))
+        padded = bytearray(header + bytes(-len(header) % _HEADER_STEP_BYTES))
+        return [torch.frombuffer(padded, dtype=torch.uint8), *left]
 
     def get(self, message: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
         """Returns the tensors of a message, and whether the next rank can use it unchanged."""
@@ -156,12 +158,6 @@ class _Absent:
 
     file: MappedFile | None  # the tensors that are not in the message
     places: tuple[int, ...]  # indices of those tensors among all
-
-
-def _as_tensor(absent: _Absent) -> Tensor:
-    pickled = pickle.dumps(absent)
-    padded = bytearray(pickled + bytes(-len(pickled) % _HEADER_STEP_BYTES))
-    return torch.frombuffer(padded, dtype=torch.uint8)
 
 
 def _is_large(tensor: Tensor) -> bool:

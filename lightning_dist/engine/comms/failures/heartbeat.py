@@ -197,11 +197,11 @@ class Pulse:
     def look(self) -> tuple[Beat, Notice | None]:
         """Inspects the watched thread in each interval; returns a beat, and a message to report."""
         frame = sys._current_frames().get(self._thread)
-        beat = Beat(self._process, f"{self._progress()}, {place_of(frame)}.")
+        beat = Beat(self._process, f"{self._progress()}, {_place_of(frame)}.")
         used = time.process_time() - self._processor_seconds
         self._processor_seconds += used
         is_idle = used < _IDLE_SHARE * self._rhythm.interval_seconds
-        return beat, self._count(beat, is_idle=is_idle and not may_wait_for_rank(frame))
+        return beat, self._count(beat, is_idle=is_idle and not _may_wait_for_rank(frame))
 
     def _count(self, beat: Beat, *, is_idle: bool) -> Notice | None:
         if is_idle:
@@ -215,7 +215,7 @@ class Pulse:
         return Resumption(self._process, seconds) if was_reported else None
 
 
-def may_wait_for_rank(frame: FrameType | None) -> bool:
+def _may_wait_for_rank(frame: FrameType | None) -> bool:
     """Returns whether an idle thread may be waiting for another rank."""
     for caller in _outwards(frame):
         name: str = caller.f_globals.get("__name__", "")
@@ -224,7 +224,7 @@ def may_wait_for_rank(frame: FrameType | None) -> bool:
     return False
 
 
-def place_of(frame: FrameType | None) -> str:
+def _place_of(frame: FrameType | None) -> str:
     """Names a thread's innermost function, and the innermost one of the user's code."""
     if frame is None:
         return "which has ended"

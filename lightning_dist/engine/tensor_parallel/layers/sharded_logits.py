@@ -218,10 +218,10 @@ def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], named: dict[
         )
     with loss_parallel():
         found = func(*args, **named)
-    if func is torch.autograd.grad:  # the slope of logits is apart, as they are
-        for source, slope in zip(_tensors_in(args[1:2]), found, strict=True):
-            if _is_sharded(source) and slope is not None:
-                _keep_sharded(source, slope)
+    if func is torch.autograd.grad:  # gradients of sharded logits are sharded, too
+        for source, gradient in zip(_tensors_in(args[1:2]), found, strict=True):
+            if _is_sharded(source) and gradient is not None:
+                _keep_sharded(source, gradient)
     return found
 
 

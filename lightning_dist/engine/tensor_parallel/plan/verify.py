@@ -318,8 +318,8 @@ def _project(layer: nn.Linear, weight: Tensor, bias: Tensor | None, x: Tensor) -
 
 
 def _piece(tensor: Tensor, dim: int, num_stacked: int, tp_size: int, rank: int) -> Tensor:
-    apart: Tensor = tensor.unflatten(dim, (num_stacked, -1))
-    return apart.chunk(tp_size, dim + 1)[rank].flatten(dim, dim + 1)
+    matrices: Tensor = tensor.unflatten(dim, (num_stacked, -1))
+    return matrices.chunk(tp_size, dim + 1)[rank].flatten(dim, dim + 1)
 
 
 def _styles(cuts: _Cuts) -> dict[str, Style]:

@@ -27,7 +27,8 @@ def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> 
     """
     tables = _token_tables(module)
     heads = {name: _find_head(module, part, taken) for name, part in tables.items()}
-    candidates = [name for name in tables if heads[name] or _would_have_head(module)]
+    would_have_head = any(hasattr(part, "get_output_embeddings") for part in module.modules())
+    candidates = [name for name in tables if heads[name] or would_have_head]
     if not candidates:
         return {}
     name = max(candidates, key=lambda name: (heads[name] is not None, tables[name].num_embeddings))
@@ -38,7 +39,11 @@ def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> 
     if head is not None:
         found[head] = Style.COLWISE_GATHER
     # One weight is spread in one way: for all layers that have it, or for none.
-    users = {name for name, part in module.named_modules() if table.weight in _own(part)}
+    users = {
+        name
+        for name, part in module.named_modules()
+        if any(parameter is table.weight for parameter in part.parameters(recurse=False))
+    }
     if users <= set(found):
         return found
     return {} if head is None or head in users else {head: Style.COLWISE_GATHER}
@@ -87,7 +92,7 @@ def _token_tables(module: nn.Module) -> dict[str, nn.Embedding]:
         for name, part in module.named_modules()
         if is_token_table(part)
         and not has_own_forward(part)
-        and not any(word in _own_name(name) for word in _OTHER_TABLES)
+        and not any(word in name.lower().rpartition(".")[2] for word in _OTHER_TABLES)
     }
 
 
@@ -102,15 +107,3 @@ def _find_head(module: nn.Module, table: nn.Embedding, taken: Collection[str]) -
         and input_size(part) == table.embedding_dim
     ]
     return heads[-1] if heads else None
-
-
-def _own_name(name: str) -> str:
-    return name.lower().rpartition(".")[2]
-
-
-def _own(part: nn.Module) -> set[nn.Parameter]:
-    return set(part.parameters(recurse=False))
-
-
-def _would_have_head(module: nn.Module) -> bool:
-    return any(hasattr(part, "get_output_embeddings") for part in module.modules())
