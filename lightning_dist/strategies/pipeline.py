@@ -55,7 +55,7 @@ from lightning_dist.engine.splitting.config import (
     StalenessCorrection,
     share_among_stages,
 )
-from lightning_dist.engine.splitting.tracing.example import CallExample
+from lightning_dist.engine.splitting.tracing.call import CallExample
 from lightning_dist.strategies.base import lightning_internals, model_checks
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.distributed import Read

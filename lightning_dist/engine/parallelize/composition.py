@@ -37,7 +37,7 @@ from lightning_dist.engine.splitting.cut import layers_of
 from lightning_dist.engine.splitting.find_layers import LayersNotFoundError, refuse_ties
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from lightning_dist.engine.splitting.ties import Tie
-from lightning_dist.engine.splitting.tracing.example import CallExample
+from lightning_dist.engine.splitting.tracing.call import CallExample
 from lightning_dist.engine.splitting.tracing.split import UncutError, find_traced_split, is_traced
 from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, refuse_spread
 from lightning_dist.engine.tensor_parallel.config import TensorConfig

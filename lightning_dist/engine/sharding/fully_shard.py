@@ -1,14 +1,10 @@
 """Shards a module's parameters with FSDP2, unit by unit.
 
 A *unit* is a module whose parameters are gathered in one collective before its forward, and freed
-after it. A wrap policy chooses the units (:mod:`.sharding.wrap`). Here they are sharded, inner
-units first, as ``torch.distributed.fsdp.fully_shard`` requires. A root, the module that is called,
-is always a unit: it takes the parameters that no unit inside it has.
-
-FSDP2 must also forget a step that an exception has ended; torch has a method for it since 2.13.
-Before 2.13, units in the middle of the step stay gathered, and the next backward would continue the
-failed one. There is no public way out, so this is the one place that resets FSDP2's private state
-of a step. It serves only the versions before 2.13, which do not change any more.
+after it. A root, the module that is called, is always a unit: it takes the parameters that no unit
+inside it has. Before torch 2.13 there is no public way to forget a step that an exception has
+ended: the next backward would continue it. So this is the one place that resets FSDP2's private
+state of a step, only in those versions, which do not change any more.
 """
 
 from __future__ import annotations

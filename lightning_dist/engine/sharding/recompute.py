@@ -1,14 +1,11 @@
 """Activation checkpointing: activations are freed in the forward and recomputed in the backward.
 
 Memory for time (Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016). The module's
-own ``forward`` is replaced, not the module. So no parameter's name changes, and hooks into the call
-(FSDP2's gather) stay outside of the recomputed part.
+own ``forward`` is replaced, so parameters keep their names and FSDP2's gather stays outside.
 
-Units inside of a unit are gathered within the recomputed part, and not in the same way both times:
-some are whole already in the recomputation. torch's selective checkpointing numbers all operations,
-to match the recomputation with the results it kept, and treats such a difference as an error. Here
-it sees only the operations whose results it may keep; a gather has none of these. A compiled part
-inside of a unit is recomputed as a whole.
+Inner units are gathered within the recomputed part, and some are whole already in the
+recomputation. torch's selective checkpointing numbers all operations, and treats such a difference
+as an error. Here it sees only the operations whose results it may keep; a gather has none of these.
 """
 
 from __future__ import annotations

@@ -1,20 +1,13 @@
 """Detects ranks that run different units of a sharded model, before they gather together.
 
-A unit's parameters are gathered in a collective, so all ranks must run the same units in the same
-order. If one rank skips a block that another runs (layers dropped at random, experts chosen by the
-data), gathers of different units meet. Then the step hangs, or silently computes with another
-unit's weights. So before a unit runs, the ranks compare its index.
-
-That is one message for each unit, too many to go on for ever. After the first steps a rank records
-the units that it runs. At the end of the step's forward it posts a fingerprint of the list, and no
-rank waits for it: the fingerprint is read a step later, and before the weights are used elsewhere.
-A run that computes with wrong weights ends there. A run that hangs inside of a later step gives no
-sign before its timeout; ``always`` detects that, too.
+If one rank skips a block that another runs (layers dropped at random, experts chosen by the data),
+gathers of different units meet: the step hangs, or computes with another unit's weights. So before
+a unit runs, the ranks compare its index. After the first steps a rank only posts a fingerprint of
+its units, which is read a step later. A hang is then detected by its timeout, or with ``always``.
 
 The backward reduces a unit's gradients when it reaches the unit's inputs, or at its very end if no
-input requires a gradient. If only some ranks have trained the modules before the unit in this step,
-the order differs, and gradients of different units would meet. So the ranks also compare whether
-inputs require a gradient. If they do on any rank, each rank makes its own inputs require one.
+input requires a gradient. So that the order is the same, inputs that require one on any rank are
+made to on each.
 """
 
 from __future__ import annotations

@@ -1,27 +1,13 @@
 """Runs a model's own forward on a stage, with blocks that live on other stages.
 
-The forward loops over its list of blocks. The list is replaced by one that yields wrapped blocks.
-:class:`BlockRoute` intercepts each call outside of all hooks and wrappers of the block:
+The forward loops over a list of wrapped blocks. :class:`BlockRoute` intercepts each call outside of
+all hooks of the block. Blocks before the stage's own return placeholders, and the last of these
+returns the received activation. After the last own block the forward ends, except on the last
+stage, where norm, head and loss follow.
 
-===========================  =====================================================
-block                        its call
-===========================  =====================================================
-before the stage's own       returns placeholders
-right before the first own   returns this block's output, received from the stage before
-the stage's own              runs
-the last own                 runs, and its output ends the forward
-===========================  =====================================================
-
-So a block may return a tensor or a tuple, and the forward finds the output as usual. On the last
-stage the forward runs to its end: norm, head and loss follow.
-
-*Placeholders are not numbers.* A module with parameters that runs before the blocks, an embedding,
-is remote on later stages. There its structure on the meta device computes the shapes of its output,
-and NaNs of these shapes are returned. The forward drops all values computed from them at the first
-own block, unless the model passes a value around the blocks. Such a value is detected in the
-block's arguments, which are inspected once. Or it is detected in the result, which is NaN if
-placeholders are NaNs, and a number if they are zeros. If neither detects it, the loss is NaN, never
-a wrong number.
+An embedding that is remote returns NaNs of the shapes that its structure on the meta device
+computes. If the model passes them around the blocks, they are detected in a block's arguments, or
+in a result that is a number if placeholders are zeros. Else the loss is NaN, never a wrong number.
 """
 
 from __future__ import annotations

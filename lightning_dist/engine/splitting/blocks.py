@@ -1,14 +1,12 @@
 """The blocks of a model that is no sequence: embeddings, a list of like blocks, norm and head.
 
-The model's own forward stays in place, and runs on each stage. Each stage computes masks, position
-ids and rotary embeddings from the batch, which all stages read, so that only a block's output is
-sent. No architecture is hard-coded. A layer is a block. The first layer includes the modules that
-run before the blocks, the last layer those that run after them. Modules without parameters are on
-all stages. :mod:`.splitting.block_forward` runs the forward with remote blocks.
+The model's own forward stays in place, and runs on each stage (:mod:`.splitting.block_forward`).
+Each stage computes masks and position ids from the batch, which all stages read, so only a block's
+output is sent. A layer is a block; the first layer includes the modules that run before the blocks,
+the last those that run after them. Modules without parameters are on all stages.
 
-Hugging Face models can return outputs of all their layers, but a stage has those of its own layers
-only. Such a request raises an error, on all stages alike. The cache of keys and values, which such
-models keep by default, is turned off: a training or validation step does not use it.
+A stage of a Hugging Face model has outputs of its own layers only, so a request for those of all
+layers raises an error. The cache, which such models keep by default, is turned off.
 """
 
 from __future__ import annotations

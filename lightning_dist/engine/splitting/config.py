@@ -21,6 +21,7 @@ from lightning_dist.engine.stashing.prediction import check_extrapolation, extra
 
 StalenessCorrection = Literal["none", "lr", "predict"]
 _MICROBATCHES_PER_RANK = 4
+_RULES = ("parameters", "uniform", "profile")  # of a partition
 
 # The names for the command line's help; a string may also be "file:" and a path.
 ScheduleName = (
@@ -95,11 +96,7 @@ class PipelineConfig:
                 " at 'auto' and use smaller batches, or use schedule='1f1b'."
             )
         self._check_correction(rule)
-        if isinstance(self.partition, str) and self.partition not in (
-            "parameters",
-            "uniform",
-            "profile",
-        ):
+        if isinstance(self.partition, str) and self.partition not in _RULES:
             raise ValueError(
                 f"partition={self.partition!r} is unknown; use 'parameters', 'uniform', 'profile'"
                 " or the layers per stage, like [3, 3]."

@@ -1,15 +1,10 @@
 """Whole tensors from shards, and shards of whole tensors.
 
-A sharded parameter is a ``DTensor``. Checkpoint files hold whole tensors, or let each rank read the
-bytes it needs; either way each rank can cut its own shard without communication. Only a gather is a
-collective of all ranks of the mesh.
-
-Some weights stack several matrices on top of each other. Each rank needs its heads of a fused
-query, key and value, so its rows are no contiguous piece. No public placement describes such rows.
-torch has a private one, made for parameters that are sharded over two axes of a mesh. A test
-compares its shards, and the tensor gathered from them, with plain indexing. torch 2.11 shards by
-this placement, but refuses to gather. So for a gather the matrices get a dim of their own, and
-public placements describe the result.
+A sharded parameter is a ``DTensor``. Each rank can cut its own shard without communication; only a
+gather is a collective. Each rank needs its heads of a fused query, key and value, so its rows are
+no contiguous piece. No public placement describes such rows, so a private one does, made for
+parameters that are sharded over two axes of a mesh. torch 2.11 shards by it, but refuses to gather.
+So for a gather the matrices get a dim of their own, and public placements describe the result.
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
 """Facts about a module that are read from its forward's source, as a syntax tree.
 
 *Widths.* On a rank with some of the heads, a module must not compute with the width of its input,
-which is that of all heads: ``width // self.num_heads`` would be a larger head, and
-``view(batch, length, width)`` an error. The module has to be shown a width of its own
-(:mod:`.layers.own_width`). Then the verification says whether that was all.
-
-*Order.* The submodules run in the order in which the code first mentions them, in the class's own
-forward or in the one that it extends. If neither mentions both submodules, or there is no source,
-the order of registration decides.
-
-*Written attributes.* A mixture of experts stores its balancing loss in an attribute, an attention
-its last map. Such a value exists only on a rank that has run the module. The code of ``forward``
-and of the methods that it mentions is read; ``setattr`` with a computed name goes unseen.
+which is that of all heads: ``width // self.num_heads`` would be a larger head
+(:mod:`.layers.own_width`). *Order.* Submodules run in the order in which the code first mentions
+them; without source, in the order of registration. *Written attributes.* A loss that a mixture of
+experts stores exists only on a rank that has run the module. The code of ``forward`` and of the
+methods that it mentions is read; ``setattr`` with a computed name goes unseen.
 """
 
 from __future__ import annotations

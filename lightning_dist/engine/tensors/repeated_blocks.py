@@ -1,24 +1,11 @@
 """Finds the block that a model repeats, as a reader of its code would.
 
-A repeated block is a class with two or more instances side by side in an ``nn.Sequential`` or an
-``nn.ModuleList``. Side by side as attributes does not count: those are the two towers or the
-student and the teacher of a model, each of them a whole model. An ``nn.ModuleDict`` does not count
-either, for what it holds is chosen by key, and a unit must run on all ranks or on none.
-
-*Outermost.* A group inside a group's member does not count. The experts in a transformer block are
-repeated, too, and hold most of its parameters. But the data decide which experts run, so ranks with
-experts as units would wait for each other for ever. The price: a model of stages of blocks is cut
-at its stages, unless a stage is a plain ``nn.Sequential``.
-
-*Three kinds*, the earlier one preferred if it holds half of what any of them holds: classes made of
-other modules (the transformer block, the residual block); plain ``nn.Sequential`` objects; layers
-(the ``nn.Linear`` of an MLP).
-
-*Worth it.* A class that is left in the root stays whole all the time. If all its instances together
-are no larger than the largest block, that costs no more memory than one more unit. Such a class
-(norms between convolutions, a small stem, a few heads) is left in the root. An encoder beside a
-decoder is not.
-
+A block is a class with two or more outermost instances side by side in an ``nn.Sequential`` or an
+``nn.ModuleList``. Side by side as attributes are two towers, each a whole model. What an
+``nn.ModuleDict`` holds is chosen by key, and experts inside of a block by the data, but a unit must
+run on all ranks or on none. Of three kinds the first that holds half of what any holds is taken:
+classes made of other modules, plain ``nn.Sequential`` objects, layers. A class of which all
+instances are no larger than the largest block costs no more memory if it is left in the root.
 Instances of a chosen block class that stand alone, such as a stage of one block, are taken as well.
 """
 

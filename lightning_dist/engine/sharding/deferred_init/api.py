@@ -1,15 +1,13 @@
 """Builds a model without its memory, and makes its parameters one at a time.
 
-A model that is to be sharded need not fit onto any one rank, but its constructor fills whole
-parameters. Under :func:`deferred_init` the same constructor makes tensors on the meta device, which
-have no bytes, and a tape records its operations. Each rank then makes one parameter after the
-other, keeps its shard and frees the rest. The values are those that the constructor computes on the
-CPU under the same seed, bit for bit, on any number of ranks. Afterwards the generators have the
-state in which the constructor would have left them. (torchdistx, no longer kept up, had the idea.)
+Under :func:`deferred_init` a constructor makes tensors on the meta device, and a tape records its
+operations. Each rank then makes one parameter after the other, keeps its shard and frees the rest.
+The values, and the generators' states afterwards, are bit for bit those of the constructor on the
+CPU. (torchdistx, no longer kept up, had the idea.)
 
-An operation that reads a value (``item``, ``if``, ``nonzero``, a boolean mask) gets the value: the
-tensors that it depends on are computed and freed again. Not all tensors can be deferred. Tensors
-from data, and those of constructors like ``torch.Tensor(2, 3)``, are made at once.
+An operation that reads a value (``item``, ``if``, a boolean mask) gets the value: the tensors that
+it depends on are computed and freed again. Tensors from data, and those of constructors like
+``torch.Tensor(2, 3)``, are made at once.
 """
 
 from __future__ import annotations

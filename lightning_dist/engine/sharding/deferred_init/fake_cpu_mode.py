@@ -1,14 +1,9 @@
 """The function mode that makes deferred tensors look like CPU tensors.
 
-The recorder sees operations, but some calls need more:
-
-- ``nn.init.trunc_normal_``, ``orthogonal_``, ``sparse_`` and ``dirac_`` do nothing on a tensor
-  whose device is meta, and ``load_state_dict`` warns. So ``device`` is the CPU.
-- ``torch.tensor([1.0], device="meta")`` drops its data. So tensors from data are made at once, for
-  real, and so are the results of functions that are not among the factories here. That costs memory
-  and is never wrong.
-- ``numpy``, ``tolist`` and printing read the bytes; they get the bytes of a copy.
-- ``to("cpu")`` of a CPU tensor is the tensor itself.
+The recorder sees operations, but ``nn.init.trunc_normal_`` and others do nothing on a tensor whose
+device is meta, so ``device`` is the CPU. ``torch.tensor([1.0], device="meta")`` drops its data, so
+tensors from data, and results of functions that are not among the factories here, are made at once.
+``numpy``, ``tolist`` and printing read the bytes; they get the bytes of a copy.
 """
 
 from __future__ import annotations

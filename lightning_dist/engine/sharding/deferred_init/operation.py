@@ -42,6 +42,10 @@ class Reference:
     is_conj: bool
     is_neg: bool
 
+    def new_storage(self) -> torch.UntypedStorage:
+        """Allocates a storage of the recorded size."""
+        return torch.UntypedStorage(self.num_bytes, device="cpu")
+
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """Returns the tensor as a view of real bytes."""
         bare = torch.empty(0, dtype=self.dtype, device="cpu")
@@ -77,11 +81,6 @@ class Operation:
     generator_state: Tensor | None = None
     results: tuple[Reference, ...] = ()
 
-    @property
-    def storages(self) -> frozenset[int]:
-        """All storages that the operation reads, makes or changes."""
-        return self.reads | self.writes
-
     def run(self, memory: Memory) -> Any:
         """Calls the function on real bytes, and adds new storages to the memory.
 
@@ -94,7 +93,7 @@ class Operation:
         for reference in self.inputs:
             if isinstance(reference, Reference) and reference.storage not in memory:
                 assert reference.storage not in self.reads
-                memory[reference.storage] = _new_storage(reference)
+                memory[reference.storage] = reference.new_storage()
         tensors = [i if isinstance(i, Tensor) else i.on(memory[i.storage]) for i in self.inputs]
         args, kwargs = unflatten(tensors, self.skeleton)
         returned = self.function(*args, **kwargs)
@@ -106,20 +105,17 @@ class Operation:
 
     def run_again(self, memory: Memory) -> None:
         """Calls the function again, with the recorded default dtype and random numbers."""
+        default_dtype = torch.get_default_dtype()
+        outside = None if self.generator is None else self.generator.get_state()
         torch.set_default_dtype(self.default_dtype)
-        if self.generator is None or self.generator_state is None:
-            self.run(memory)
-            return
-        outside = self.generator.get_state()
-        self.generator.set_state(self.generator_state)
+        if self.generator is not None and self.generator_state is not None:
+            self.generator.set_state(self.generator_state)
         try:
             self.run(memory)
         finally:
-            self.generator.set_state(outside)
-
-
-def _new_storage(reference: Reference) -> torch.UntypedStorage:
-    return torch.UntypedStorage(reference.num_bytes, device="cpu")
+            torch.set_default_dtype(default_dtype)
+            if self.generator is not None and outside is not None:
+                self.generator.set_state(outside)
 
 
 def _as_recorded(reference: Reference, tensor: Tensor) -> torch.UntypedStorage:
@@ -129,6 +125,6 @@ def _as_recorded(reference: Reference, tensor: Tensor) -> torch.UntypedStorage:
     same = (reference.stride, reference.offset) == (tensor.stride(), tensor.storage_offset())
     if same and storage.nbytes() == reference.num_bytes:
         return storage
-    storage = _new_storage(reference)
+    storage = reference.new_storage()  # on the meta device SVD's results have another layout
     reference.on(storage).copy_(tensor)
     return storage

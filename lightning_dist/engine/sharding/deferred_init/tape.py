@@ -12,8 +12,7 @@ tensors that are made.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -91,15 +90,13 @@ class Tape:
         """Returns a tensor with its values.
 
         As long as the caller holds the result, other views of the same storage are returned as
-        views of the same memory, so tied tensors stay tied. Drop the result before the next call,
-        or the memory of several results adds up.
+        views of the same memory, so tied tensors stay tied.
 
         Args:
             tensor: A meta tensor that was made while this tape was recorded, or a real one.
 
         Returns:
-            A CPU tensor of the same size, strides and type, without a gradient; a real tensor as it
-            is.
+            A CPU tensor of the same size, strides and type; a real tensor as it is.
 
         Raises:
             ValueError: The tensor is on the meta device, and is not on this tape.
@@ -123,11 +120,13 @@ class Tape:
         wanted = frozenset(wanted)
         plan, known = self._plan(wanted, memory)
         memory = {storage: memory[storage] for storage in known}
-        last_use = {s: index for index in plan for s in self._operations[index].storages}
-        with torch.no_grad(), _default_dtype_kept():
+        run = self._operations
+        uses = {index: run[index].reads | run[index].writes for index in plan}
+        last_use = {storage: index for index in plan for storage in uses[index]}
+        with torch.no_grad():
             for index in plan:
                 self._operations[index].run_again(memory)
-                for storage in () if keep_all else self._operations[index].storages:
+                for storage in () if keep_all else uses[index]:
                     if last_use[storage] == index and storage not in wanted:
                         memory.pop(storage, None)
         done = frozenset(plan)
@@ -155,12 +154,3 @@ class Tape:
                 if index < end and storage not in operation.reads:  # made or overwritten here
                     break
         return sorted(needed), known
-
-
-@contextmanager
-def _default_dtype_kept() -> Iterator[None]:
-    outside = torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(outside)

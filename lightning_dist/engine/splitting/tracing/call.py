@@ -9,13 +9,16 @@ another kind without an error, and return another result than the forward.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from lightning_dist.engine.tensors.patch import replace_method
 
 _ALIKE = "Call it alike in all steps, and make `example_input_array`, if there is one, like that"
 
@@ -155,7 +158,14 @@ class CallCheck:
         if kind not in self._known:
             for name, leaf in leaves.items():
                 self._check_leaf(name, leaf)
-            self._check_guards(call)
+            named = dict(call.arguments)
+            for guard, code in self._guards:
+                if not eval(code, dict(self._namespace), {"L": named}):
+                    raise ValueError(
+                        f"A call of the traced module has sizes for which its graph is not made:"
+                        f" {guard} is wrong. Its forward does something else then, and an"
+                        " `example_input_array` of such sizes would trace that."
+                    )
             self._known.add(kind)
         return list(leaves.values())
 
@@ -181,20 +191,66 @@ class CallCheck:
                 " in the example stays 1."
             )
 
-    def _check_guards(self, call: Call) -> None:
-        named = dict(call.arguments)
-        for guard, code in self._guards:
-            if not eval(code, dict(self._namespace), {"L": named}):
-                raise ValueError(
-                    f"A call of the traced module has sizes for which its graph is not made:"
-                    f" {guard} is wrong. Its forward does something else then, and an"
-                    " `example_input_array` of such sizes would trace that."
-                )
-
 
 def _name(path: Sequence[Any]) -> str:
-    return str(path[0].key) + pytree.keystr(tuple(path[1:]))
+    return f"{path[0].key}{pytree.keystr(tuple(path[1:]))}"
 
 
 def _has_dims(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+SET_AN_EXAMPLE = (
+    " Set `self.example_input_array` in the LightningModule: a tensor, a tuple of positional"
+    " arguments or a dict of named ones, like a small batch, in shape and dtype."
+)
+
+
+@dataclass(frozen=True)
+class CallExample:
+    """The sources of an example call of the traced module.
+
+    Attributes:
+        inputs: Input of the whole module's ``forward``, or of the traced module's if the whole one
+            has none: a tensor, a tuple of positional arguments or a dict of keyword arguments. None
+            without an example.
+        has_forward: Returns whether the whole module defines ``forward``; called if no earlier
+            trace has replaced it.
+        observe: Takes the traced module and its path, and returns the arguments of a call; called
+            without an example.
+    """
+
+    inputs: Any = None
+    has_forward: Callable[[], bool] = lambda: False
+    observe: Callable[[nn.Module, str], Arguments] | None = None
+
+
+class _CallSeen(BaseException):  # noqa: N818
+    """Ends a forward at its call of the watched module."""
+
+
+@contextmanager
+def watch_call(module: nn.Module) -> Iterator[list[Arguments]]:
+    """Returns a context manager whose body ends at the call of a module, before its forward.
+
+    Args:
+        module: The watched module.
+
+    Yields:
+        A list to which the arguments of the call are appended.
+    """
+    seen: list[Arguments] = []
+
+    def forward(*args: Any, **kwargs: Any) -> None:
+        seen.append((args, kwargs))
+        raise _CallSeen
+
+    undo = replace_method(module, "forward", forward)
+    try:
+        with suppress(_CallSeen):
+            yield seen
+    finally:
+        undo()

@@ -103,23 +103,18 @@ def _nothing_lost() -> Iterator[None]:
         warnings.simplefilter("always")
         with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
             yield
-    for warning in caught:
-        _refuse_assignment(str(warning.message))
-
-
-def _refuse_assignment(text: str) -> None:
-    if "assigned during export" not in text:
-        return
-    listed = text.partition("attribute")[2].partition(" assigned during export")[0]
-    names = [word.strip(",") for word in listed.split() if word.startswith("self.")]
-    # torch's recurrent layers assign the value that the attribute has already.
-    kept = [name for name in names if "._flat_weights[" not in name]
-    if kept or not names:
-        raise ValueError(
-            f"The forward assigns {', '.join(kept) or text}, which a graph does not do. Return it"
-            " from the forward; or, if it is a running value, register it as a buffer and write"
-            " into that in place."
-        )
+    for text in (str(warning.message) for warning in caught):
+        before, found, _ = text.partition(" assigned during export")
+        listed = before.partition("attribute")[2].split()
+        names = [word.strip(",") for word in listed if word.startswith("self.")]
+        # torch's recurrent layers assign the value that the attribute has already.
+        kept = [name for name in names if "._flat_weights[" not in name]
+        if found and (kept or not names):
+            raise ValueError(
+                f"The forward assigns {', '.join(kept) or text}, which a graph does not do. Return"
+                " it from the forward; or, if it is a running value, register it as a buffer and"
+                " write into that in place."
+            )
 
 
 @contextmanager

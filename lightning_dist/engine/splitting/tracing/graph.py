@@ -40,6 +40,10 @@ class Together:
     last: int
     reason: str
 
+    def spans(self, start: int) -> bool:
+        """Returns whether a layer that begins at a position would separate the operations."""
+        return self.first < start <= self.last
+
 
 @dataclass(frozen=True)
 class TraceGraph:
@@ -64,19 +68,11 @@ class TraceGraph:
     out_spec: Any
 
     def parameters_of(self, node: fx.Node) -> list[str]:
-        """Names the parameters that an operation uses.
-
-        Args:
-            node: Node of the body.
-        """
+        """Names the parameters that an operation of the body uses."""
         return [name for name in self.held_by(node) if name in self.parameters]
 
     def held_by(self, node: fx.Node) -> list[str]:
-        """Names the parameters and buffers that an operation uses.
-
-        Args:
-            node: Node of the body.
-        """
+        """Names the parameters and buffers that an operation of the body uses."""
         return [self.names[n] for n in node.all_input_nodes if n in self.names]
 
     def together(self) -> list[Together]:
@@ -187,10 +183,8 @@ def find_starts(
             starts.append(position)
         owners = found or owners
     together = graph.together()
-    reasons = {
-        t.reason: None for t in together if any(t.first < start <= t.last for start in starts)
-    }
-    kept = [s for s in starts if not any(t.first < s <= t.last for t in together)]
+    reasons = dict.fromkeys(t.reason for t in together if any(map(t.spans, starts)))
+    kept = [start for start in starts if not any(t.spans(start) for t in together)]
     return kept, list(reasons)
 
 
@@ -219,25 +213,12 @@ def assign_starts(graph: TraceGraph, homes: Mapping[str, int], num_layers: int) 
             layer = home
     starts += [len(graph.body)] * (num_layers - len(starts))
     for t in graph.together():
-        if any(t.first < start <= t.last for start in starts[1:]):
+        if any(map(t.spans, starts[1:])):
             raise ValueError(
                 f"In this mode {t.reason}, across layers that are apart in training. Write out of"
                 " place there."
             )
     return starts
-
-
-def names_in_layers(graph: TraceGraph, starts: Sequence[int]) -> list[set[str]]:
-    """Names the parameters and buffers that each layer of a graph uses.
-
-    Args:
-        graph: The trace.
-        starts: Position of each layer's first operation.
-    """
-    return [
-        {name for node in nodes for name in graph.held_by(node)}
-        for nodes in parts_of(graph, starts)
-    ]
 
 
 def parts_of(graph: TraceGraph, starts: Sequence[int]) -> list[tuple[fx.Node, ...]]:
@@ -251,12 +232,7 @@ def parts_of(graph: TraceGraph, starts: Sequence[int]) -> list[tuple[fx.Node, ..
 
 
 def titles_of(graph: TraceGraph, starts: Sequence[int]) -> list[str]:
-    """Names each layer by the first part that uses its parameters.
-
-    Args:
-        graph: The trace.
-        starts: Position of each layer's first operation.
-    """
+    """Names each layer by the first part that uses its parameters; see :func:`parts_of`."""
     titles = []
     for nodes in parts_of(graph, starts):
         names = [name for node in nodes for name in graph.parameters_of(node)]

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from lightning_dist.engine.splitting.cut import skeleton_of
-from lightning_dist.engine.splitting.tracing.call import Call, CallCheck, bind, example_of
+from lightning_dist.engine.splitting.tracing.call import CallCheck, bind, example_of
 from lightning_dist.engine.splitting.tracing.effects import (
     Mode,
     changed_attributes,
@@ -33,7 +33,7 @@ from lightning_dist.engine.splitting.tracing.graph import (
     find_anchors,
     find_starts,
     graph_of,
-    names_in_layers,
+    parts_of,
     titles_of,
 )
 from lightning_dist.engine.splitting.tracing.segment import Segment, cut_graph
@@ -70,8 +70,12 @@ class TraceProgram:
         for hooks in hooks_of(self._skeleton):  # they run around the sequence, as around any other
             hooks.clear()
         self.signature = inspect.signature(module.forward)
-        given = bind(self.signature, args, kwargs)
-        self._example = _on_cpu(self.signature, example_of(self.signature, given))
+        given = example_of(self.signature, bind(self.signature, args, kwargs))
+        args, kwargs = pytree.tree_map(
+            lambda leaf: leaf.detach().to(_TRACED_ON) if isinstance(leaf, Tensor) else leaf,
+            (given.args, given.kwargs),
+        )
+        self._example = bind(self.signature, args, kwargs)
         self.canonical = _first_names(module)
         self._graphs: dict[Mode, tuple[CallCheck, list[Segment]]] = {}
         in_training = mode_of(self._skeleton.train())
@@ -81,7 +85,13 @@ class TraceProgram:
         self._current = mode_of(module)
         for mode in (self._current, mode_of(self._skeleton.eval())):
             self._segments_in(mode)
-        self._names = [self._names_of(index) for index in range(len(self.titles))]
+        homes, graphs = self._homes.items(), self._graphs.values()
+        self._names = [
+            frozenset(name for name, home in homes if home == index).union(
+                *(segments[index].names for _, segments in graphs)
+            )
+            for index in range(len(self.titles))
+        ]
 
     def __deepcopy__(self, memo: object) -> TraceProgram:
         """Returns itself: a copy of a layer, for its shapes, needs no other graphs."""
@@ -92,8 +102,13 @@ class TraceProgram:
         anchors = find_anchors(graph, self._skeleton)
         starts, self.uncut = find_starts(graph, self._skeleton, anchors)
         self.titles = titles_of(graph, starts)
-        names = names_in_layers(graph, starts)
-        self._homes = {name: i for i, own in enumerate(names) for name in own & anchors}
+        self._homes = {
+            name: index
+            for index, nodes in enumerate(parts_of(graph, starts))
+            for node in nodes
+            for name in graph.held_by(node)
+            if name in anchors
+        }
         # A parameter that is not used gets no gradient, so its layer does not matter.
         for name, _ in self._skeleton.named_parameters():
             self._homes.setdefault(name, len(starts) - 1)
@@ -130,10 +145,6 @@ class TraceProgram:
         starts = assign_starts(graph, self._homes, len(self.titles))
         segments = cut_graph(graph, starts, _TRACED_ON)
         self._graphs[mode] = check_of(program, self._example), segments
-
-    def _names_of(self, index: int) -> frozenset[str]:
-        own = {name for name, home in self._homes.items() if home == index}
-        return frozenset(own.union(*(parts[index].names for _, parts in self._graphs.values())))
 
     def names_of_layer(self, index: int) -> frozenset[str]:
         """Names a layer's parameters, and the buffers that it uses in training or evaluation."""
@@ -185,16 +196,6 @@ def _refuse_hooks(module: nn.Module) -> None:
 def _first_names(module: nn.Module) -> dict[str, str]:
     """Returns the first name of each parameter and buffer by all of its names."""
     first: dict[int, str] = {}
-    tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    parameters = module.named_parameters(remove_duplicate=False)
+    tensors = [*parameters, *module.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
-
-
-def _on_cpu(signature: inspect.Signature, call: Call) -> Call:
-    def moved(leaf: Any) -> Any:
-        return leaf.detach().to(_TRACED_ON) if isinstance(leaf, Tensor) else leaf
-
-    args, kwargs = pytree.tree_map(moved, (call.args, call.kwargs))
-    return bind(signature, args, kwargs)

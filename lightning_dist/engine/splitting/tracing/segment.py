@@ -68,13 +68,8 @@ def cut_graph(graph: TraceGraph, starts: Sequence[int], device: torch.device) ->
         returned = graph.body[-1].args[0] if is_last else tuple(alive[index + 1])
         used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
         held = [n for n in used if n in graph.names]
-        part = _Part(
-            nodes=[n for n in nodes if n.op != "output"],
-            given=[*alive[index], *held],
-            constants=[n for n in used if n in graph.constants],
-            returned=returned,
-        )
-        code = _compile(graph, part, device)
+        operations = [n for n in nodes if n.op != "output"]
+        code = _compile(graph, operations, [*alive[index], *held], returned, device)
         takes = tuple(graph.inputs.index(n) for n in alive[0]) if index == 0 else None
         names = tuple(graph.names[n] for n in held)
         segments.append(Segment(code, names, takes, graph.out_spec if is_last else None))
@@ -93,41 +88,36 @@ def _alive_before(graph: TraceGraph, parts: Sequence[Sequence[fx.Node]]) -> list
     return alive[::-1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The operations of a layer."""
-
-    nodes: Sequence[fx.Node]
-    given: Sequence[fx.Node]
-    constants: Sequence[fx.Node]
-    returned: Any
-
-
-def _compile(graph: TraceGraph, part: _Part, device: torch.device) -> fx.GraphModule:
-    """Creates a module of a layer's operations."""
+def _compile(
+    graph: TraceGraph,
+    operations: Sequence[fx.Node],
+    taken: Sequence[fx.Node],
+    returned: Any,
+    device: torch.device,
+) -> fx.GraphModule:
+    """Creates a module that takes values and a device, and runs the operations of a layer."""
     code = fx.Graph()
-    copies = {node: code.placeholder(node.name) for node in part.given}
+    copies = {node: code.placeholder(node.name) for node in taken}
     here = code.placeholder("device")
     root: dict[str, Any] = {}
-    for node in part.constants:
-        root[node.name] = graph.constants[node]
-        copies[node] = code.get_attr(node.name)
 
     def copy_of(node: fx.Node) -> fx.Node:
-        if node not in copies and node.op == "get_attr":  # a block
-            root[str(node.target)] = getattr(graph.root, str(node.target))
-            copies[node] = code.get_attr(str(node.target))
+        if node not in copies:
+            is_block = node.op == "get_attr"
+            name = str(node.target) if is_block else node.name
+            root[name] = getattr(graph.root, name) if is_block else graph.constants[node]
+            copies[node] = code.get_attr(name)
         return copies[node]
 
     def moved(leaf: Any) -> Any:
         return here if leaf == device and isinstance(leaf, torch.device) else leaf
 
-    for node in part.nodes:
+    for node in operations:
         copy = code.node_copy(node, copy_of)
         copy.args, copy.kwargs = pytree.tree_map(moved, (copy.args, copy.kwargs))
         copy.meta = {}  # values of the example, and what it takes to make them
         copies[node] = copy
-    code.output(fx.node.map_arg(part.returned, copy_of))
+    code.output(fx.node.map_arg(returned, copy_of))
     return fx.GraphModule(root, code)
 
 

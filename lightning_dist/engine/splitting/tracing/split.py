@@ -24,11 +24,12 @@ from lightning_dist.engine.splitting.cut import stage_of_layers
 from lightning_dist.engine.splitting.find_layers import choose_partition, refuse_outside
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.split import PipelineSplit, stages_of_rank
-from lightning_dist.engine.splitting.tracing.call import bind, example_of
-from lightning_dist.engine.splitting.tracing.example import (
+from lightning_dist.engine.splitting.tracing.call import (
     SET_AN_EXAMPLE,
     Arguments,
     CallExample,
+    bind,
+    example_of,
     watch_call,
 )
 from lightning_dist.engine.splitting.tracing.program import TraceProgram
