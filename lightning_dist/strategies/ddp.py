@@ -121,13 +121,13 @@ class DDPStrategy(DataParallelStrategy):
         if uneven_inputs:
             checks.check_uneven(sync_every, static_graph, find_unused_parameters)
         self._exchange = GradientExchange(
-            compression,
-            powersgd_rank,
-            powersgd_start_step,
-            overlap,
-            bucket_megabytes,
-            static_graph,
-            find_unused_parameters,
+            compression=compression,
+            powersgd_rank=powersgd_rank,
+            powersgd_start_step=powersgd_start_step,
+            overlap=overlap,
+            bucket_megabytes=bucket_megabytes,
+            static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters,
         )
         self._sync_every = sync_every
         self._sync_warmup_steps = sync_warmup_steps

@@ -1,19 +1,13 @@
 """Pipeline parallelism under an unchanged LightningModule.
 
-The strategy stands between Lightning's loop and one rank's
-:class:`.Pipeline`. Three things make it work with public hooks:
+Each rank calls the user's own ``training_step`` per micro-batch; see :mod:`.pipeline.stage`.
+Gradients are computed there, while Lightning calls ``zero_grad`` after it. So the pipeline holds
+them and ``backward`` installs them. Clipping, the optimizer's step, schedulers and callbacks happen
+at Lightning's own places.
 
-*The step is never rewritten.* Each rank calls the user's own ``training_step`` per micro-batch; see
-:mod:`.pipeline.stage`.
-
-*Gradients wait for ``backward``.* Gradients are computed inside of ``training_step``, while
-Lightning calls ``zero_grad`` between the two. So the pipeline holds them and ``backward`` installs
-them. Clipping, the optimizer's step, schedulers and callbacks happen at Lightning's own places.
-
-*An asynchronous pipeline is not flushed between batches.* Lightning asks for a step per batch. On a
-stage that is still filling there is nothing to apply. On any other stage the update is that of an
-earlier batch, with that batch's learning rate. :meth:`PipelineStrategy.drain` catches up: before
-validation, when a checkpoint is taken, and at the end.
+An asynchronous pipeline is not flushed between batches. A stage that is still filling has nothing
+to apply; any other applies the update of an earlier batch, with that batch's learning rate.
+:meth:`PipelineStrategy.drain` catches up: before validation, a checkpoint, and the end.
 """
 
 from __future__ import annotations

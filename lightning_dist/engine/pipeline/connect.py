@@ -1,11 +1,9 @@
 """Open the channels of all pipelines of a mesh.
 
-A pipeline gets one communicator for activations, one for gradients and one for results. Between
-two ranks there is one channel per communicator and direction, whatever the number of stages that
-use the channel. Stages on one rank exchange tensors in its memory. Results go from the last stage's
-rank straight to each other rank. They are small, and a rank can have a batch's results before the
-batch's gradients come. If ranks hold the same parameter, the pipeline has two more communicators,
-one up and one down.
+A pipeline has one communicator each for activations, gradients and results, and two more, up and
+down, if ranks hold the same parameter. Two ranks have one channel per communicator and direction.
+Stages on one rank exchange tensors in its memory. Results go from the last stage's rank straight to
+the others, so that a rank can have a batch's results before the batch's gradients come.
 """
 
 from __future__ import annotations

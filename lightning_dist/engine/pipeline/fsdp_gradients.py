@@ -1,18 +1,12 @@
 """A stage's gradients in ``p.grad`` for a round, where FSDP2's hooks see them.
 
-After a backward FSDP2 reduces the gradients that the backward has added to the parameters. So
-gradients must be in ``p.grad``, and FSDP2 must know the last backward of a round. Meanwhile
-:class:`ParamGradAccumulator` sets aside the gradients of earlier rounds for the same update.
-
-:class:`StageBackwards` announces a stage's backwards to FSDP2.
-
-FSDP2 detects a backward by hooks on its root's outputs. When the backward is over, FSDP2 reduces
-the gradients of the gathered parameters. Only the last backward of a round is to do that.
+After a backward FSDP2 reduces the gradients that the backward has added to the parameters. It
+detects the backward by hooks on its root's outputs. Only the last backward of a round is to reduce,
+so :class:`StageBackwards` announces each one.
 
 Where a schedule splits backwards, autograd goes from the middle of the graph to the weights, past
-those hooks, and FSDP2 would miss the backward. So the root gets one more method that FSDP2 takes
-for a forward. Its output depends on no parameter, so its backward is over at once. After that
-backward FSDP2 reduces as after any other.
+those hooks. So the root gets one more method that FSDP2 takes for a forward. Its output depends on
+no parameter, so its backward is over at once, and FSDP2 reduces as after any other.
 """
 
 from __future__ import annotations
@@ -59,9 +53,6 @@ class StageBackwards:
 
         Args:
             is_last: Whether this backward is the last of the round.
-
-        Yields:
-            Nothing.
         """
         self._announce(is_last=is_last)
         with self._context():
@@ -69,11 +60,7 @@ class StageBackwards:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Wraps a part of a backward, after which nothing is reduced.
-
-        Yields:
-            Nothing.
-        """
+        """Wraps a part of a backward, after which nothing is reduced."""
         self._announce(is_last=False)
         unshard(self._root)  # another micro-batch's forward may have freed the gathered parameters
         with self._context():

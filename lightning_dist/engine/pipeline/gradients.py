@@ -1,23 +1,13 @@
-"""Where a stage's gradients are between the backwards of a round and the optimizer.
+"""Hold a stage's gradients between the backwards of a round and the optimizer.
 
 The backwards run inside of the user's step, before the training loop clears ``p.grad``. So their
-gradients are held until the loop installs them.
-
-Autograd adds to the ``grad`` of leaves while a gradient is in the cache, without further memory. To
-ask autograd for values and add these later is slower. So :class:`HeldGradients` puts the held
-gradients into the leaves for each backward. The leaves of an asynchronous stage are versions of its
-weights, not parameters. Where hooks need the gradients in the parameters,
-:class:`.ParamGradAccumulator` leaves these in ``p.grad`` for a round.
+gradients are held until the loop installs them. Autograd adds to the ``grad`` of leaves while a
+gradient is in the cache, so held gradients are in the leaves for each backward. The leaves of an
+asynchronous stage are versions of its weights, not parameters.
 
 Autograd gives a leaf the arriving gradient without a copy if nothing else holds that tensor, even
-if another tensor shares its memory. The gradient of ``p`` in ``x + p[None]`` is a view of the
-gradient that the next stage has sent. The gradient of ``x``, which goes to the stage before, is
-another view. A later addition to the one would change the other on its way.
-
-A step may return its loss's weight, see :class:`.Loss`. Only the last stage sees the result, and
-the sum of the weights is known only at the end of an update. So each backward begins with its own
-micro-batch's weight as the scale, and the weight travels on with the gradients. Complete gradients
-are divided by the sum: over micro-batches, accumulated batches, and data replicas.
+if another tensor shares its memory: in ``x + p[None]`` the gradients of ``p`` and ``x`` are views
+of the one that the next stage has sent. An addition to the one would change the other on its way.
 """
 
 from __future__ import annotations
@@ -157,9 +147,6 @@ class HeldGradients:
             parameters: Leaves for the stage's trainable parameters, as for :meth:`run`.
             given: Gradients that the part begins with, whose memory other code may hold.
             update: Index of the update that the gradients are for.
-
-        Yields:
-            Nothing.
         """
         with _in_leaves([*parameters.values()], self._to_lend(parameters, update)) as found:
             yield

@@ -1,13 +1,10 @@
 """Times the layers of one rank's stages while they train.
 
 Hooks on a layer time its forward. A layer's backward begins when the gradient of its output
-arrives, which a hook on that tensor sees. The backward ends where the backward of the layer before
-begins, or with the stage's backward. Nothing waits, and nothing is computed until
-:meth:`LayerProfiler.profile` is called. The marks are then sorted into the recorder's spans. That
-separates a micro-batch's forward from a recomputation, and a stage's own work from its layers'.
-
-Where a schedule splits backwards, the weights' part has no such marks. Its time is distributed over
-a stage's layers in the proportions of the inputs' part.
+arrives, and ends where that of the layer before begins, or with the stage's. Nothing waits, and
+nothing is computed until :meth:`LayerProfiler.profile` sorts the marks into the recorder's spans.
+Where a schedule splits backwards, the time of the weights' part is distributed over the layers in
+the proportions of the inputs' part.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from lightning_dist.engine.pipeline.gradients import AverageWeight, LossWeights
 from lightning_dist.engine.pipeline.microbatch import Microbatch, batch_size_of, split
 from lightning_dist.engine.pipeline.runtime import Links, Runtime, Work, explain_with
 from lightning_dist.engine.pipeline.stage import Stage, Step
-from lightning_dist.engine.pipeline.stages import OwnStages, StageMaker, StageOptions
+from lightning_dist.engine.pipeline.stages import OwnStages, StageOptions
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.registry import PipelineShape
@@ -98,7 +98,7 @@ class Pipeline:
         cut(sequence, shape.layers_per_stage, shape.stages)
         self.links = links
         self.recorder = Recorder(shape.rank if rank is None else rank, options.device)
-        self.stages = OwnStages(StageMaker(layers_in(sequence), options), shape)
+        self.stages = OwnStages(layers_in(sequence), options, shape)
         self._rounds = Rounds(shape)
         self._on_complete = on_complete
         self._shared = shared

@@ -1,17 +1,11 @@
 """A backward in two parts: gradients of the inputs first, those of the weights when there is time.
 
-Two calls of autograd would compute the chain through the layers twice. The first part runs the
-chain alone, and keeps the gradients that arrive where the ways to the weights leave the chain. The
-second part goes on from there. ``torch.distributed.pipelining`` has private functions for a split
-backward, but they lose gradients of parameters that only an output beside the chain depends on.
-They fail where a layer stands between two uses of a weight, and before torch 2.13 they count some
-gradients of such weights twice.
-
-:class:`BackwardGraph` finds where the ways to the weights leave the way to the inputs.
-
-The nodes on a way from the outputs to an input are the *chain*. A way to a parameter leaves the
-chain at a *joint*, or begins at an output beside the chain. Parameters whose ways begin at the same
-nodes are one *branch*. The gradients that arrive at those nodes suffice for the whole branch.
+The nodes on a way from the outputs to an input are the *chain*. The first part runs the chain, and
+keeps the gradients that arrive where ways to the weights leave it (*joints*), or at outputs
+beside it. The second part goes on from there. Parameters whose ways begin at the same nodes are one
+*branch*, for which the gradients at those nodes suffice. Private functions of
+``torch.distributed.pipelining`` lose gradients of parameters that only an output beside the chain
+depends on, and fail where a layer stands between two uses of a weight.
 """
 
 from __future__ import annotations

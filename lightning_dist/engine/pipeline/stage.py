@@ -389,12 +389,9 @@ class _Alias(torch.autograd.Function):
 
 
 def _behind_leaf(tensor: Tensor) -> Tensor:
-    """Returns an alias of a leaf, with the same memory, that layers may write into.
-
-    Received tensors are leaves, so that autograd returns their gradients, and autograd refuses to
-    write in place into a leaf or a view of one. On one device ``nn.ReLU(inplace=True)``, say, gets
-    the previous layer's output, which is no leaf.
-    """
+    """Returns an alias of a leaf, with the same memory, that layers may write into."""
+    # Autograd refuses to write in place into a leaf, and received tensors are leaves. On one device
+    # `nn.ReLU(inplace=True)`, say, gets the previous layer's output, which is no leaf.
     if not tensor.requires_grad or not tensor.is_leaf:
         return tensor
     alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]

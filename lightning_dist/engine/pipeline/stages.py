@@ -2,9 +2,6 @@
 
 When layers move, the stages are created anew. :class:`OwnStages` keeps the history of the earlier
 stages. Other code holds the mapping, never its values.
-
-:class:`StageMaker` creates a rank's stages, with the same :class:`StageOptions` again when the rank
-gets other layers.
 """
 
 from __future__ import annotations
@@ -36,10 +33,6 @@ from lightning_dist.engine.stashing.versions import WeightPolicy
 _CPU = torch.device("cpu")
 
 
-def _hold(_: int) -> HeldGradients:
-    return HeldGradients()
-
-
 @dataclass(frozen=True, slots=True)
 class StageOptions:
     """How a rank's stages compute.
@@ -64,7 +57,7 @@ class StageOptions:
     seed: int = 0
     device: torch.device = _CPU
     layers: Callable[[int], nn.Module] | None = None
-    gradients: Callable[[int], HeldGradients] = _hold
+    gradients: Callable[[int], HeldGradients] = lambda _: HeldGradients()
     predict: Predict | None = None
     measure_discrepancy: bool = False
     half: HalfWeights | None = None
@@ -91,57 +84,10 @@ class StageOptions:
             layers,
             rule.weights(self.weight_versions, shape.rank, *sizes),
             self.predict,
-            self.measure_discrepancy,
-            self.half,
-            shape.num_microbatches,
+            remembers=self.measure_discrepancy,
+            half=self.half,
+            microbatches_per_update=shape.num_microbatches,
             hides_hooks=hides_hooks,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StageMaker:
-    """Creates stages.
-
-    Attributes:
-        found: The layers of the pipelined module.
-        options: How the stages compute.
-    """
-
-    found: Layers
-    options: StageOptions
-
-    def make(
-        self,
-        shape: PipelineShape,
-        number: int,
-        interceptor: ForwardInterceptor | StepInterceptor,
-        history: Sequence[int] = (),
-    ) -> Stage:
-        """Creates a stage on the layers of this rank.
-
-        Args:
-            shape: Shape of the pipeline.
-            number: Index of the stage, one of the rank's.
-            interceptor: Through which the user's step calls the stage.
-            history: Staleness of the updates that the stage has made so far.
-        """
-        options = self.options
-        own = layers_of(self.found, shape.layers_per_stage, number)
-        gradients = options.gradients(number)
-        policy = options.policy(shape, own, hides_hooks=not gradients.runs_hooks)
-        measures = options.measure_discrepancy
-        return Stage(
-            stage_index=number,
-            num_stages=shape.num_stages,
-            seed=(options.seed, shape.replica_index),
-            device=options.device,
-            layers=own if options.layers is None else options.layers(number),
-            interceptor=interceptor,
-            layer_input=self.found.layer_input,
-            root=self.found.users_module,
-            policy=policy,
-            gradients=gradients,
-            meter=StalenessMeter(policy.release, history, measures_discrepancy=measures),
         )
 
 
@@ -149,13 +95,15 @@ class OwnStages(Mapping[int, Stage]):
     """The stages by their number.
 
     Args:
-        maker: Creates the stages.
+        found: The layers of the pipelined module.
+        options: How the stages compute.
         shape: This rank's part of the pipeline; the module has been cut accordingly.
     """
 
-    def __init__(self, maker: StageMaker, shape: PipelineShape) -> None:
+    def __init__(self, found: Layers, options: StageOptions, shape: PipelineShape) -> None:
+        self.found = found
+        self.options = options
         self.shape = shape
-        self.maker = maker
         self._stages: dict[int, Stage] = {}
         self._earlier_peaks: dict[int, int] = {}
         self._interceptor: ForwardInterceptor | StepInterceptor | None = None
@@ -189,7 +137,7 @@ class OwnStages(Mapping[int, Stage]):
     @property
     def num_copies(self) -> tuple[int, ...]:
         """The most copies of its weights that each stage of the pipeline holds at a time."""
-        return self.maker.options.num_copies(self.shape)
+        return self.options.num_copies(self.shape)
 
     @property
     def version_bytes(self) -> int:
@@ -217,9 +165,9 @@ class OwnStages(Mapping[int, Stage]):
             recorder: Recorder of the rank that runs the layers.
         """
         stages = stage_of_layers(self.shape.layers_per_stage)
-        parts = self.maker.found.parts()
+        parts = self.found.parts()
         own = [part for part in parts if stages[part.layer_index] in self]
-        return LayerProfiler(own, recorder, self.maker.options.half)
+        return LayerProfiler(own, recorder, self.options.half)
 
     @contextmanager
     def detached(self) -> Iterator[None]:
@@ -247,23 +195,47 @@ class OwnStages(Mapping[int, Stage]):
         interceptor, self._interceptor = self._interceptor, None
         if interceptor is not None:
             interceptor.detach()
-            self.maker.found.detach()
+            self.found.detach()
         for stage in self.values():
             stage.clear()
 
     def _attach(self) -> None:
         self._earlier_peaks = self.peak_stash_bytes
         known = self.staleness
-        found = self.maker.found
-        found.attach()
-        interceptor = self._interceptor = self._make_seam(found)
+        self.found.attach()
+        interceptor = self._interceptor = self._make_interceptor()
         self._stages = {
-            number: self.maker.make(self.shape, number, interceptor, known.get(number, ()))
+            number: self._make_stage(number, interceptor, known.get(number, ()))
             for number in self.shape.stages
         }
 
-    def _make_seam(self, found: Layers) -> ForwardInterceptor | StepInterceptor:
-        if isinstance(found, WholeStep):
+    def _make_interceptor(self) -> ForwardInterceptor | StepInterceptor:
+        if isinstance(self.found, WholeStep):
             return StepInterceptor()
-        sight = RemoteLayersView(found, self.maker.options.device)
-        return ForwardInterceptor(found.module, sight, is_whole=self.shape.num_stages == 1)
+        sight = RemoteLayersView(self.found, self.options.device)
+        return ForwardInterceptor(self.found.module, sight, is_whole=self.shape.num_stages == 1)
+
+    def _make_stage(
+        self,
+        number: int,
+        interceptor: ForwardInterceptor | StepInterceptor,
+        history: Sequence[int],
+    ) -> Stage:
+        shape, options = self.shape, self.options
+        own = layers_of(self.found, shape.layers_per_stage, number)
+        gradients = options.gradients(number)
+        policy = options.policy(shape, own, hides_hooks=not gradients.runs_hooks)
+        measures = options.measure_discrepancy
+        return Stage(
+            stage_index=number,
+            num_stages=shape.num_stages,
+            seed=(options.seed, shape.replica_index),
+            device=options.device,
+            layers=own if options.layers is None else options.layers(number),
+            interceptor=interceptor,
+            layer_input=self.found.layer_input,
+            root=self.found.users_module,
+            policy=policy,
+            gradients=gradients,
+            meter=StalenessMeter(policy.release, history, measures_discrepancy=measures),
+        )

@@ -1,21 +1,12 @@
 """Keep the copies of a parameter equal that several ranks of a pipeline hold.
 
-Copies that begin equal stay equal if each optimizer gets the same gradient: the sum of all stages'
-gradients. The rank of the first stage with the parameter sums, and sends the sum to each other
-rank, so that all ranks have the same bits.
+Copies that begin equal stay equal if each optimizer gets the same bits: the sum of all stages'
+gradients. The rank of the first stage with the parameter sums, runs the parameter's hooks on the
+sum, and sends the sum to the others. Under ``pipedream_2bw`` later stages have a batch's gradients
+earlier, so these arrive before the first stage has its own, and the sum comes back while the later
+stages run the next batch. Clipping has the sum when a rank posts its norm.
 
-That rank sums for the sake of ``pipedream_2bw``. There a later stage has a batch's gradients
-earlier. Its gradients travel while the backward still goes through the stages before, and have
-arrived when the first stage has its own. The sum comes back while the later stages run the next
-batch, at whose end they need the sum. With as many micro-batches per batch as stages after the
-first, each of those stages runs one more forward until then. So ranks wait for the network at most.
-Clipping by the norm of the whole gradient has the sum when a rank posts its norm.
-
-The summing rank also runs the parameter's hooks, on the sum: they see the same gradient as on one
-device.
-
-On a mesh each rank of a stage has a shard of a copy. The rank in the same place of another stage
-has the same shard of the other copy. These two ranks exchange gradients of that shard.
+On a mesh, ranks in the same place of two stages have the same shard, and exchange its gradients.
 """
 
 from __future__ import annotations

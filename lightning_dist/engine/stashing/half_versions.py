@@ -1,11 +1,9 @@
 """Versions of a stage's weights in half precision, without stashed masters.
 
-With fp32 masters a version *is* the cast. The optimizer writes to the masters, with which no
-micro-batch computes, so a step needs no copy. A version costs 2 bytes per parameter, and is freed
-when the last micro-batch in flight on it has had its backward. Parameters that stay fp32 (norms)
-are copied, since the optimizer would write to their memory.
-
-A synchronous schedule has one version, from the first forward after an update to the next update.
+With fp32 masters a version *is* the cast: 2 bytes per parameter, freed when the last micro-batch in
+flight on it has had its backward. A step needs no copy, since no micro-batch computes with the
+masters. Parameters that stay fp32 (norms) are copied. A synchronous schedule has one version, from
+the first forward after an update to the next update.
 """
 
 from __future__ import annotations

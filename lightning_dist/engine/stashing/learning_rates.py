@@ -1,21 +1,11 @@
 """The learning rate of step b belongs to update b, on each stage.
 
 Under an asynchronous schedule a stage applies the update of a batch some batches after Lightning
-has stepped the schedulers for it. Between two steps a scheduler, a callback or the user may change
-parameter groups. These changes are recorded with the batch, and applied for its update. Values that
-a step itself changes (``k`` and ``weight_sum`` of schedule-free optimizers, ``d`` of Prodigy)
-belong to no batch, and stay.
-
-Between steps the groups show the newest values, since schedulers compute the next ones from them.
-If the stage's weights are stale, an update may use a smaller rate. Lightning and the schedulers
-never see that rate.
-
-:class:`RateCorrection` lowers the learning rate of stale weights at the beginning of a training.
-
-PipeMare (Yang et al., MLSys 2021, section 3.1, technique 1): with a delay of tau updates the
-largest stable rate shrinks with tau, and early in a training weights move the most. So stage ``s``
-trains with ``rate / tau_s ** (1 - min(k / K, 1))`` at update ``k``, and with the full rate from
-``K`` on.
+has stepped the schedulers for it. Changes that a scheduler, a callback or the user makes to
+parameter groups between two steps are recorded with the batch, and applied for its update. Values
+that a step itself changes (``k`` of schedule-free optimizers, ``d`` of Prodigy) belong to no batch,
+and stay. Between steps the groups show the newest values, since schedulers compute from them. If
+the weights are stale, an update may use a smaller rate, which the schedulers never see.
 """
 
 from __future__ import annotations
@@ -35,7 +25,10 @@ from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
 @dataclass(frozen=True, slots=True)
 class RateCorrection:
-    """The correction of one stage's learning rate.
+    """The correction of the learning rate of a stage whose weights are stale by tau updates.
+
+    PipeMare (Yang et al., MLSys 2021, section 3.1): early in a training weights move the most, so a
+    stage trains with ``rate / tau ** (1 - min(k / num_steps, 1))`` at update ``k``.
 
     Attributes:
         staleness: Updates between the weights of a batch and those that its update is added to.
@@ -123,9 +116,6 @@ class HyperparameterHistory:
 
         Args:
             optimizer: The optimizer whose groups to write.
-
-        Yields:
-            Nothing.
 
         Raises:
             ValueError: The number of groups has changed since a batch without an update.

@@ -1,24 +1,9 @@
 """Predicted weights: an estimate of the weights to which a batch's update will be added.
 
-The micro-batches of a batch share predicted copies, in forwards and backwards alike; see
-:func:`extrapolated`. The number of updates to predict over is counted, not derived from a schedule.
-Updates of batches that have begun and are not applied yet count. A full ``pipedream`` pipeline has
-``n - 1 - s`` of them, ``pipedream_2bw`` one.
-
-:func:`extrapolated` estimates where an optimizer will move weights in some updates.
-
-Without new gradients an optimizer with momentum goes on in its direction. So its state tells about
-where weights will be when a batch's update is applied (SpecTrain: Chen et al. 2018, section 3.2;
-XPipe: Guan et al. 2019, section 4). Weight decay is left out. ``lr`` is the rate of the next
-update.
-
-==================  ==================================================================
-optimizer           after ``s`` more updates
-==================  ==================================================================
-SGD with momentum   ``W - lr * (g - g ** (s + 1)) / (1 - g) * buffer``, ``g`` the momentum;
-                    ``g`` times that way where it is Nesterov's
-Adam and its like   ``W - lr * s * m / (sqrt(v) + eps)``, ``m`` and ``v`` without bias
-==================  ==================================================================
+Without new gradients an optimizer with momentum goes on in its direction (SpecTrain: Chen et al.
+2018, section 3.2; XPipe: Guan et al. 2019, section 4). Weight decay is left out. The micro-batches
+of a batch share the predicted copies, in forwards and backwards alike. The number of updates to
+predict over is counted: those of batches that have begun and are not applied yet.
 """
 
 from __future__ import annotations
@@ -60,6 +45,14 @@ def extrapolated(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], num_updates: int
 ) -> dict[str, Tensor]:
     """Returns copies of parameters, extrapolated over some updates.
+
+    ==================  ==================================================================
+    optimizer           after ``s`` more updates
+    ==================  ==================================================================
+    SGD with momentum   ``W - lr * (g - g ** (s + 1)) / (1 - g) * buffer``, ``g`` the momentum;
+                        ``g`` times that way where it is Nesterov's
+    Adam and its like   ``W - lr * s * m / (sqrt(v) + eps)``, ``m`` and ``v`` without bias
+    ==================  ==================================================================
 
     Args:
         optimizer: Optimizer of the parameters.

@@ -1,14 +1,10 @@
 """The staleness of a stage's updates, measured at each update.
 
-The staleness of an update is the number of updates between the weights that its forwards used and
-those that it is added to. The schedule determines the staleness: ``n - 1 - s`` under a full
-``pipedream`` pipeline, 1 under ``pipedream_2bw``, 0 under a synchronous schedule. Here it is
-counted: the meter records each forward's version, and compares at the update.
-
-How much staleness matters depends on how far the weights move meanwhile. So on request the meter
-also measures the discrepancy ``||w_forward - w_now|| / ||w_now||`` over the stage's trainable
-parameters. That takes two passes over the parameters per update, waits for a GPU, and keeps a
-batch's weights until then. Under ``pipedream_2bw`` the last stage then has a second version, too.
+It is the number of updates between the weights that an update's forwards used and those that it is
+added to: ``n - 1 - s`` under a full ``pipedream`` pipeline, 1 under ``pipedream_2bw``, 0 under a
+synchronous schedule. On request the meter also measures how far the weights move meanwhile,
+``||w_forward - w_now|| / ||w_now||``. That takes two passes over the parameters per update, waits
+for a GPU, and keeps a batch's weights until then.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Versions of a stage's parameters, kept as long as a micro-batch needs them.
 
 A backward of a minibatch runs with the weights that its forward used, while newer ones already
-exist (PipeDream: Narayanan et al., SOSP 2019, section 3.3, "weight stashing"). Copying the
-parameters at each forward would cost a copy per minibatch and a load at each backward. Here the
-forward runs on *aliases*: tensors that share the parameters' memory and are leaves of that
-forward's autograd graph. If a micro-batch in flight still uses the present memory when the
-optimizer is about to write, the parameters move to a fresh copy. That is copy-on-write: at most one
-copy per step, and none on the last stage.
+exist (PipeDream: Narayanan et al., SOSP 2019, section 3.3). The forward runs on *aliases*: tensors
+that share the parameters' memory and are leaves of its autograd graph. If a micro-batch in flight
+uses the present memory when the optimizer is about to write, the parameters move to a fresh copy:
+at most one copy per step, and none on the last stage. Overwriting the memory under a live graph
+would be silently wrong for convolutions and norms.
 
-Under vertical sync (the same section) a minibatch uses the same version on each stage. The later
-a stage, the newer its weights, so a stage keeps some versions for its next forwards.
-
-Overwriting the memory under a live graph instead would be silently wrong for convolutions and
-norms, which save their weights without a version check through ``.data``.
+Under vertical sync (the same section) a minibatch uses the same version on each stage. The later a
+stage, the newer its weights, so a stage keeps some versions for its next forwards.
 """
 
 from __future__ import annotations

@@ -86,9 +86,6 @@ def clips_by_norm(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
 def one_optimizer() -> Iterator[None]:
     """Turns Lightning's refusal of several optimizers into the ``ValueError`` of this package.
 
-    Yields:
-        Nothing.
-
     Raises:
         ValueError: ``configure_optimizers`` returned several optimizers.
     """

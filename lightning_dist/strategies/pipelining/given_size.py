@@ -1,11 +1,9 @@
 """Find the weight of a batch whose micro-batches were logged with a user's ``batch_size``.
 
-A step that logs ``batch_size=len(y)``, or its number of tokens, counts items of the micro-batch;
-the batch weighs their sum. A step that logs ``batch_size=1``, or the loader's batch size, logs a
-constant; the batch then weighs the same however many micro-batches it has. The numbers of one batch
-with equal micro-batches do not tell the two apart. They need not, for only the weights of batches
-relative to each other matter. A batch that is cut otherwise has micro-batches of another size,
-which tells the two apart.
+``batch_size=len(y)`` counts items of the micro-batch; the batch weighs their sum. ``batch_size=1``
+is a constant; the batch weighs the same however many micro-batches it has. One batch with equal
+micro-batches does not tell the two apart, and need not, for only weights relative to other batches
+matter. A batch that is cut otherwise tells.
 """
 
 from __future__ import annotations

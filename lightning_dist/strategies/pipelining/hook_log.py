@@ -1,13 +1,11 @@
 """Reduce the values that hooks log with ``sync_dist=True`` over the stages.
 
-Each stage has a part of such a value: the norm of its gradients, a sum over its weights. Lightning
-would reduce a value at the call of ``self.log``. But stages may log under different names, those of
-their parameters, so no stage knows the others' names. Calls are kept instead, until all stages
-exchange their calls at one place. A value of several stages is reduced by the call's
-``reduce_fx``; a value of a single stage becomes known to all.
+Each stage has a part of such a value: the norm of its gradients, a sum over its weights. Stages may
+log under different names, so calls are kept until all stages exchange them at one place. A value of
+several stages is reduced by the call's ``reduce_fx``; that of a single stage becomes known to all.
 
-The stages exchange calls behind each batch only if a hook that may log there is overridden. Under
-an asynchronous schedule they do not, for stages are at different batches.
+The stages exchange calls behind each batch only if a hook that may log there is overridden, and
+never under an asynchronous schedule, for stages are at different batches.
 """
 
 from __future__ import annotations

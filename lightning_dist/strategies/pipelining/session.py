@@ -229,8 +229,8 @@ def open_session(
             channels,
             metrics,
             evaluation_microbatches=config.evaluation_microbatches(run.mesh.pp),
-            change_step=_unchanged if wrapped is None else wrapped.change_step,
-            loss_scale=_one if half is None else half.scale_of_next_batch,
+            change_step=(lambda step: step) if wrapped is None else wrapped.change_step,
+            loss_scale=(lambda: 1.0) if half is None else half.scale_of_next_batch,
         )
         updates = Updates(
             module,
@@ -264,11 +264,3 @@ def _connect(ties: Sequence[Tie], shape: PipelineShape, run: RunContext) -> Chan
 
 def _run_hooks(module: nn.Module, name: str, gradient: Tensor) -> Tensor | None:
     return with_hooks(module.get_parameter(name), gradient)
-
-
-def _unchanged(step: Callable[..., Any]) -> Callable[..., Any]:
-    return step
-
-
-def _one() -> float:
-    return 1.0

@@ -1,23 +1,13 @@
 """The values that the user logs on the last stage, made known to all ranks.
 
 Only the last stage reaches the ``self.log`` calls of a step, once per micro-batch. The calls are
-recorded there instead of made. At the end of the batch they are combined over the micro-batches,
-sent to the other stages, and made on each rank. So the progress bar, the loggers and callbacks that
-monitor a metric see the same numbers everywhere. Data replicas agree too: each call is made with
-``sync_dist=True``, which costs nothing if there is one replica.
+recorded there, combined over the micro-batches, sent to the other stages, and made on each rank. So
+progress bar, loggers and callbacks see the same numbers everywhere; data replicas agree by
+``sync_dist=True``.
 
-A call's ``reduce_fx`` is over batches. Over the micro-batches of one batch a value is taken for a
-mean, as a loss is, and averaged by samples. Integers count something: if ``reduce_fx`` is a sum, a
-maximum or a minimum, the micro-batches are reduced by it too. Counts are often made floating, for
-Lightning warns of integers. So a value that is summed over batches counts, if its first values are
-whole.
-
-:class:`Outcomes` shows the last stage's outcome of a batch on all stages at the same batch. Under
-an asynchronous schedule a stage gets a batch's gradients some batches after its forward, the first
-stage the longest after. If each stage logged at once, ranks would log different batches at the same
-step. So each stage holds outcomes back until the first stage must have them too: ``num_stages - 1``
-batches after their own. If an epoch or the run ends, outcomes are exchanged at once, which costs
-one wait and changes no weights.
+A call's ``reduce_fx`` is over batches. Over the micro-batches of one batch a value is averaged by
+samples. Integers, and sums whose first values are whole, count something: they are reduced by
+``reduce_fx`` over the micro-batches too.
 """
 
 from __future__ import annotations
@@ -187,9 +177,6 @@ class StepLog:
 
         Args:
             num_samples: Number of samples in the micro-batch.
-
-        Yields:
-            Nothing.
         """
         self._microbatch = _Microbatch(num_samples, num_samples)
         self._made = []
@@ -327,7 +314,12 @@ class Outcome:
 
 
 class Outcomes:
-    """Carries outcomes from the last stage to the others, in order.
+    """Carries outcomes from the last stage to the others, which show them at the same batch.
+
+    Under an asynchronous schedule the first stage gets a batch's gradients the longest after its
+    forward. So each stage holds outcomes back until the first must have them too,
+    ``num_stages - 1`` batches later. At the end of an epoch or a run they are exchanged at
+    once.
 
     Args:
         channels: The channels of this stage.

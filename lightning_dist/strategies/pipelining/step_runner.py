@@ -247,11 +247,8 @@ def _cut_from_graph(result: Any) -> Any:
 
 
 def _scalars_of(results: list[Any]) -> list[Any]:
-    """Keeps the loss, and of dicts the values that are single numbers in all micro-batches.
-
-    The other values stay on the last stage. With one sample in a micro-batch any value may look
-    like a number, so the check is over all micro-batches.
-    """
+    """Keeps the loss, and of dicts the values that are single numbers in all micro-batches."""
+    # With one sample in a micro-batch any value may look like a number.
     if not all(isinstance(result, Mapping) for result in results):
         return results
     kept = [{key for key, value in r.items() if _is_scalar(value)} for r in results]

@@ -317,8 +317,8 @@ class StageUpdates(RunSetup):
     def drain(self) -> None:
         """Finishes the batches in flight, so that all stages have updated for the same batches.
 
-        The first replica's buffers (running statistics) are broadcast. Collective: every rank must
-        call it. Validation, checkpoints and the end of training call it by themselves.
+        The first replica's buffers are broadcast. Collective: every rank must call it. Validation,
+        checkpoints and the end of training call it by themselves.
         """
         if self._session is None or not self.optimizers:
             return

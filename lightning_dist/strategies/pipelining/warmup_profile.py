@@ -1,12 +1,8 @@
 """Run real batches and discard their results, to measure the layers' times before training.
 
-A separate pipeline runs this rank's stages meanwhile, over the same channels. So nothing of its
-work is in flight, counted or recorded in the pipeline that trains. No optimizer gets its gradients.
-The state that a user's step may change in the module (running statistics, metrics, counters) and in
-random number generators is restored.
-
-Weights do not move, so a schedule whose batches overlap is not needed: layers cost the same in a
-synchronous one of as many micro-batches.
+A separate synchronous pipeline runs this rank's stages meanwhile, over the same channels, so
+that nothing is in flight or recorded in the pipeline that trains. No optimizer gets gradients.
+State that a user's step may change (statistics, metrics, random number generators) is restored.
 """
 
 from __future__ import annotations
@@ -68,13 +64,12 @@ class WarmupProfile:
 
     def _pipeline_like(self, trains: Pipeline) -> Pipeline:
         schedule = "1f1b" if trains.asynchronous else trains.shape.schedule
-        maker = trains.stages.maker
         return Pipeline(
-            maker.found,
+            trains.stages.found,
             replace(trains.shape, schedule=schedule),
             trains.links,
             replace(
-                maker.options,
+                trains.stages.options,
                 weight_versions="stash",
                 layers=None,
                 predict=None,

@@ -24,9 +24,6 @@ def state_kept(module: nn.Module) -> Iterator[None]:
 
     Args:
         module: Any module.
-
-    Yields:
-        Nothing.
     """
     undo = [_keep(vars(part)) for part in module.modules()]
     try:

@@ -1,21 +1,10 @@
 """Move layers between the ranks of a pipeline while it is empty.
 
-Each rank sends the layers that leave it and frees their values. Then the rank receives the layers
-that come, one by one. A layer's optimizer state moves with the layer, so that the layer's next
-update is the same as on its old rank. Layers that stay are not touched.
-
-Every rank of the pipeline creates a :class:`Relocation` of the same two partitions and runs it.
-Sends never wait, so no order of ranks can deadlock.
-
-:class:`LayerValues` holds a layer's values; :class:`Exchanged` removes and fills them in place.
-
-A layer that moves leaves its structure behind. The receiving rank has had the same structure since
-the model was cut. So only values travel: parameters, buffers (non-persistent ones, too) and
-gradients that wait for an update. What a training loop may have changed on this rank alone travels
-too: which parameters are frozen, which parts are in training, and a module's ``extra_state``.
-
-The modules stay the same objects, with their hooks. A module whose layer has left holds no memory,
-even if other objects still refer to it.
+Each rank sends the layers that leave it, frees their values, and receives the layers that come, one
+by one. Sends never wait, so no order of ranks can deadlock. The receiving rank has had a layer's
+structure since the model was cut, so only values travel: parameters, buffers, gradients that wait
+for an update, optimizer state, and what a training loop may have changed on one rank alone (frozen
+parameters, ``training``, ``extra_state``). Modules stay the same objects, with their hooks.
 """
 
 from __future__ import annotations

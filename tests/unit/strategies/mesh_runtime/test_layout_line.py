@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
+from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.sharding.wrap_summary import describe
@@ -90,21 +90,33 @@ def test_replicas_are_whole_on_each_rank() -> None:
     )
 
 
+def exchange_of(compression: Compression, *, overlap: bool) -> GradientExchange:
+    return GradientExchange(
+        compression=compression,
+        powersgd_rank=2,
+        powersgd_start_step=0,
+        overlap=overlap,
+        bucket_megabytes=25.0,
+        static_graph=False,
+        find_unused_parameters=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("exchange", "every", "said"),
     [
         (
-            GradientExchange("none", 2, 0, True, 25.0, False, False),
+            exchange_of("none", overlap=True),
             1,
             "gradients averaged in buckets of 25 MB during the backward",
         ),
         (
-            GradientExchange("bf16", 2, 0, False, 25.0, False, False),
+            exchange_of("bf16", overlap=False),
             1,
             "gradients averaged as bf16 behind the backward",
         ),
         (
-            GradientExchange("none", 2, 0, False, 25.0, False, False),
+            exchange_of("none", overlap=False),
             4,
             "weights averaged every 4 updates behind 10 updates with gradients averaged behind the"
             " backward",
@@ -119,7 +131,7 @@ def test_one_line_says_how_replicas_train(
 
 
 def test_a_replica_alone_has_none_to_average_with() -> None:
-    exchange = GradientExchange("none", 2, 0, True, 25.0, False, False)
+    exchange = exchange_of("none", overlap=True)
     line = describe_replicas(MeshShape(), 8673, exchange, 1, 0)
     assert line == "One rank holds the whole model."
 
