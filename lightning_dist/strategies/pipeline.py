@@ -39,15 +39,13 @@ from lightning_dist.engine.pipeline.measurements import (
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.schedules.update_rule import WeightVersions
-from lightning_dist.engine.splitting.batch_statistics import (
-    find_batch_statistics,
-    with_whole_batches,
-)
 from lightning_dist.engine.splitting.config import (
     PipelineConfig,
     ScheduleName,
     StalenessCorrection,
+    find_batch_statistics,
     share_among_stages,
+    with_whole_batches,
 )
 from lightning_dist.engine.splitting.tracing.call import CallExample
 from lightning_dist.strategies.base import lightning_internals, model_checks

@@ -103,6 +103,10 @@ def shard(
     _check_stacks(module, mesh)
     _check_dtypes(roots, module, units)
     precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
+    in_fp32 = MixedPrecisionPolicy(
+        param_dtype=None if options.param_dtype is None else torch.float32,
+        output_dtype=options.param_dtype,
+    )
     is_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=is_cuda) if options.offload else OffloadPolicy()
     for unit in units:
@@ -111,7 +115,7 @@ def shard(
             module.get_submodule(unit.name),
             mesh=mesh,
             reshard_after_forward=options.reshard_after_forward if own is None else own,
-            mp_policy=_in_fp32(precision) if unit.keep_fp32 else precision,
+            mp_policy=in_fp32 if unit.keep_fp32 else precision,
             offload_policy=offload,
             shard_placement_fn=_shard_dim,
         )
@@ -172,14 +176,6 @@ def _shard_dim(parameter: nn.Parameter) -> Shard | None:
     """Returns the other dim than the stacked one; None for FSDP2's default."""
     dim = stacked_dim(parameter)
     return None if dim is None else Shard(1 - dim)
-
-
-def _in_fp32(precision: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Returns the policy that computes in fp32 and returns outputs in the other units' dtype."""
-    return MixedPrecisionPolicy(
-        param_dtype=None if precision.param_dtype is None else torch.float32,
-        output_dtype=precision.param_dtype,
-    )
 
 
 @torch.no_grad()

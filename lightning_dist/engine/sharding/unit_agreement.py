@@ -55,7 +55,7 @@ class UnitAgreement:
         self._names = [*units, "the end of the step"]
         self._groups = {True: training_group, False: evaluation_group}
         self._always = always
-        # Apart, for replicas may evaluate different numbers of batches, and train as many.
+        # Two counts, for replicas may evaluate different numbers of batches, and train as many.
         self._num_steps = {True: 0, False: 0}
         self._is_training = False
         self._ran: list[tuple[int, bool]] = []
@@ -88,7 +88,13 @@ class UnitAgreement:
             self._compare(len(self._names) - 1)
         else:
             self._read(training)
-            self._post()
+            digest = blake2b(repr(self._ran).encode(), digest_size=7).digest()
+            fingerprint = int.from_bytes(digest, "little")
+            extremes = torch.tensor([fingerprint, -fingerprint])
+            group = self._groups[training]
+            work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group, async_op=True)
+            assert work is not None
+            self._pending[training] = work, extremes
         self._num_steps[training] += 1
 
     def run_deferred_checks(self) -> None:
@@ -121,15 +127,6 @@ class UnitAgreement:
         changed: tuple[tuple[Any, ...], dict[str, Any]]
         changed = map_tensors(_with_gradient, (args, kwargs))
         return changed
-
-    def _post(self) -> None:
-        digest = blake2b(repr(self._ran).encode(), digest_size=7).digest()
-        fingerprint = int.from_bytes(digest, "little")
-        extremes = torch.tensor([fingerprint, -fingerprint])
-        group = self._groups[self._is_training]
-        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group, async_op=True)
-        assert work is not None
-        self._pending[self._is_training] = work, extremes
 
     def _read(self, training: bool) -> None:
         if training not in self._pending:

@@ -57,7 +57,10 @@ class UnusedParameters:
         """Records the sharded parameters; call it before each step's forward."""
         if not self._sharded:
             self._sharded = dict(self._module.named_parameters())
-            self._not_hooked = {unit: self._names_in(unit) for unit in self._units}
+            self._not_hooked = {
+                unit: [name for name in self._sharded if not unit or name.startswith(f"{unit}.")]
+                for unit in self._units
+            }
 
     def keep_gradients(self) -> None:
         """Counts the parameters that have a gradient now as used in the coming update.
@@ -78,9 +81,6 @@ class UnusedParameters:
         by_all = torch.tensor(unused, dtype=torch.uint8)
         dist.all_reduce(by_all, dist.ReduceOp.MIN, self._group)
         return [name for (name, _), flag in zip(found, by_all.tolist(), strict=True) if flag]
-
-    def _names_in(self, unit: str) -> list[str]:
-        return [name for name in self._sharded if not unit or name.startswith(f"{unit}.")]
 
     def _hook_into(self, unit: str, *_: object) -> None:
         waiting = self._not_hooked.get(unit, [])

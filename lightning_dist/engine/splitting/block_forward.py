@@ -192,7 +192,12 @@ class BlockRoute:
                 f" in the model's pipeline plan: `model.pp_plan = {{...}}`, with its inputs and"
                 " outputs like those of the other parts."
             )
-        return _placeholder(empty, arguments, keywords, course.fill)
+        given = flatten((arguments, keywords))[0]
+        device = given[0].device if given else torch.device("cpu")
+        args, kwargs = map_tensors(lambda t: t.to("meta"), (arguments, keywords))
+        with torch.no_grad():
+            returned = empty(*args, **kwargs)
+        return map_tensors(partial(_unknown, fill=course.fill, device=device), returned)
 
     def _inspect(self, index: int, received: Any, given: list[tuple[int | str, Any]]) -> None:
         """Checks that no argument of a block depends on placeholders."""
@@ -238,16 +243,6 @@ class _GuardedBlock:
         # A remote block still has its attributes: the kind of its attention, a dtype.
         is_foreign = isinstance(self._block, ForeignLayer)
         return getattr(self._block.described if is_foreign else self._block, name)
-
-
-def _placeholder(skeleton: nn.Module, arguments: Any, keywords: Any, fill: float) -> Any:
-    """Returns a placeholder for a module's output."""
-    given = flatten((arguments, keywords))[0]
-    device = given[0].device if given else torch.device("cpu")
-    on_meta = map_tensors(lambda t: t.to("meta"), (arguments, keywords))
-    with torch.no_grad():
-        returned = skeleton(*on_meta[0], **on_meta[1])
-    return map_tensors(lambda t: _unknown(t, fill, device), returned)
 
 
 def _unknown(tensor: Tensor, fill: float, device: torch.device | None = None) -> Tensor:

@@ -120,18 +120,14 @@ class _StageOfBlocks(nn.Module):
         self._route = route
         self._span = span
         for name, module in own.items():
-            _place(self, name, module)
+            holder: nn.Module = self
+            *path, last = name.split(".")
+            for step in path:
+                if step not in holder._modules:
+                    holder.add_module(step, nn.Module())
+                holder = holder.get_submodule(step)
+            holder.add_module(last, module)
 
     def forward(self, given: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> Any:
         received, arguments, keywords = given
         return self._route.run(self._span, received, arguments, keywords)
-
-
-def _place(holder: nn.Module, name: str, module: nn.Module) -> None:
-    first, _, rest = name.partition(".")
-    if not rest:
-        holder.add_module(first, module)
-        return
-    if first not in holder._modules:
-        holder.add_module(first, nn.Module())
-    _place(holder.get_submodule(first), rest, module)

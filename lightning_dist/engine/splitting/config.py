@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from typing import Literal
 
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # the base of all of them has no public name
 from torch.optim import Optimizer
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
@@ -269,3 +271,36 @@ def share_among_stages(
             " `num_stages`."
         )
     return MeshShape(pp=num_ranks, dp_replicate=world_size // num_ranks)
+
+
+def find_batch_statistics(module: nn.Module) -> tuple[str, ...]:
+    """Lists the modules that would compute statistics of a training batch, with their classes.
+
+    BatchNorm in training mode normalises a sample by all samples of its call. A micro-batch has
+    fewer, so a batch in micro-batches trains another model than the same batch on one device.
+
+    Args:
+        module: The whole model, in the mode in which it trains.
+    """
+    return tuple(
+        f"{name} ({type(part).__name__})"
+        for name, part in module.named_modules()
+        if isinstance(part, _BatchNorm) and part.training
+    )
+
+
+def with_whole_batches(config: PipelineConfig, num_ranks: int) -> PipelineConfig:
+    """Returns the configuration with one micro-batch, if it says ``"auto"`` and that is possible.
+
+    Args:
+        config: The user's configuration.
+        num_ranks: Ranks of the pipeline.
+    """
+    if config.num_microbatches != "auto":
+        return config
+    whole = replace(config, num_microbatches=1)
+    try:
+        whole.rank_of_stage(num_ranks)
+    except ValueError:  # the schedule needs more
+        return config
+    return whole

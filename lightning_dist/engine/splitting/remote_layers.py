@@ -82,11 +82,6 @@ def describe(layer: ForeignLayer, device: torch.device) -> nn.Module:
         kind = layer.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
         stand_ins[id(tensor)] = absent(tensor, kind, device, _reason(layer, name, _READ_THERE))
     description = skeleton_of(skeleton, stand_ins)
-    _hide_what_is_written(description, layer)
-    return description
-
-
-def _hide_what_is_written(description: nn.Module, layer: ForeignLayer) -> None:
     parts = dict(description.named_modules())
     kinds: set[type] = {type(part) for part in parts.values()}
     written = {name for kind in kinds for name in written_by_forward(kind)}
@@ -95,6 +90,7 @@ def _hide_what_is_written(description: nn.Module, layer: ForeignLayer) -> None:
             if _is_data(part, name):
                 full_name = f"{path}.{name}" if path else name
                 setattr(part, name, absent_value(_reason(layer, full_name, _RETURN_IT)))
+    return description
 
 
 def _is_data(part: nn.Module, name: str) -> bool:

@@ -45,19 +45,14 @@ def runs_before(module: nn.Module, name: str, other: str) -> bool:
         other: Name of the second submodule.
     """
     for class_ in type(module).__mro__:
-        mentioned = _mentions(vars(class_).get("forward"))
+        reader, code = _Reader(), syntax_of(vars(class_).get("forward"))
+        if code is not None:
+            reader.visit(code)
+        mentioned = reader.names
         if name in mentioned and other in mentioned:
             return mentioned.index(name) < mentioned.index(other)
     registered = [child for child, _ in module.named_children()]
     return registered.index(name) < registered.index(other)
-
-
-def _mentions(forward: Any) -> list[str]:
-    reader = _Reader()
-    code = syntax_of(forward)
-    if code is not None:
-        reader.visit(code)
-    return list(dict.fromkeys(reader.names))
 
 
 class _Reader(ast.NodeVisitor):

@@ -95,13 +95,11 @@ def shardable_modules(root: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in bottom_up(root)
-        if module is not root and module not in inside and _can_be_unit(module)
+        if module is not root
+        and module not in inside
+        and original_class(module).forward is not nn.Module.forward  # type: ignore[attr-defined]
+        and any(True for _ in module.parameters())
     }
-
-
-def _can_be_unit(module: nn.Module) -> bool:
-    has_forward = original_class(module).forward is not nn.Module.forward  # type: ignore[attr-defined]
-    return has_forward and next(module.parameters(), None) is not None
 
 
 @dataclass(frozen=True, slots=True)

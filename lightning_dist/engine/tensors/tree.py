@@ -28,12 +28,8 @@ class Slot:
     index: int
 
 
-def _never(_: Any) -> bool:
-    return False
-
-
 def map_leaves(
-    function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = _never
+    function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
     """Rebuilds a tree with a function applied to each leaf.
 
@@ -41,7 +37,7 @@ def map_leaves(
         function: Called with each leaf, in a fixed order: as stored for sequences, insertion order
             for mappings, field order for dataclasses.
         tree: Nested mappings, lists, tuples, named tuples and dataclass instances.
-        is_leaf: Returns whether a container counts as a leaf.
+        is_leaf: Returns whether a container counts as a leaf; None for none.
 
     Returns:
         A tree of the same containers.
@@ -50,7 +46,7 @@ def map_leaves(
     def inside(value: Any) -> Any:
         return map_leaves(function, value, is_leaf)
 
-    if is_leaf(tree):
+    if is_leaf is not None and is_leaf(tree):
         return function(tree)
     # First, for outputs of Hugging Face models are both, and as mappings they are read-only.
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Slot):
@@ -97,15 +93,7 @@ def flatten(tree: Any) -> tuple[list[Tensor], Any]:
 
 
 def unflatten(tensors: list[Tensor], skeleton: Any) -> Any:
-    """Puts tensors back into a skeleton; the inverse of :func:`flatten`.
-
-    Args:
-        tensors: One per slot.
-        skeleton: What :func:`flatten` returned.
-
-    Returns:
-        The tree.
-    """
+    """Returns the tree of :func:`flatten` with other tensors, one per slot of the skeleton."""
     return map_leaves(
         lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, skeleton
     )

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
-from lightning_dist.engine.splitting.batch_statistics import find_batch_statistics
+from lightning_dist.engine.splitting.config import find_batch_statistics
 from lightning_dist.engine.tensors.rng import RandomStream, seed_all
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.loaders.lengths import EarlyEnds, EpochEnds

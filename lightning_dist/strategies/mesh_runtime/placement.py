@@ -25,14 +25,14 @@ from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.parallelize.used_parts import UsedParts
 from lightning_dist.engine.pipeline.measurements import predict_memory
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, sharded
-from lightning_dist.engine.sharding.deferred_model import DeferredModel
+from lightning_dist.engine.sharding.deferred_init.api import DeferredModel
 from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
-from lightning_dist.engine.splitting.batch_statistics import (
+from lightning_dist.engine.splitting.config import (
+    PipelineConfig,
     find_batch_statistics,
     with_whole_batches,
 )
-from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary
 from lightning_dist.engine.tensors.dtensor import is_spread

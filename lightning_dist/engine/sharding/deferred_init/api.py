@@ -12,7 +12,7 @@ it depends on are computed and freed again. Tensors from data, and those of cons
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_dist.engine.sharding.deferred_init.fake_cpu_mode import FakeCPUMode
 from lightning_dist.engine.sharding.deferred_init.recorder import Recorder
 from lightning_dist.engine.sharding.deferred_init.tape import Tape
+from lightning_dist.engine.sharding.fully_shard import fill
 
 
 @contextmanager
@@ -72,3 +73,40 @@ def named_tensors(module: nn.Module, *, every_name: bool = False) -> dict[str, T
     parameters = module.named_parameters(remove_duplicate=once)
     named = [*parameters, *module.named_buffers(remove_duplicate=once)]
     return {name: tensor.detach() for name, tensor in named}
+
+
+class DeferredModel:
+    """Records a model's construction, and fills the sharded model with its values."""
+
+    def __init__(self) -> None:
+        self._tape: Tape | None = None
+        self._tensors: Mapping[str, Tensor] = {}
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Returns a context manager in which models are built without memory."""
+        with deferred_init() as self._tape:
+            yield
+
+    def look_at(self, module: nn.Module) -> None:
+        """Records a module's tensors, before sharding replaces them.
+
+        Args:
+            module: The module as it was built.
+        """
+        # A stage may have a tied tensor under a later name.
+        self._tensors = named_tensors(module, every_name=True)
+
+    def fill(self, module: nn.Module, device: torch.device) -> None:
+        """Fills a module with its values; each rank keeps its shards.
+
+        Args:
+            module: The module that :meth:`look_at` was called with, now sharded.
+            device: Device of the buffers.
+        """
+        tape, tensors = self._tape, self._tensors
+        self._tape, self._tensors = None, {}
+        if tape is None:
+            return
+        deferred = [n for n in named_tensors(module) if n in tensors and tensors[n].is_meta]
+        fill(module, deferred, lambda name: tape.materialize(tensors[name]), device)

@@ -39,8 +39,8 @@ class TracedLayer(nn.Module):
         self._program = program
         self._index = index
         for name, parameter in parameters.items():
-            self.register_parameter(_key_of(name), parameter)
-        self._keys = {name: _key_of(name) for name in parameters}
+            self.register_parameter(name.replace(".", "/"), parameter)
+        self._keys = {name: name.replace(".", "/") for name in parameters}
 
     def named_tensors(self) -> dict[str, nn.Parameter]:
         """Returns the parameters by their names in the traced module."""
@@ -111,31 +111,6 @@ class TracedSequence(nn.Sequential):
             names = self.names_in(range(len(self))) - self.names_in(layers)
             self.away = RemovedTensors(self._module[0], names)
 
-    def rehome(self, layers: Sequence[int], buffers: Mapping[str, Tensor]) -> None:
-        """Updates the traced module's tensors after layers have moved between ranks.
-
-        Args:
-            layers: Indices of this rank's present layers.
-            buffers: Received buffers by name.
-        """
-        assert self.away is not None
-        layer_of = {name: self[index] for index in layers for name in self.names_in([index])}
-        known: dict[str, Tensor] = dict(buffers)
-        for layer in layer_of.values():
-            known |= layer.named_tensors()  # type: ignore[operator]
-        canonical = self.program.canonical
-        self.away.restore(
-            {name: known[canonical[name]] for name in layer_of.keys() & self.away.names}
-        )
-        self.away.take(self.names_in(range(len(self))) - layer_of.keys() - self.away.names)
-
-    def buffers_of(self, layer: int) -> dict[str, Tensor]:
-        """Returns the buffers that a layer of this rank uses, by name."""
-        module = self._module[0]
-        held = self[layer].named_tensors()  # type: ignore[operator]
-        names = self.program.names_of_layer(layer) - held.keys()
-        return {name: module.get_buffer(name) for name in names}
-
 
 class TracedLayers(LayerSequence):
     """The layers of a traced module, whose buffers are beside them.
@@ -158,9 +133,16 @@ class TracedLayers(LayerSequence):
     def origin(self) -> str:
         return "traced from its first call"
 
+    def _parameters_of(self, layer_index: int) -> dict[str, nn.Parameter]:
+        layer = self._sequence[layer_index]
+        assert isinstance(layer, TracedLayer)
+        return layer.named_tensors()
+
     @override
     def beside(self, layer_index: int) -> dict[str, Tensor]:
-        return self._sequence.buffers_of(layer_index)
+        names = self._sequence.program.names_of_layer(layer_index)
+        buffers = names - self._parameters_of(layer_index).keys()
+        return {name: self._sequence.traced.get_buffer(name) for name in buffers}
 
     @override
     def in_step(self, device: torch.device) -> AbstractContextManager[None]:
@@ -169,7 +151,14 @@ class TracedLayers(LayerSequence):
 
     @override
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
-        self._sequence.rehome(own_layers, beside)
+        away, canonical = self._sequence.away, self._sequence.program.canonical
+        assert away is not None
+        known: dict[str, Tensor] = dict(beside)
+        for index in own_layers:
+            known |= self._parameters_of(index)
+        own = self._sequence.names_in(own_layers)
+        away.restore({name: known[canonical[name]] for name in own & away.names})
+        away.take(self._sequence.names_in(range(len(self))) - own - away.names)
 
 
 class _TracedForward:
@@ -187,7 +176,3 @@ def sequence_of(module: nn.Module) -> TracedSequence | None:
     """Returns the layers of a module that has been traced before; else None."""
     forward = vars(module).get("forward")
     return forward.sequence if isinstance(forward, _TracedForward) else None
-
-
-def _key_of(name: str) -> str:
-    return name.replace(".", "/")

@@ -7,11 +7,11 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.schedules.registry import PipelineShape
-from lightning_dist.engine.splitting.batch_statistics import (
+from lightning_dist.engine.splitting.config import (
+    PipelineConfig,
     find_batch_statistics,
     with_whole_batches,
 )
-from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.strategies.pipelining.start_line import describe_pipeline, explain_statistics
 
 
