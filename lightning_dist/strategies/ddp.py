@@ -71,11 +71,8 @@ class DDPStrategy(DataParallelStrategy):
             (``Trainer(use_distributed_sampler=False)``).
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file, as None does too, or else a directory.
-        accelerator: As for any Lightning strategy.
-        parallel_devices: As for any Lightning strategy.
-        cluster_environment: As for any Lightning strategy.
-        checkpoint_io: As for any Lightning strategy.
-        precision_plugin: As for any Lightning strategy.
+        accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
+        checkpoint_io, precision_plugin: As for any Lightning strategy.
         process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
         start_method: Only ``"popen"``, which runs the script once per device.
 

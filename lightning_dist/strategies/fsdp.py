@@ -28,7 +28,7 @@ from lightning_dist.engine.sharding.wrap import WrapPolicy
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.base.process_mesh import StartMethod
-from lightning_dist.strategies.mesh_runtime import checks as checks
+from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
 
 
@@ -61,11 +61,8 @@ class FSDPStrategy(ShardedStrategy):
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
             writes the file if a rank holds the whole model.
-        accelerator: As for any Lightning strategy.
-        parallel_devices: As for any Lightning strategy.
-        cluster_environment: As for any Lightning strategy.
-        checkpoint_io: As for any Lightning strategy.
-        precision_plugin: As for any Lightning strategy.
+        accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
+        checkpoint_io, precision_plugin: As for any Lightning strategy.
         process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
         start_method: Only ``"popen"``, which runs the script once per device.
 

@@ -27,13 +27,6 @@ from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.base.distributed import Read
 from lightning_dist.strategies.base.process_mesh import StartMethod
 from lightning_dist.strategies.mesh_runtime import checks
-from lightning_dist.strategies.mesh_runtime.checks import (
-    check_dry_run,
-    check_mesh,
-    check_offload,
-    check_precision,
-    check_sizes,
-)
 from lightning_dist.strategies.mesh_runtime.dry.run import DryRun
 from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
 
@@ -58,11 +51,8 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         read: Which ranks of a data replica read its batches. The ``"first"`` sends them to the
             others, so that a run draws its data as one device would. With ``"each"``, all ranks of
             a replica must draw the same.
-        accelerator: As for any Lightning strategy.
-        parallel_devices: As for any Lightning strategy.
-        cluster_environment: As for any Lightning strategy.
-        checkpoint_io: As for any Lightning strategy.
-        precision_plugin: As for any Lightning strategy.
+        accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
+        checkpoint_io, precision_plugin: As for any Lightning strategy.
         process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
         start_method: Only ``"popen"``, which runs the script once per device.
 
@@ -91,8 +81,8 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
-        check_sizes(pp, dp_replicate, dp_shard, tp)
-        check_mesh(pp, tp, pipeline, shard)
+        checks.check_sizes(pp, dp_replicate, dp_shard, tp)
+        checks.check_mesh(pp, tp, pipeline, shard)
         super().__init__(
             pipeline,
             shard,
@@ -128,7 +118,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
     def mesh_shape(self, world_size: int) -> MeshShape:
         shape = fill_mesh(world_size, **self._sizes)
         checks.check_reshard(self._shard_config.reshard_after_forward, shape.dp_shard)
-        check_offload(self._shard_config.offload, shape)
+        checks.check_offload(self._shard_config.offload, shape)
         return shape
 
     def dry_run(
@@ -165,8 +155,8 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         """
         check_count("world_size", world_size)
         shape = self.mesh_shape(world_size)
-        check_dry_run(self._policy.is_manual, optimizer_states_per_parameter)
-        check_precision(str(self.precision_plugin.precision), shape.tp)
+        checks.check_dry_run(self._policy.is_manual, optimizer_states_per_parameter)
+        checks.check_precision(str(self.precision_plugin.precision), shape.tp)
         run = DryRun(
             shape,
             self.parallelism(shape),

@@ -1,12 +1,9 @@
 """The distance of a partition from the best one, in seconds per training step.
 
 A partition is judged by the step that the simulator predicts, not by its slowest stage alone. With
-few micro-batches much of a step is filling and draining, and a better balance buys less.
-
-:func:`memory_limit` returns the memory of a stage's layers, so that a better partition fits.
-
-Some of a rank's memory does not depend on the schedule: parameters, gradients, optimizer state. The
-rest does: the activations of each micro-batch in flight, and older versions of the weights.
+few micro-batches much of a step is filling and draining, and a better balance buys less. A better
+partition also has to fit into memory, some of which depends on the schedule: the activations of
+each micro-batch in flight, and older versions of the weights.
 """
 
 from __future__ import annotations
@@ -66,27 +63,21 @@ class Balance:
     @property
     def layer_table(self) -> Table:
         """The table of each layer's costs, present stage and better stage."""
-        homes = zip(_stage_of_layer(self.cut), _stage_of_layer(self.better_cut), strict=True)
-        rows = []
-        for layer, (now, then) in zip(self.costs.layers, homes, strict=True):
-            rows.append(
-                (
-                    layer.name,
-                    str(now),
-                    str(then),
-                    f"{layer.forward_seconds * 1e3:.2f} ms",
-                    f"{layer.backward_seconds * 1e3:.2f} ms",
-                    format_bytes(layer.boundary_bytes),
-                    format_bytes(layer.activation_bytes),
-                )
+        stages = zip(_stage_of_layer(self.cut), _stage_of_layer(self.better_cut), strict=True)
+        rows = [
+            (
+                layer.name,
+                *map(str, now_and_then),
+                f"{layer.forward_seconds * 1e3:.2f} ms",
+                f"{layer.backward_seconds * 1e3:.2f} ms",
+                format_bytes(layer.boundary_bytes),
+                format_bytes(layer.activation_bytes),
             )
+            for layer, now_and_then in zip(self.costs.layers, stages, strict=True)
+        ]
         headings = ("layer", "stage", "better", "forward", "backward", "sends", "keeps")
-        return Table(
-            f"Layers, per micro-batch{self.measured_in}",
-            headings,
-            tuple(rows),
-            frozenset(range(1, 7)),
-        )
+        title = f"Layers, per micro-batch{self.measured_in}"
+        return Table(title, headings, tuple(rows), right=frozenset(range(1, 7)))
 
     @property
     def stage_table(self) -> Table:
@@ -107,7 +98,9 @@ class Balance:
                 )
             )
         headings = ("cut", "layers per stage", "slowest stage", "mean stage", "step")
-        return Table(f"Stages{self.measured_in}", headings, tuple(rows), frozenset(range(2, 5)))
+        return Table(
+            f"Stages{self.measured_in}", headings, tuple(rows), right=frozenset(range(2, 5))
+        )
 
 
 def find_balance(
@@ -138,7 +131,14 @@ def find_balance(
     today, then = (step_seconds(costs, shape, c) for c in (cut, best))
     if then >= today:
         best, then = cut, today
-    return Balance(costs, cut, best, today, then, measured_step_seconds)
+    return Balance(
+        costs,
+        cut,
+        better_cut=best,
+        step_seconds=today,
+        better_step_seconds=then,
+        measured_step_seconds=measured_step_seconds,
+    )
 
 
 def step_seconds(costs: StepCosts, shape: PipelineShape, cut: tuple[int, ...]) -> float:

@@ -89,9 +89,8 @@ def collapse(kinds: Iterable[RankKind]) -> tuple[RankKind, ...]:
 
 
 def _held(kind: RankKind) -> tuple[str, ...]:
-    sizes = (kind.parameter_bytes, kind.gradient_bytes, kind.optimizer_state_bytes)
-    in_all = format_bytes(kind.held_bytes)
-    return (_ranges(kind.stages), f"{kind.num_ranks:,}", *map(format_bytes, sizes), in_all)
+    sizes = (kind.parameter_bytes, kind.gradient_bytes, kind.optimizer_state_bytes, kind.held_bytes)
+    return (_ranges(kind.stages), f"{kind.num_ranks:,}", *map(format_bytes, sizes))
 
 
 def _sent(kind: RankKind, traffic: Traffic) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ stage's costs by its layers only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from statistics import fmean, median
 
@@ -49,15 +49,11 @@ class LayerCosts:
     @classmethod
     def of_parts(cls, parts: Sequence[LayerCosts]) -> LayerCosts:
         """Creates a layer's costs from those of its submodules, in the order in which they run."""
+        numbers = [field.name for field in fields(cls) if field.name != "name"]
+        sums = {name: sum(getattr(part, name) for part in parts) for name in numbers}
         return cls(
             name=", ".join(part.name for part in parts),
-            forward_seconds=sum(part.forward_seconds for part in parts),
-            backward_seconds=sum(part.backward_seconds for part in parts),
-            boundary_bytes=parts[-1].boundary_bytes,
-            parameter_bytes=sum(part.parameter_bytes for part in parts),
-            activation_bytes=sum(part.activation_bytes for part in parts),
-            resident_bytes=sum(part.resident_bytes for part in parts),
-            version_bytes=sum(part.version_bytes for part in parts),
+            **sums | {"boundary_bytes": parts[-1].boundary_bytes},
         )
 
 

@@ -1,17 +1,12 @@
-"""Cut a sequence of layers into contiguous stages with the smallest bottleneck.
+"""The partition of layers into contiguous stages with the smallest bottleneck.
 
-A pipeline is as fast as its slowest stage, so the cut minimises the largest stage cost. The dynamic
-programme over (layers, stages) finds the optimum; greedy and block rules do not (PipeDream,
-section 3.1, uses the same recurrence).
-
-Its step is ``best[j] = min over i of max(before[i], cost of the layers i..j)``, where ``before[i]``
-is the bottleneck of the first ``i`` layers on the stages before, and of the link behind them. The
-cost falls with ``i``. If ``before`` rose with ``i``, the best ``i`` would be where the two cross,
-but links and memory make ``before`` jump. If a later ``i`` has a ``before`` that is no worse, the
-earlier ``i`` can be dropped. The remaining values of ``before`` rise. They are a stack that grows
-with ``j``.
-
-:func:`find_moves` lists the layers that change their rank when a pipeline is repartitioned.
+A pipeline is as fast as its slowest stage. The dynamic programme over (layers, stages) finds the
+optimum; greedy and block rules do not (PipeDream, section 3.1, uses the same recurrence). Its step
+is ``best[j] = min over i of max(before[i], cost of the layers i..j)``, where ``before[i]`` is the
+bottleneck of the first ``i`` layers on the stages before, and of the link behind them. The cost
+falls with ``i``, but links and memory make ``before`` jump. If a later ``i`` has a ``before`` that
+is no worse, the earlier ``i`` can be dropped. So the remaining values of ``before`` rise, and the
+best ``i`` is where the two cross. They are a stack that grows with ``j``.
 """
 
 from __future__ import annotations
@@ -47,19 +42,13 @@ def find_moves(
         after: Layers per stage afterwards, for as many layers and stages.
         rank_of_stage: The rank of each stage.
     """
-    assert len(before) == len(after) == len(rank_of_stage)
-    assert sum(before) == sum(after)
-    pairs = zip(_homes(before, rank_of_stage), _homes(after, rank_of_stage), strict=True)
-    return tuple(
-        Move(layer, source, target)
-        for layer, (source, target) in enumerate(pairs)
-        if source != target
-    )
 
+    def ranks_of_layers(partition: Sequence[int]) -> list[int]:
+        counts = zip(rank_of_stage, partition, strict=True)
+        return [rank for rank, count in counts for _ in range(count)]
 
-def _homes(layers_per_stage: Sequence[int], rank_of_stage: Sequence[int]) -> list[int]:
-    counts = zip(rank_of_stage, layers_per_stage, strict=True)
-    return [rank for rank, count in counts for _ in range(count)]
+    pairs = enumerate(zip(ranks_of_layers(before), ranks_of_layers(after), strict=True))
+    return tuple(Move(layer, *ranks) for layer, ranks in pairs if ranks[0] != ranks[1])
 
 
 _INFINITY = float("inf")
@@ -125,7 +114,13 @@ def partition_layers(
         best, cut = _add_stage(best, sums, links, first[stage])
         cuts.append(cut)
     if best[num_layers] == _INFINITY:
-        raise ValueError(_explain_misfit(memory, num_layers, num_stages))
+        assert memory is not None
+        raise ValueError(
+            f"No cut of {num_layers} layers into {num_stages} stages keeps each within"
+            f" {memory.cap_bytes:,.0f} bytes: the layers hold {sum(memory.resident_bytes):,.0f}"
+            f" bytes and {sum(memory.flight_bytes):,.0f} for each micro-batch in flight. Use more"
+            " stages, smaller micro-batches or another schedule."
+        )
     ends = [num_layers]
     for cut in reversed(cuts):
         ends.append(cut[ends[-1]])
@@ -177,17 +172,6 @@ def _first_layers(memory: MemoryLimit | None, num_layers: int, num_stages: int) 
         ]
         found.append([bisect_left(sums, total - memory.cap_bytes) for total in sums])
     return found
-
-
-def _explain_misfit(memory: MemoryLimit | None, num_layers: int, num_stages: int) -> str:
-    assert memory is not None
-    total = sum(memory.resident_bytes)
-    return (
-        f"No cut of {num_layers} layers into {num_stages} stages keeps each within"
-        f" {memory.cap_bytes:,.0f} bytes: the layers hold {total:,.0f} bytes and"
-        f" {sum(memory.flight_bytes):,.0f} for each micro-batch in flight. Use more stages,"
-        " smaller micro-batches or another schedule."
-    )
 
 
 def _sums(values: Sequence[float]) -> list[float]:

@@ -1,25 +1,18 @@
-"""Casts each module's input to the precision in which the module computes.
+"""The casts of inputs to the precision in which a module computes, and of its parameters.
 
-A layer with weights in half precision gets a half-precision input, a kept layer gets fp32. Neither
-the user's step nor the model's forward has to know. The hooks read the dtype of the layer's present
-weights, not a switch. So inputs also fit when a layer is recomputed in a backward, or called
-outside of a step, where the parameters are not swapped for copies.
+A layer with weights in half precision gets a half-precision input, a kept layer gets fp32. The
+hooks read the dtype of the layer's present weights, not a switch. So inputs also fit when a layer
+is recomputed in a backward, or called outside of a step, where no copies replace the parameters.
 
-The casts are part of the autograd graph, so gradients return in the precision of the cast input.
-
-The second part makes half-precision copies of parameters and lets a module compute with them.
-
-This cast is an operation of the autograd graph too, so a backward leaves fp32 gradients on the
-parameters themselves, where DistributedDataParallel and optimizers expect them. A parameter that is
-used several times is cast once. Its gradient is summed in half precision, as with half weights, and
-becomes fp32 at the end.
+All casts are operations of the autograd graph, so a backward leaves fp32 gradients on the
+parameters, where DistributedDataParallel and optimizers expect them. A parameter that is used
+several times is cast once. Its gradient is summed in half precision, as with half weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +37,8 @@ class HalfCasts:
         for module in entries.values():
             self._cast_input(module, half.dtype)
         for module in root.modules():
-            if module is not root and _owns_weights(module):
-                self._fit_input(module)
+            if module is not root and _dtype_of_weights(module) is not None:
+                self._cast_input(module, None)
         for name, module in kept.items():
             self._cast_input(module, torch.float32)
             is_inside = any(name.startswith(f"{entry}.") for entry in entries)
@@ -60,13 +53,15 @@ class HalfCasts:
             undo()
         self._undo.clear()
 
-    def _cast_input(self, module: nn.Module, dtype: torch.dtype) -> None:
-        hook = partial(_before, dtype_of=lambda _: dtype)
-        self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    def _cast_input(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        """Casts the module's input to a dtype, or to that of its present weights."""
 
-    def _fit_input(self, module: nn.Module) -> None:
-        hook = partial(_before, dtype_of=_dtype_of_weights)
-        self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            wanted = dtype or _dtype_of_weights(module)
+            assert wanted is not None
+            return cast(args, wanted), cast(kwargs, wanted)
+
+        self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
 
     def _cast_output(self, module: nn.Module, dtype: torch.dtype) -> None:
         def after(module: nn.Module, given: Any, output: Any) -> Any:
@@ -91,22 +86,9 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda t: t.to(dtype) if is_other(t) else t, tree)
 
 
-def _before(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dtype_of: Callable[[nn.Module], torch.dtype],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    dtype = dtype_of(module)
-    return cast(args, dtype), cast(kwargs, dtype)
-
-
-def _owns_weights(module: nn.Module) -> bool:
-    return any(p.is_floating_point() for p in module.parameters(recurse=False))
-
-
-def _dtype_of_weights(module: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in module.parameters(recurse=False) if p.is_floating_point())
+def _dtype_of_weights(module: nn.Module) -> torch.dtype | None:
+    floats = (p.dtype for p in module.parameters(recurse=False) if p.is_floating_point())
+    return next(floats, None)
 
 
 Copies = Mapping[nn.Parameter, Tensor]

@@ -86,21 +86,18 @@ class HalfPrecision:
         kept |= {id(p) for p in root.parameters(recurse=False)}
         floating = {n: p for n, p in root.named_parameters() if p.is_floating_point()}
         half = {name: p for name, p in floating.items() if id(p) not in kept}
-        self._check(floating, half)
-        return half
-
-    def _check(self, floating: dict[str, nn.Parameter], half: dict[str, nn.Parameter]) -> None:
-        odd = [
+        others = [
             f"{name!r} is {p.dtype}"
             for name, p in floating.items()
             if p.dtype != torch.float32
             and (self.master_weights or name not in half or p.dtype != self.dtype)
         ]
-        if odd:
+        if others:
             raise ValueError(
                 "MixedPrecision makes its copies from parameters in torch.float32, and there are"
-                f" others: {shorten(odd)}. Call `.float()` on the module first."
+                f" others: {shorten(others)}. Call `.float()` on the module first."
             )
+        return half
 
     def convert(self, root: nn.Module) -> None:
         """Casts the parameters themselves to half precision, unless ``master_weights``.
