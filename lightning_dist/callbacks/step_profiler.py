@@ -111,18 +111,15 @@ class StepProfiler(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close()
         if self._report is None:
+            plan = self._plan
+            first_report = plan.warmup_steps + plan.num_counted + 1 + plan.active_steps
             rank_zero_warn(
                 f"StepProfiler has nothing to report: training ended after {self._batch} batches,"
-                f" and the first report needs {self._first_report}. Train longer, or make"
+                f" and the first report needs {first_report}. Train longer, or make"
                 " warmup_steps or active_steps smaller."
             )
         elif trainer.is_global_zero:
             publish(self._report, self._directory, trainer.loggers)
-
-    @property
-    def _first_report(self) -> int:
-        plan = self._plan
-        return plan.warmup_steps + plan.num_counted + 1 + plan.active_steps
 
     @override
     def on_exception(

@@ -8,8 +8,7 @@ in ``setup``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, get_args
@@ -45,10 +44,6 @@ Read = Literal["first", "each"]
 _NEVER = timedelta(days=365)
 
 
-def _ignore(*_: object) -> None:
-    """Does nothing."""
-
-
 class DistributedStrategy(ProcessMesh):
     """Base class; see the module's docstring.
 
@@ -75,8 +70,7 @@ class DistributedStrategy(ProcessMesh):
         self._guard: RunGuard | None = None
         self._is_stop_due = False  # a stop that comes at a run's very end is left to the next run
         self.seed = 0
-        self._undo_listening: Callable[[], None] = _ignore
-        self._undo_muting: Callable[[], None] = _ignore
+        self._undo_callbacks = ExitStack()
 
     # --- data --------------------------------------------------------------------------------
 
@@ -102,7 +96,7 @@ class DistributedStrategy(ProcessMesh):
             # An iterable dataset may share its samples out by random numbers of its workers.
             is_iterable = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
             data_index = 0 if is_iterable else self.mesh.data_index(self.global_rank)
-            if getattr(dataloader, "worker_init_fn", _ignore) is None:
+            if getattr(dataloader, "worker_init_fn", dataloader) is None:
                 init = partial(pl_worker_init_function, rank=data_index)
                 setattr(dataloader, "worker_init_fn", init)  # noqa: B010
         return self.share_order(dataloader)
@@ -138,7 +132,7 @@ class DistributedStrategy(ProcessMesh):
             timeout_seconds=self.timeout_seconds,
         )
         listener = LambdaCallback(on_exception=lambda _, __, error: self._report(error))
-        self._undo_listening = add_first_callback(self.module.trainer, listener)
+        self._undo_callbacks.callback(add_first_callback(self.module.trainer, listener))
         if self._read == "first" and self.mesh.data_size < self.mesh.world_size:
             group = self.group("pp", "tp", purpose="batches", timeout=_NEVER)
             channel = open_channel(group, self.root_device, self.timeout_seconds)
@@ -151,10 +145,11 @@ class DistributedStrategy(ProcessMesh):
 
     def view(self) -> RankView:
         """Returns what callbacks see of this rank, from ``setup_environment`` on."""
-        return RankView(self.mesh, self._group_of_all, self.predict_memory)
 
-    def _group_of_all(self, purpose: str) -> dist.ProcessGroup:
-        return self.group(*self.mesh.sizes, purpose=purpose)
+        def group_of_all(purpose: str) -> dist.ProcessGroup:
+            return self.group(*self.mesh.sizes, purpose=purpose)
+
+        return RankView(self.mesh, group_of_all, self.predict_memory)
 
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory | None:
         """Returns the planner's prediction of this rank's memory; None without a formula."""
@@ -239,8 +234,7 @@ class DistributedStrategy(ProcessMesh):
             return
         self._guard.report(exception)
         if not self.is_running:
-            self._undo_muting()
-            self._undo_muting = mute_checkpoints(self.module.trainer)
+            self._undo_callbacks.callback(mute_checkpoints(self.module.trainer))
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -263,7 +257,5 @@ class DistributedStrategy(ProcessMesh):
             self.end_run(failed=not self._guard.is_sound)
             self._is_stop_due = self._guard.is_stop_due
             self._guard = None
-            self._undo_muting()
-            self._undo_listening()
-            self._undo_muting = self._undo_listening = _ignore
+            self._undo_callbacks.close()
         super().teardown()

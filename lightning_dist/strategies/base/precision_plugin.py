@@ -75,10 +75,7 @@ class HalfPrecisionPlugin(Precision):
             return None
         self._stages = layers
         self._find_lent()
-        return HalfWeights(self._dtype_of, is_in_graph)
-
-    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        return self.half.dtype if parameter in self._own else parameter.dtype
+        return HalfWeights(lambda p: self.half.dtype if p in self._own else p.dtype, is_in_graph)
 
     def agree_by(self, overflow: Overflow) -> None:
         """Sets the vote on skipping a step."""
@@ -120,17 +117,14 @@ class HalfPrecisionPlugin(Precision):
                 " LBFGS computes many in one step. Use compute='bf16', or another optimizer."
             )
         self._detach()
-        self._attach(self._module)
+        with whole(self._module):  # other stages' layers too, which may come here
+            self._casts = HalfCasts(self._module, self.half)
+        self.find_parameters()
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
     def teardown(self) -> None:
         self._detach()
-
-    def _attach(self, module: nn.Module) -> None:
-        with whole(module):  # other stages' layers too, which may come here
-            self._casts = HalfCasts(module, self.half)
-        self.find_parameters()
 
     def find_parameters(self) -> None:
         """Finds this rank's parameters that compute in half precision, again after layers moved."""

@@ -50,14 +50,10 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sys.excepthook = say_error  # torch's names the rank
-        _forget_meshes()
-
-
-def _forget_meshes() -> None:
-    """Clears torch's caches by mesh: a later mesh may be equal, but has other process groups."""
-    _clear_sharding_prop_cache()
-    _redistribute._planner_cache.clear()
-    _redistribute._gen_transform_infos.cache_clear()
+        # A later mesh may be equal, but has other process groups.
+        _clear_sharding_prop_cache()
+        _redistribute._planner_cache.clear()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 @contextmanager

@@ -111,7 +111,7 @@ class DryRun:
 
     def _configured(self, module: pl.LightningModule) -> pl.LightningModule:
         own = skeleton_of(module)
-        own.log = _ignore  # type: ignore[method-assign]  # it wants a Trainer
+        own.log = lambda *_, **__: None  # type: ignore[method-assign]  # it wants a Trainer
         with deferred_init(only_shapes=True):
             own.configure_model()
         check_shardable(own, is_manual=False)
@@ -138,7 +138,8 @@ class DryRun:
                 ledger=ledger,
             )
             with without_values(TrafficCounter(ledger, self.mesh)):
-                _move_from_meta(module)
+                tensors = named_tensors(module)  # from meta to the CPU, without memory either
+                fill(module, tensors, lambda name: _without_values(tensors[name]), _CPU)
                 known |= step.run(map_tensors(_without_values, self.batch), known)
                 return self._kind_of(place, module, ledger.traffic)
 
@@ -247,22 +248,12 @@ class DryStep:
         return sent
 
 
-def _move_from_meta(module: pl.LightningModule) -> None:
-    """Replaces meta tensors by tensors on the CPU, which have no memory either."""
-    tensors = named_tensors(module)
-    fill(module, tensors, lambda name: _without_values(tensors[name]), _CPU)
-
-
 def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(local_part(tensor).nbytes for tensor in tensors)
-
-
-def _ignore(*_: object, **__: object) -> None:
-    """Logs nothing."""
 
 
 def _loss_of(result: Any) -> Tensor:
