@@ -21,10 +21,9 @@ from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.splitting.config import find_batch_statistics
 from lightning_dist.engine.tensors.rng import RandomStream, seed_all
 from lightning_dist.strategies.base import lightning_internals
-from lightning_dist.strategies.base.loaders.lengths import EarlyEnds, EpochEnds
+from lightning_dist.strategies.base.loaders.lengths import TrainingLengths
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
 from lightning_dist.strategies.base.run_setup import RunSetup
-from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.layout_line import explain_own_statistics
 from lightning_dist.strategies.mesh_runtime.synced_batch_norm import SyncedBatchNorm
 
@@ -36,8 +35,7 @@ class DataParallelStrategy(RunSetup):
 
     _num_loaders: Counter[tuple[int, bool]]
     _has_unknown_length = False
-    _ends: EpochEnds | None = None
-    _early_ends: EarlyEnds | None = None
+    _lengths: TrainingLengths | None = None
 
     def share_buffers(self) -> None:
         """Broadcasts the first replica's buffers. Collective: every rank must call it."""
@@ -58,12 +56,13 @@ class DataParallelStrategy(RunSetup):
     @override
     def connect_loops(self, trainer: pl.Trainer) -> None:
         self._num_loaders = Counter()
-        self._has_unknown_length, self._ends, self._early_ends = False, None, None
+        self._has_unknown_length, self._lengths = False, None
         super().connect_loops(trainer)
         if not self.is_fitting:
             return
         if self.num_readers > 1:
-            self._early_ends = EarlyEnds(self.make_notes(self.group(*self.mesh.sizes)))
+            everyone = self.group(*self.mesh.sizes)
+            self._lengths = TrainingLengths(self.make_notes(everyone), everyone)
         self._undo += (self._seed_alike,)  # the script goes on with the same numbers on all ranks
         if self.mesh.data_size > 1:
             streams = partial(self._shared_stream, _HOOKS)
@@ -73,7 +72,7 @@ class DataParallelStrategy(RunSetup):
     @override
     def close_session(self) -> None:
         super().close_session()
-        self._ends = self._early_ends = None  # a copy of the Trainer has no notes of a run
+        self._lengths = None  # a copy of the Trainer has no notes of a run
 
     @override
     def before_reading(self) -> None:
@@ -86,16 +85,13 @@ class DataParallelStrategy(RunSetup):
 
     @override
     def end_epoch(self) -> None:
-        if self._early_ends is not None:
-            self._early_ends.check(self.module.trainer)
+        if self._lengths is not None:
+            self._lengths.end_epoch(self.module.trainer)
 
     def _check_lengths(self) -> None:
-        if self.num_readers == 1:
-            return
-        everyone = self.group(*self.mesh.sizes)
-        checks.check_lengths(self.module.trainer, everyone)
-        is_unknown = self.reduce_boolean_decision(self._has_unknown_length, all=False)
-        self._ends = EpochEnds(everyone) if is_unknown else None
+        if self._lengths is not None:
+            trainer = self.module.trainer
+            self._lengths.begin_epoch(trainer, is_unknown=self._has_unknown_length)
 
     def _shared_stream(self, *place: int) -> RandomStream:
         """Returns random numbers that depend on the seed, the batch and a place, on no rank."""
@@ -142,10 +138,10 @@ class DataParallelStrategy(RunSetup):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._ends is not None:
-            self._ends.post(is_last=self.module.trainer.is_last_batch)
+        if self._lengths is not None:
+            self._lengths.begin_batch(is_last=self.module.trainer.is_last_batch)
 
     @override
     def end_batch(self) -> None:
-        if self._ends is not None:
-            self._ends.check(self.module.trainer.fit_loop.epoch_loop.batch_idx)
+        if self._lengths is not None:
+            self._lengths.end_batch(self.module.trainer.fit_loop.epoch_loop.batch_idx)

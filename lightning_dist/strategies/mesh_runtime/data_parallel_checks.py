@@ -143,17 +143,6 @@ def _difference(kind: str, first: dict[str, str], rank: int, other: dict[str, st
     return ""
 
 
-def check_lengths(trainer: pl.Trainer, group: dist.ProcessGroup) -> None:
-    """Checks that each rank has as many training batches."""
-    everyone = gather_objects(trainer.num_training_batches, group)
-    if len(set(everyone)) > 1:
-        raise ValueError(
-            f"The ranks have {everyone} training batches, and the ones with more would wait for the"
-            " others' gradients for ever. Use a sampler that shares the samples out evenly, like"
-            " Lightning's own, or `limit_train_batches`, or pass uneven_inputs=True."
-        )
-
-
 def check_static_graph(static_graph: bool, num_optimizers: int) -> None:
     """Checks that each backward can be like the first one."""
     if static_graph and num_optimizers > 1:

@@ -67,9 +67,7 @@ class ShardedModule:
         self._logits = None if composed.spread is None else composed.spread.logits
         self._entered: set[nn.Module] = set()
         for root in self._roots if self._shards else ():
-            root.register_forward_pre_hook(
-                lambda root, _: self._entered.add(root)
-            )  # behind FSDP2's own
+            root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
         self._used = used
         self._manual = ManualSteps(self._roots[0]) if composed.is_manual else None
 
@@ -110,6 +108,9 @@ class ShardedModule:
         if mesh.dp_shard > 1:
             parts.append(describe_shards(self.summary, self._sharding, is_manual=is_manual))
         return describe_layout(mesh, parts)
+
+    def _note_entry(self, root: nn.Module, _: object) -> None:
+        self._entered.add(root)
 
     # --- a run -------------------------------------------------------------------------------
 

@@ -2,11 +2,10 @@
 
 An evaluating rank with more batches would wait in its next forward for others that are past their
 last batch. Replicas that only train together may differ: evaluation ties them by their metrics
-alone. Lengths of training loaders are compared when an epoch starts. :class:`EarlyEnds` finds one
-that ends before its ``__len__`` while others go on: it leaves a note, and checks whether all others
-have left one. :class:`EpochEnds` finds loaders of unknown length that end at different batches.
-Lightning reads one batch ahead of those. So a rank knows in time that a batch is its last; the
-ranks exchange that during the batch.
+alone. Training loaders of known length are compared when an epoch starts. One that ends before its
+``__len__`` while others go on is found at its end: the rank leaves a note, and checks whether all
+others have left one. Of a loader of unknown length Lightning reads one batch ahead. So a rank knows
+in time that a batch is its last, and the ranks exchange that during the batch.
 """
 
 from __future__ import annotations
@@ -27,19 +26,74 @@ from lightning_dist.strategies.base.process_mesh import gather_objects
 _GRACE_SECONDS = 10.0  # the ranks have just been at the same batch, or nearly
 
 
-class EarlyEnds:
-    """Checks on one rank that its loader does not end early alone.
+class TrainingLengths:
+    """Checks on one rank that the training loaders of all ranks end at the same batch.
 
     Args:
         notes: The notes of all ranks.
-        grace_seconds: How long other ranks may take to end, too.
+        group: A gloo group of all ranks.
+        grace_seconds: How long other ranks may take to end, too, if a loader ends early.
     """
 
-    def __init__(self, notes: RankNotes, grace_seconds: float = _GRACE_SECONDS) -> None:
+    def __init__(
+        self, notes: RankNotes, group: dist.ProcessGroup, grace_seconds: float = _GRACE_SECONDS
+    ) -> None:
         self._notes = notes
+        self._group = group
         self._grace_seconds = grace_seconds
+        self._is_unknown = False
+        self._pending: tuple[dist.Work, list[Tensor]] | None = None
 
-    def check(self, trainer: pl.Trainer) -> None:
+    def begin_epoch(self, trainer: pl.Trainer, *, is_unknown: bool) -> None:
+        """Compares the lengths of the loaders. Collective: every rank must call it.
+
+        Args:
+            trainer: The trainer, with its loaders set up.
+            is_unknown: Whether a loader of this rank has no length.
+
+        Raises:
+            ValueError: The numbers of batches differ.
+        """
+        everyone = gather_objects((trainer.num_training_batches, is_unknown), self._group)
+        lengths = [length for length, _ in everyone]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"The ranks have {lengths} training batches, and the ones with more would wait for"
+                " the others' gradients for ever. Use a sampler that shares the samples out evenly,"
+                " like Lightning's own, or `limit_train_batches`, or pass uneven_inputs=True."
+            )
+        self._is_unknown = any(unknown for _, unknown in everyone)
+
+    def begin_batch(self, *, is_last: bool) -> None:
+        """Posts whether this batch is the rank's last. Collective, before the step."""
+        if self._is_unknown:
+            own = torch.tensor([int(is_last)], dtype=torch.int32)
+            everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+            work = dist.all_gather(everyone, own, group=self._group, async_op=True)
+            assert work is not None
+            self._pending = work, everyone
+
+    def end_batch(self, batch_index: int) -> None:
+        """Checks that all ranks' loaders end at this batch, or none. Collective, behind the step.
+
+        Raises:
+            ValueError: Some loaders have ended, and others go on.
+        """
+        if self._pending is None:
+            return
+        (work, everyone), self._pending = self._pending, None
+        work.wait()
+        ended = [rank for rank, is_last in enumerate(everyone) if bool(is_last)]
+        if 0 < len(ended) < len(everyone):
+            raise ValueError(
+                f"The training loaders of the ranks {ended} (of {len(everyone)}) have ended after"
+                f" {batch_index + 1} batches, and those of the others have not: these would wait"
+                " for the gradients of the former for ever. Give each rank as many samples, set"
+                " `limit_train_batches`, or, if the data has a length, define `__len__` and pass"
+                " uneven_inputs=True to DDPStrategy."
+            )
+
+    def end_epoch(self, trainer: pl.Trainer) -> None:
         """Checks how a training epoch has ended, before this rank waits for others.
 
         Raises:
@@ -56,43 +110,6 @@ class EarlyEnds:
                 f" and has ended after {num_read}, and other ranks' have not: these would wait for"
                 " the gradients of the former for ever. Make `__len__` tell the number of batches,"
                 " or leave it out."
-            )
-
-
-class EpochEnds:
-    """Compares whether a batch is the last one."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._pending: tuple[dist.Work, list[Tensor]] | None = None
-
-    def post(self, *, is_last: bool) -> None:
-        """Posts whether this batch is the rank's last. Collective, before the step."""
-        own = torch.tensor([int(is_last)], dtype=torch.int32)
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        work = dist.all_gather(everyone, own, group=self._group, async_op=True)
-        assert work is not None
-        self._pending = work, everyone
-
-    def check(self, batch_index: int) -> None:
-        """Checks that all ranks' loaders end at this batch, or none. Collective, behind the step.
-
-        Raises:
-            ValueError: Some loaders have ended, and others go on.
-        """
-        if self._pending is None:
-            return
-        work, everyone = self._pending
-        self._pending = None
-        work.wait()
-        ended = [rank for rank, is_last in enumerate(everyone) if bool(is_last)]
-        if 0 < len(ended) < len(everyone):
-            raise ValueError(
-                f"The training loaders of the ranks {ended} (of {len(everyone)}) have ended after"
-                f" {batch_index + 1} batches, and those of the others have not: these would wait"
-                " for the gradients of the former for ever. Give each rank as many samples, set"
-                " `limit_train_batches`, or, if the data has a length, define `__len__` and pass"
-                " uneven_inputs=True to DDPStrategy."
             )
 
 

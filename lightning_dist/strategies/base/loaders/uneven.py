@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -154,13 +153,15 @@ class UnevenInputs:
         """Runs a training step, or an empty one if this rank has no data for it."""
         assert self._loader is not None
         if not self._loader.has_own_batch:
-            trained = [p for p in self._module.parameters() if p.requires_grad]
-            return ddp(partial(zero_loss, trained))
+            return ddp(self._zero_loss)
         self._step_group = self._groups[self._present]
         try:
             return ddp(step, *arguments, **keywords)
         finally:
             self._step_group = None
+
+    def _zero_loss(self) -> Tensor:
+        return zero_loss([p for p in self._module.parameters() if p.requires_grad])
 
     def close(self, *, failed: bool) -> None:
         """Releases the loader and the groups; after a failure these must not be destroyed."""

@@ -10,12 +10,14 @@ import torch.distributed as dist
 
 from lightning_dist.engine.comms.store_notes import RankNotes
 from lightning_dist.strategies.base.loaders import lengths
-from lightning_dist.strategies.base.loaders.lengths import EarlyEnds
+from lightning_dist.strategies.base.loaders.lengths import TrainingLengths
 
 
-def of_ranks() -> list[EarlyEnds]:
+def of_ranks() -> list[TrainingLengths]:
     store = dist.HashStore()
-    return [EarlyEnds(RankNotes(store, "a run", r, range(2)), grace_seconds=0.0) for r in range(2)]
+    notes = [RankNotes(store, "a run", rank, range(2)) for rank in range(2)]
+    unused: Any = None
+    return [TrainingLengths(own, unused, grace_seconds=0.0) for own in notes]
 
 
 def reading(monkeypatch: pytest.MonkeyPatch, *answer: Any) -> Any:
@@ -28,12 +30,12 @@ def reading(monkeypatch: pytest.MonkeyPatch, *answer: Any) -> Any:
     "answer", [(6, 6, True), (3, None, True), (3, 6, False)], ids=["whole", "unknown", "skipped"]
 )
 def test_other_ends_are_nobodys_business(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    of_ranks()[0].check(reading(monkeypatch, *answer))
+    of_ranks()[0].end_epoch(reading(monkeypatch, *answer))
 
 
 def test_a_rank_that_ends_early_alone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = of_ranks()
     text = "loader of rank 1 says that it has 6 batches and has ended after 3"
     with pytest.raises(ValueError, match=text):
-        first.check(reading(monkeypatch, 3, 6, True))
-    second.check(reading(monkeypatch, 3, 6, True))  # finds the note of the first
+        first.end_epoch(reading(monkeypatch, 3, 6, True))
+    second.end_epoch(reading(monkeypatch, 3, 6, True))  # finds the note of the first
