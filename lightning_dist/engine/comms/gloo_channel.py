@@ -6,6 +6,10 @@ next packet before that packet is sent, so that data flows while the stage compu
 *One communicator per direction.* Two ranks that send to each other on one communicator depend on
 the order of their calls; on two they cannot deadlock.
 
+A transport that fixes its shapes from the first micro-batch gives silently wrong gradients for
+uneven ones. Here the schema of a message, its tree without tensors and the tensors' infos, precedes
+the first message that differs.
+
 Gloo alone takes CPU tensors and several ranks on one GPU. Tensors of a GPU are staged through
 pinned host memory.
 """
@@ -13,6 +17,7 @@ pinned host memory.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import queue
 import threading
 from collections.abc import Sequence
@@ -24,19 +29,15 @@ from torch import Tensor
 
 from lightning_dist.engine.comms.channel import ChannelClosedError, Inbox, Message, PeerLostError
 from lightning_dist.engine.comms.packet import (
-    NO_SCHEMA,
     Memory,
     PacketHeader,
     PacketKind,
     PacketLayout,
     TensorInfo,
-    TreeReader,
-    as_bytes,
     read_header,
-    schema_of,
     write_header,
 )
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import flatten, unflatten
 
 # A thread that outlives this has a peer that died without closing its connection.
 _CLOSE_SECONDS = 10.0
@@ -54,7 +55,7 @@ class DistributedSender:
         self._group: dist.ProcessGroup | None = group
         self._peer = peer
         # The schema that the receiver knows, and the layout for which it has posted a receive.
-        self._schema, self._layout = NO_SCHEMA, PacketLayout()
+        self._schema, self._layout = pickle.dumps((None, [])), PacketLayout()
         # A tensor must live until it is sent. Only a wait can tell whether it is, so a separate
         # thread waits. The sending itself begins in `send`, where no thread has to wake up first.
         self._pending: queue.SimpleQueue[tuple[list[dist.Work], list[Tensor]] | None] = (
@@ -85,7 +86,7 @@ class DistributedSender:
     def _send(self, tree: Any, tag: int) -> None:
         tensors, skeleton = flatten(tree)
         infos = [TensorInfo.of(tensor) for tensor in tensors]
-        schema = schema_of(skeleton, infos)
+        schema = pickle.dumps((skeleton, infos))
         parts: list[Tensor] = []
         if schema != self._schema:
             header = PacketHeader(PacketKind.SCHEMA, len(schema))
@@ -161,7 +162,9 @@ class DistributedReceiver:
         self._cause_seconds = cause_seconds
         self._peer = peer
         self._timeout_seconds = timeout_seconds
-        self._reader = TreeReader(device)
+        self._device = device
+        self._skeleton: Any = None
+        self._layout = PacketLayout()
         self._arrived: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._inbox = Inbox(self._next)
         self._failure: BaseException | None = None
@@ -218,26 +221,30 @@ class DistributedReceiver:
     def _run(self, group: dist.ProcessGroup) -> None:
         try:
             # Posted before the packet comes, so that its data need not wait for this thread.
-            while (header := self._receive_packet(group)).kind is not PacketKind.CLOSE:
-                if header.kind is PacketKind.SCHEMA:
-                    self._receive_schema(group, header.num_bytes)
+            while self._receive_packet(group) is not PacketKind.CLOSE:
+                pass
         except Exception as error:  # a waiting thread must learn of it
             self._arrived.put(error)
         else:
             self._arrived.put(ChannelClosedError(f"Rank {self._peer} has closed the channel."))
 
-    def _receive_packet(self, group: dist.ProcessGroup) -> PacketHeader:
-        memory = self._reader.take_memory()
-        self._receive_into(as_bytes(memory), group)
+    def _receive_packet(self, group: dist.ProcessGroup) -> PacketKind:
+        packet = torch.empty(self._layout.num_bytes, dtype=torch.uint8)
+        self._receive_into(packet, group)
+        memory: Memory = packet.numpy()
         header = read_header(memory)
         if header.kind is PacketKind.TREE:
-            self._arrived.put(Message(self._reader.read(memory), header.tag))
-        return header
-
-    def _receive_schema(self, group: dist.ProcessGroup, num_bytes: int) -> None:
-        schema = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._receive_into(schema, group)
-        self._reader.expect(schema.numpy().tobytes())
+            tensors = [
+                host.to(self._device).requires_grad_(info.requires_grad)
+                for info, host in zip(self._layout.infos, self._layout.tensors(memory), strict=True)
+            ]
+            self._arrived.put(Message(unflatten(tensors, self._skeleton), header.tag))
+        elif header.kind is PacketKind.SCHEMA:
+            schema = torch.zeros(header.num_bytes, dtype=torch.uint8)
+            self._receive_into(schema, group)
+            self._skeleton, infos = pickle.loads(schema.numpy().tobytes())
+            self._layout = PacketLayout(infos)
+        return header.kind
 
     def _receive_into(self, memory: Tensor, group: dist.ProcessGroup) -> None:
         try:

@@ -4,29 +4,20 @@ The cost of a small message is not its bytes but the threads that it wakes. For 
 the sender makes a system call, and the receiver's network thread and a waiting thread wake up. A
 header of three integers took as long as the following quarter of a megabyte. So the header and all
 tensors are copied into one packet, which takes a tenth of that, and travel together.
-
-A transport that fixes its shapes from the first micro-batch gives silently wrong gradients for
-uneven ones. Here the schema of a message, its tree without tensors and the tensors' infos, precedes
-the first message that differs.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
 import struct
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-from lightning_dist.engine.tensors.tree import unflatten
 
 Memory = npt.NDArray[np.uint8]  # a run of bytes that can be written to
 
@@ -118,84 +109,5 @@ def read_header(memory: Memory) -> PacketHeader:
     return PacketHeader(PacketKind(kind), num_bytes, tag)
 
 
-def as_bytes(memory: Memory) -> Tensor:
-    """Returns a whole packet as a tensor of bytes, in the same memory."""
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _references_of_a_free_buffer() -> int:
-    """Counts the references that :meth:`BufferPool.take` itself holds to a free buffer."""
-    count = 0  # the pool's list, the loop variable, the argument; not all interpreters count all
-    for buffer in [_fresh(1)]:
-        count = sys.getrefcount(buffer)
-    return count
-
-
-def _fresh(num_bytes: int) -> Memory:
-    # Torch's memory begins where its kernels are fastest; a bytearray's does not.
-    memory: Memory = torch.empty(num_bytes, dtype=torch.uint8).numpy()
-    return memory
-
-
-_REFERENCES_OF_A_FREE_BUFFER = _references_of_a_free_buffer()
-
-
-class BufferPool:
-    """Memory for received tensors, reused as soon as no tensor refers to it.
-
-    A receiver that allocates a fresh megabyte for each message pays for page faults each time. One
-    that reuses a buffer blindly corrupts the tensors that still refer to it. A stage cannot know
-    which do: an identity layer returns its input, and the user may keep a prediction for ever. So
-    the pool asks the interpreter: each tensor on a buffer holds a reference to it.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, list[Memory]] = {}
-
-    def take(self, num_bytes: int) -> Memory:
-        """Returns at least one byte of memory, with arbitrary content."""
-        buffers = self._buffers.setdefault(num_bytes, [])
-        for buffer in buffers:
-            if sys.getrefcount(buffer) <= _REFERENCES_OF_A_FREE_BUFFER:
-                return buffer
-        buffers.append(_fresh(num_bytes))
-        return buffers[-1]
-
-
-def schema_of(skeleton: Any, infos: Sequence[TensorInfo]) -> bytes:
-    """Returns the schema of a message."""
-    return pickle.dumps((skeleton, list(infos)))
-
-
-NO_SCHEMA = schema_of(None, [])  # with which both ends of a new channel begin
-
-
-class TreeReader:
-    """Turns the packets of a channel into trees; for one thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = BufferPool()
-        self._skeleton: Any = None
-        self.layout = PacketLayout()
-
-    def expect(self, schema: bytes) -> None:
-        """Sets the schema of the next packets."""
-        self._skeleton, infos = pickle.loads(schema)
-        self.layout = PacketLayout(infos)
-
-    def take_memory(self) -> Memory:
-        """Returns memory for the next packet."""
-        return self._pool.take(self.layout.num_bytes)
-
-    def read(self, packet: Memory) -> Any:
-        """Returns the tree of a packet."""
-        tensors = [
-            host.to(self._device).requires_grad_(info.requires_grad)
-            for info, host in zip(self.layout.infos, self.layout.tensors(packet), strict=True)
-        ]
-        return unflatten(tensors, self._skeleton)

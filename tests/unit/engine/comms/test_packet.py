@@ -11,7 +11,6 @@ from lightning_dist.engine.comms.packet import (
     PacketKind,
     PacketLayout,
     TensorInfo,
-    as_bytes,
     read_header,
     write_header,
 )
@@ -46,10 +45,7 @@ def test_what_is_put_in_comes_out_of_a_copy() -> None:
         assert torch.equal(found, sent)
 
 
-def test_all_of_a_packet_is_its_bytes() -> None:
-    memory = packet()
-    assert as_bytes(memory).tolist() == memory.tolist()
-    assert as_bytes(memory).data_ptr() == memory.ctypes.data
+def test_an_empty_packet_has_room_for_a_header() -> None:
     assert PacketLayout().num_bytes == 64
 
 

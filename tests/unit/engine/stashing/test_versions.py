@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dist.engine.comms.packet import BufferPool
 from lightning_dist.engine.stashing.versions import Stashed
 
 
@@ -117,14 +116,3 @@ def test_the_backward_sees_the_weights_of_its_forward(layer: nn.Module) -> None:
         parameter.data.mul_(3.0)
     (actual,) = torch.autograd.grad(loss, x)
     assert torch.equal(actual, expected)
-
-
-def test_a_buffer_is_used_again_once_nobody_sees_it() -> None:
-    pool = BufferPool()
-    buffer = pool.take(24)
-    first = torch.frombuffer(buffer, dtype=torch.float32)
-    pointer, view = first.data_ptr(), first[:1]
-    del first, buffer
-    assert torch.frombuffer(pool.take(24), dtype=torch.int8).data_ptr() != pointer, "still seen"
-    del view
-    assert torch.frombuffer(pool.take(24), dtype=torch.int8).data_ptr() == pointer
