@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dist.engine.pipeline.connect import connect_in_memory
+from lightning_dist.engine.pipeline.links import Links
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig

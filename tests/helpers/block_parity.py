@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.pipeline.links import Links
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split

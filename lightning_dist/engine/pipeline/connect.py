@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from lightning_dist.engine.comms.channel import MemoryChannel, Receiver, Sender
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
-from lightning_dist.engine.pipeline.rebalance.relocation import MoveLinks, Relocation
-from lightning_dist.engine.pipeline.runtime import Links
-from lightning_dist.engine.pipeline.tied_gradients import TieLinks
+from lightning_dist.engine.pipeline.links import Links, PeerLinks
+from lightning_dist.engine.pipeline.rebalance.relocation import Relocation
 
 # A receive is posted all the time, also while nothing is sent for hours. A thread that waits for a
 # message has its own time limit.
@@ -44,7 +43,7 @@ class Channels:
     results_out: tuple[Sender, ...]
     results_in: Receiver | None
     groups: list[dist.ProcessGroup]
-    ties: TieLinks
+    ties: PeerLinks
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error in each waiting or later receive.
@@ -53,22 +52,21 @@ class Channels:
             error: What to raise.
         """
         self.links.interrupt(error)
-        for receiver in self._other_receivers():
-            receiver.interrupt(error)
+        self.ties.interrupt(error)
+        if self.results_in is not None:
+            self.results_in.interrupt(error)
 
     def close(self) -> None:
         """Closes all channels. Collective: every rank of the pipeline must call it."""
-        for sender in (*self.results_out, *self.ties.outgoing.values()):
+        for sender in (*self.results_out, *self.ties.senders()):
             sender.close()
         self.links.close()
-        for receiver in self._other_receivers():
+        if self.results_in is not None:
+            self.results_in.close()
+        for receiver in self.ties.receivers():
             receiver.close()
         while self.groups:
             dist.destroy_process_group(self.groups.pop())
-
-    def _other_receivers(self) -> list[Receiver]:
-        results = [] if self.results_in is None else [self.results_in]
-        return [*results, *self.ties.incoming.values()]
 
 
 class Ends(Protocol):
@@ -171,7 +169,7 @@ def connect_moves(
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
     device: torch.device,
     timeout_seconds: float,
-) -> MoveLinks:
+) -> PeerLinks:
     """Opens this rank's channels for layers that move. Collective: the pipeline's ranks call it.
 
     Args:
@@ -183,7 +181,7 @@ def connect_moves(
     """
     own = ranks.index(dist.get_rank())
     later, earlier = groups
-    return MoveLinks(
+    return PeerLinks(
         {
             peer: DistributedSender(later if peer > own else earlier, ranks[peer])
             for peer in relocation.targets
@@ -229,7 +227,7 @@ def _tie_links(
     groups: Sequence[dist.ProcessGroup],
     sender: Callable[[dist.ProcessGroup, int], Sender],
     receiver: Callable[[dist.ProcessGroup, int], Receiver],
-) -> TieLinks:
+) -> PeerLinks:
     own = ranks.index(dist.get_rank())
     senders: dict[int, Sender] = {}
     receivers: dict[int, Receiver] = {}
@@ -239,7 +237,7 @@ def _tie_links(
             out, back = groups if is_low else reversed(groups)
             senders[peer] = sender(out, ranks[peer])
             receivers[peer] = receiver(back, ranks[peer])
-    return TieLinks(senders, receivers)
+    return PeerLinks(senders, receivers)
 
 
 class _GroupEnds:

@@ -35,8 +35,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.gradients import AverageWeight, LossWeights
+from lightning_dist.engine.pipeline.links import Links
 from lightning_dist.engine.pipeline.microbatch import Microbatch, batch_size_of, split
-from lightning_dist.engine.pipeline.runtime import Links, Runtime, Work, explain_with
+from lightning_dist.engine.pipeline.runtime import Runtime, Work, explain_with
 from lightning_dist.engine.pipeline.stage import Stage, Step
 from lightning_dist.engine.pipeline.stages import OwnStages, StageOptions
 from lightning_dist.engine.profiling.meters.recorder import Recorder

@@ -12,13 +12,13 @@ stage, with which shapes, and where in the schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.pipeline.gradients import LossWeights, WeighedGradients
+from lightning_dist.engine.pipeline.links import Links
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.stage import Stage, Step
 from lightning_dist.engine.profiling.meters.recorder import Recorder
@@ -31,45 +31,6 @@ Place = tuple[int, int]
 """A stage and a micro-batch."""
 
 _MOST_STAGES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """The channels of one rank, by the stage of this rank that uses them.
-
-    Stages may share channels; each message's tag says which stage and micro-batch it is for.
-
-    Attributes:
-        activations_in: Channels from the stage before; the first stage has none.
-        activations_out: Channels to the stage after; the last stage has none.
-        gradients_in: Channels from the stage after; the last stage has none.
-        gradients_out: Channels to the stage before; the first stage has none.
-    """
-
-    activations_in: dict[int, Receiver] = field(default_factory=dict)
-    activations_out: dict[int, Sender] = field(default_factory=dict)
-    gradients_in: dict[int, Receiver] = field(default_factory=dict)
-    gradients_out: dict[int, Sender] = field(default_factory=dict)
-
-    def interrupt(self, error: BaseException) -> None:
-        """Raises an error in each waiting or later receive.
-
-        Args:
-            error: What to raise.
-        """
-        for receiver in self._receivers():
-            receiver.interrupt(error)
-
-    def close(self) -> None:
-        """Closes all channels. Collective: both ends must call it."""
-        senders = (*self.activations_out.values(), *self.gradients_out.values())
-        for sender in dict.fromkeys(senders):
-            sender.close()
-        for receiver in self._receivers():
-            receiver.close()
-
-    def _receivers(self) -> list[Receiver]:
-        return list(dict.fromkeys((*self.activations_in.values(), *self.gradients_in.values())))
 
 
 @dataclass(frozen=True, slots=True)

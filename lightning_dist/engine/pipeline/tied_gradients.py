@@ -12,27 +12,14 @@ On a mesh, ranks in the same place of two stages have the same shard, and exchan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.comms.channel import Receiver, Sender
+from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.dtensor import from_shard, local_part
-
-
-@dataclass(frozen=True, slots=True)
-class TieLinks:
-    """The channels of one rank to others that hold the same parameters.
-
-    Attributes:
-        outgoing: Sending ends, by the peer's rank in the pipeline.
-        incoming: Receiving ends, by the peer's rank in the pipeline.
-    """
-
-    outgoing: Mapping[int, Sender] = field(default_factory=dict)
-    incoming: Mapping[int, Receiver] = field(default_factory=dict)
 
 
 def keep(_: str, gradient: Tensor) -> Tensor:
@@ -69,7 +56,7 @@ class TiedSums:
         ties: Sequence[Tie],
         rank_of_stage: Sequence[int],
         rank: int,
-        links: TieLinks,
+        links: PeerLinks,
         change: Callable[[str, Tensor], Tensor | None] = keep,
     ) -> None:
         self._change = change

@@ -28,9 +28,8 @@ from lightning_dist.engine.planning.layer_costs import StepCosts
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
-from lightning_dist.strategies.pipelining.session import run_context
 from lightning_dist.strategies.pipelining.updates import StageUpdates
-from lightning_dist.strategies.pipelining.warmup_profile import WarmupProfile
+from lightning_dist.strategies.pipelining.warmup_profile import profile_layers
 
 
 class MovableLayers(StageUpdates):
@@ -72,8 +71,8 @@ class MovableLayers(StageUpdates):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._config.partition == "profile":
             everyone = self.group(*self.mesh.sizes)
-            rehearsal = WarmupProfile(self.module, self.session, run_context(self, lambda: None))
-            profiles = gather_profiles(rehearsal.profile(batch, batch_idx), everyone)
+            profile = profile_layers(self, self.session, batch, batch_idx)
+            profiles = gather_profiles(profile, everyone)
             costs = StepCosts.of_ranks(profiles)
             balance = find_balance(costs, self.session.pipeline.shape)
             self.repartition(balance.better_cut)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,10 +20,9 @@ from lightning_dist.engine.pipeline.gradients import HeldGradients, ReplicaWeigh
 from lightning_dist.engine.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums, keep
-from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.layers import Layers
-from lightning_dist.engine.splitting.ties import Tie, find_ties
+from lightning_dist.engine.splitting.ties import find_ties
 from lightning_dist.engine.tensors.patch import with_hooks
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.metrics import StageMetrics
@@ -41,59 +39,18 @@ def _ignore(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The ranks, the device and the callables that a pipeline runs with.
+    """The strategy that a pipeline runs under, and its calls before an update.
 
     Attributes:
-        mesh: All ranks.
-        rank: This rank.
-        device: The device that the rank computes on.
-        seed: Base of the random numbers; the same on all ranks.
-        timeout_seconds: Seconds that a rank waits for another.
-        stages: A gloo group of this replica's stages.
-        replicas: A gloo group of the ranks that read other data and hold this stage.
-        precision_plugin: Runs hooks, clipping and the optimizer's step.
-        complete_gradients: Called before each update with the rank's gradients in place.
-        complete_early: Called instead of ``complete_gradients`` when gradients are final before
-            the update is due (2BW).
-    """
-
-    mesh: MeshShape
-    rank: int
-    device: torch.device
-    seed: int
-    timeout_seconds: float
-    stages: dist.ProcessGroup
-    replicas: dist.ProcessGroup
-    precision_plugin: Precision
-    complete_gradients: Callable[[], None]
-    complete_early: OnComplete
-
-
-def run_context(
-    strategy: DistributedStrategy,
-    complete_gradients: Callable[[], None],
-    complete_early: OnComplete = _ignore,
-) -> RunContext:
-    """Creates the run context on a strategy's mesh. Collective: every rank must call it.
-
-    Args:
         strategy: The strategy, after its process group has been initialised.
         complete_gradients: Called before each update with the rank's gradients in place.
         complete_early: Called instead of ``complete_gradients`` when gradients are final before
             the update is due (2BW).
     """
-    return RunContext(
-        mesh=strategy.mesh,
-        rank=strategy.global_rank,
-        device=strategy.root_device,
-        seed=strategy.seed,
-        timeout_seconds=strategy.timeout_seconds,
-        stages=strategy.group("pp"),
-        replicas=strategy.data_group,
-        precision_plugin=strategy.precision_plugin,
-        complete_gradients=complete_gradients,
-        complete_early=complete_early,
-    )
+
+    strategy: DistributedStrategy
+    complete_gradients: Callable[[], None]
+    complete_early: OnComplete = _ignore
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,23 +141,32 @@ def open_session(
         logged: The staleness values to log; None for none.
     """
     predict = config.prediction(optimizer)  # first, for it may refuse
-    shape = config.shape(run.mesh, run.rank, layers_per_stage)
+    strategy = run.strategy
+    stages, replicas = strategy.group("pp"), strategy.data_group
+    shape = config.shape(strategy.mesh, strategy.global_rank, layers_per_stage)
     ties = find_ties(found, shape.layers_per_stage)
-    channels = _connect(ties, shape, run)
+    homes = shape.rank_of_stage
+    channels = connect(
+        strategy.mesh.groups("pp"),
+        strategy.root_device,
+        strategy.timeout_seconds,
+        rank_of_stage=homes,
+        holders={tie.ranks(homes) for tie in ties},
+    )
     with ExitStack() as if_it_fails:
         if_it_fails.callback(channels.close)
         change = partial(_run_hooks, found.module) if wrapped is None else keep
         tied = TiedSums(ties, shape.rank_of_stage, shape.rank, channels.ties, change)
         tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
-        half = half_precision_of(run.precision_plugin)
+        half = half_precision_of(strategy.precision_plugin)
         weights = None
         if half is not None:
             weights = half.leave_to_stages(found, is_in_graph=wrapped is not None)
         masters_dtype = None if weights is None else torch.float32
         options = StageOptions(
             weight_versions=config.weight_versions,
-            seed=run.seed,
-            device=run.device,
+            seed=strategy.seed,
+            device=strategy.root_device,
             gradients=lambda _: HeldGradients(masters_dtype),
             predict=predict,
             measure_discrepancy=logged is not None and logged.discrepancy,
@@ -213,53 +179,47 @@ def open_session(
             shape,
             channels.links,
             options,
-            rank=run.rank,
+            rank=strategy.global_rank,
             on_complete=run.complete_early,
-            average_weight=ReplicaWeights(run.replicas).average,
+            average_weight=ReplicaWeights(replicas).average,
             shared=tied.names,
         )
         if_it_fails.callback(pipeline.detach)
         log = None if logged is None else StalenessLog(module, pipeline, logged)
-        last_rank = dist.get_process_group_ranks(run.stages)[shape.rank_of_stage[-1]]
+        last_rank = dist.get_process_group_ranks(stages)[homes[-1]]
         has_last = pipeline.stages.has_last
-        metrics = StageMetrics(module, run.stages, run.replicas, last_rank, has_last)
+        metrics = StageMetrics(module, stages, replicas, last_rank, has_last)
         runner = StepRunner(
             module,
             pipeline,
             channels,
             metrics,
-            evaluation_microbatches=config.evaluation_microbatches(run.mesh.pp),
+            evaluation_microbatches=config.evaluation_microbatches(strategy.mesh.pp),
             change_step=(lambda step: step) if wrapped is None else wrapped.change_step,
             loss_scale=(lambda: 1.0) if half is None else half.scale_of_next_batch,
         )
         updates = Updates(
             module,
             pipeline,
-            run.precision_plugin,
+            strategy.precision_plugin,
             tied,
             complete_gradients=run.complete_gradients,
             on_update=_ignore if log is None else log.post,
             rate_correction=config.rate_correction(shape),
         )
         session = Session(
-            mesh=run.mesh,
+            mesh=strategy.mesh,
             pipeline=pipeline,
             channels=channels,
             metrics=metrics,
             runner=runner,
             updates=updates,
             tied=tied,
-            hook_log=HookLog(module, run.stages, asynchronous=pipeline.asynchronous),
+            hook_log=HookLog(module, stages, asynchronous=pipeline.asynchronous),
             staleness_log=log,
         )
         if_it_fails.pop_all()
         return session
-
-
-def _connect(ties: Sequence[Tie], shape: PipelineShape, run: RunContext) -> Channels:
-    homes = shape.rank_of_stage
-    holders = {tie.ranks(homes) for tie in ties}
-    return connect(run.mesh.groups("pp"), run.device, run.timeout_seconds, homes, holders)
 
 
 def _run_hooks(module: nn.Module, name: str, gradient: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dist.engine.comms.channel import Receiver, Sender
+from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.planning.partition import find_moves
 from lightning_dist.engine.splitting.cut import recut, structure_of
 from lightning_dist.engine.splitting.layers import Layers
@@ -142,35 +142,6 @@ def _set(modules: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveLinks:
-    """The channels of one rank to the ranks that it exchanges layers with.
-
-    Attributes:
-        outgoing: Sending ends, by the peer's rank in the pipeline.
-        incoming: Receiving ends, by the peer's rank in the pipeline.
-    """
-
-    outgoing: Mapping[int, Sender] = field(default_factory=dict)
-    incoming: Mapping[int, Receiver] = field(default_factory=dict)
-
-    def interrupt(self, error: BaseException) -> None:
-        """Raises an error in each waiting or later receive.
-
-        Args:
-            error: What to raise.
-        """
-        for receiver in self.incoming.values():
-            receiver.interrupt(error)
-
-    def close(self) -> None:
-        """Waits until all has arrived, and closes the channels. Collective: all ranks call it."""
-        for sender in self.outgoing.values():
-            sender.close()
-        for receiver in self.incoming.values():
-            receiver.close()
-
-
-@dataclass(frozen=True, slots=True)
 class _Parcel:
     """A layer as it travels.
 
@@ -229,7 +200,7 @@ class Relocation:
 
     @torch.no_grad()
     def run(
-        self, links: MoveLinks, optimizers: Iterable[Optimizer], *, with_gradients: bool = False
+        self, links: PeerLinks, optimizers: Iterable[Optimizer], *, with_gradients: bool = False
     ) -> None:
         """Moves the layers; the pipeline must be empty, and detached from the module.
 

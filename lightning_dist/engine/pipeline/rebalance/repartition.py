@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_dist.engine.pipeline.connect import connect_moves
+from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.pipeline.rebalance.relocation import MoveLinks, Relocation
+from lightning_dist.engine.pipeline.rebalance.relocation import Relocation
 from lightning_dist.engine.planning.partition import Move
 from lightning_dist.engine.splitting.find_layers import choose_partition, refuse_ties
 from lightning_dist.engine.splitting.layers import Layers
@@ -118,7 +119,7 @@ class LayerExchange:
         self._groups = groups
         self._device = device
         self._timeout_seconds = timeout_seconds
-        self._links = MoveLinks()
+        self._links = PeerLinks()
         self._interruption: BaseException | None = None
 
     def run(
@@ -162,7 +163,7 @@ class LayerExchange:
             pipeline.stages.repartition(after)
             on_moved()
         self._links.close()
-        self._links = MoveLinks()
+        self._links = PeerLinks()
         return relocation.moves
 
     def interrupt(self, error: BaseException) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from lightning_dist.engine.pipeline.connect import wire
 from lightning_dist.engine.pipeline.gradients import WeighedGradients
-from lightning_dist.engine.pipeline.runtime import Links
+from lightning_dist.engine.pipeline.links import Links
 from lightning_dist.engine.tensors.tree import flatten, unflatten
 
 

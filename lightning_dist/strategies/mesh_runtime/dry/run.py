@@ -28,10 +28,11 @@ from torch import Tensor
 from lightning_dist.engine.common.device_mesh import build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule, parallelize
+from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
-from lightning_dist.engine.pipeline.tied_gradients import TiedSums, TieLinks
+from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.planning.dry_run_report import DryRunSummary, RankKind, collapse
 from lightning_dist.engine.planning.traffic import MessageKind, Traffic, TrafficLedger
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
@@ -241,7 +242,7 @@ class DryStep:
         pipeline.install_gradients()
         staged.add_gradients()
         gradients = pipeline.stages.named_parameters()
-        tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, TieLinks())
+        tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, PeerLinks())
         for names in tied.sent.values():
             copies = [gradients[name].grad for name in names]
             note(sum(local_part(copy).nbytes for copy in copies if copy is not None))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.comms.channel import MemoryChannel
-from lightning_dist.engine.pipeline.tied_gradients import TiedSums, TieLinks
+from lightning_dist.engine.pipeline.links import PeerLinks
+from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.splitting.ties import Tie
 
 PAIR = Tie({0: ("0.w",), 2: ("2.w",)})
@@ -32,7 +33,7 @@ def ranks_of(
             ties,
             rank_of_stage,
             rank,
-            TieLinks(
+            PeerLinks(
                 {peer: channels[rank, peer] for peer in range(num_ranks)},
                 {peer: channels[peer, rank] for peer in range(num_ranks)},
             ),

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.pipeline.links import Links
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.pipeline.runtime import Links
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.stashing.prediction import extrapolated

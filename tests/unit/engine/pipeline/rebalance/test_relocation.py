@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.checkpoint.optimizer_state import name_groups, regroup
+from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.pipeline.rebalance.relocation import MoveLinks, Relocation
+from lightning_dist.engine.pipeline.rebalance.relocation import Relocation
 from lightning_dist.engine.splitting.cut import ForeignLayer
 from lightning_dist.engine.splitting.layers import LayerSequence
 from tests.helpers.networks.models import make_data, make_layers, make_optimizer
@@ -53,7 +54,7 @@ def train_moving(cuts: list[tuple[int, ...]], optimizer_name: str, turn: Lock) -
                 rank=rank,
                 device=torch.device("cpu"),
             )
-            links = MoveLinks(
+            links = PeerLinks(
                 {peer: channels[rank, peer] for peer in relocation.targets},
                 {peer: channels[peer, rank] for peer in relocation.sources},
             )

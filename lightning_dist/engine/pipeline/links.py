@@ -1,0 +1,84 @@
+"""The ends of channels that one rank of a pipeline has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from typing_extensions import override
+
+from lightning_dist.engine.comms.channel import Receiver, Sender
+
+
+class _Ends:
+    """Closes and interrupts the ends of channels; several uses may share an end."""
+
+    def senders(self) -> Iterable[Sender]:
+        raise NotImplementedError
+
+    def receivers(self) -> Iterable[Receiver]:
+        raise NotImplementedError
+
+    def interrupt(self, error: BaseException) -> None:
+        """Raises an error in each waiting or later receive.
+
+        Args:
+            error: What to raise.
+        """
+        for receiver in dict.fromkeys(self.receivers()):
+            receiver.interrupt(error)
+
+    def close(self) -> None:
+        """Waits until all has arrived, and closes the channels. Collective: both ends call it."""
+        for sender in dict.fromkeys(self.senders()):
+            sender.close()
+        for receiver in dict.fromkeys(self.receivers()):
+            receiver.close()
+
+
+@dataclass(frozen=True)
+class Links(_Ends):
+    """The channels of one rank, by the stage of this rank that uses them.
+
+    Stages may share channels; each message's tag says which stage and micro-batch it is for.
+
+    Attributes:
+        activations_in: Channels from the stage before; the first stage has none.
+        activations_out: Channels to the stage after; the last stage has none.
+        gradients_in: Channels from the stage after; the last stage has none.
+        gradients_out: Channels to the stage before; the first stage has none.
+    """
+
+    activations_in: dict[int, Receiver] = field(default_factory=dict)
+    activations_out: dict[int, Sender] = field(default_factory=dict)
+    gradients_in: dict[int, Receiver] = field(default_factory=dict)
+    gradients_out: dict[int, Sender] = field(default_factory=dict)
+
+    @override
+    def senders(self) -> Iterable[Sender]:
+        return (*self.activations_out.values(), *self.gradients_out.values())
+
+    @override
+    def receivers(self) -> Iterable[Receiver]:
+        return (*self.activations_in.values(), *self.gradients_in.values())
+
+
+@dataclass(frozen=True)
+class PeerLinks(_Ends):
+    """The channels of one rank to ranks that hold the same parameters, or exchange layers.
+
+    Attributes:
+        outgoing: Sending ends, by the peer's rank in the pipeline.
+        incoming: Receiving ends, by the peer's rank in the pipeline.
+    """
+
+    outgoing: Mapping[int, Sender] = field(default_factory=dict)
+    incoming: Mapping[int, Receiver] = field(default_factory=dict)
+
+    @override
+    def senders(self) -> Iterable[Sender]:
+        return self.outgoing.values()
+
+    @override
+    def receivers(self) -> Iterable[Receiver]:
+        return self.incoming.values()
