@@ -153,13 +153,13 @@ def connect(
         wire(
             homes,
             rank,
-            _GroupEnds(activations, DistributedSender, receiver),
-            _GroupEnds(gradients, DistributedSender, receiver),
+            _GroupEnds(activations, receiver),
+            _GroupEnds(gradients, receiver),
         ),
         tuple(DistributedSender(results, peer) for peer in others) if rank == last else (),
         None if rank == last else receiver(results, last),
         own,
-        _tie_links(ranks, pairs, of_ties, DistributedSender, receiver),
+        _tie_links(ranks, pairs, of_ties, receiver),
     )
 
 
@@ -225,7 +225,6 @@ def _tie_links(
     ranks: Sequence[int],
     pairs: Sequence[tuple[int, int]],
     groups: Sequence[dist.ProcessGroup],
-    sender: Callable[[dist.ProcessGroup, int], Sender],
     receiver: Callable[[dist.ProcessGroup, int], Receiver],
 ) -> PeerLinks:
     own = ranks.index(dist.get_rank())
@@ -235,7 +234,7 @@ def _tie_links(
         if own in pair:
             is_low, peer = own == pair[0], sum(pair) - own
             out, back = groups if is_low else reversed(groups)
-            senders[peer] = sender(out, ranks[peer])
+            senders[peer] = DistributedSender(out, ranks[peer])
             receivers[peer] = receiver(back, ranks[peer])
     return PeerLinks(senders, receivers)
 
@@ -246,18 +245,16 @@ class _GroupEnds:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        make_sender: Callable[[dist.ProcessGroup, int], Sender],
         make_receiver: Callable[[dist.ProcessGroup, int], Receiver],
     ) -> None:
         self._group = group
-        self._make_sender = make_sender
         self._make_receiver = make_receiver
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
 
     def to(self, peer: int, stage: int) -> Sender:
         if peer not in self._senders:
-            self._senders[peer] = self._make_sender(self._group, peer)
+            self._senders[peer] = DistributedSender(self._group, peer)
         return self._senders[peer]
 
     def of(self, peer: int, stage: int) -> Receiver:

@@ -234,17 +234,6 @@ class WeighedGradients:
     gradients: list[Tensor | None]
     weight: Tensor | None = None
 
-    @classmethod
-    def of_loss(cls, gradients: list[Tensor | None], weight: float | None) -> WeighedGradients:
-        """Creates the gradients with which a backward begins.
-
-        Args:
-            gradients: Gradients of the roots.
-            weight: Weight of the loss; None if the samples count.
-        """
-        tensor = None if weight is None else torch.tensor(weight, dtype=torch.float64)
-        return cls(gradients, tensor)
-
 
 class LossWeights:
     """Sums the weights of losses, and divides gradients by the sum.

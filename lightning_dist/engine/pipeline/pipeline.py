@@ -45,7 +45,6 @@ from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.rounds import Round, Rounds
 from lightning_dist.engine.schedules.timeline import SpanKind
-from lightning_dist.engine.schedules.update_rule import UpdateRule
 from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.tensors.patch import add_with_hooks, has_gradient_hooks, with_hooks
@@ -79,6 +78,10 @@ class Pipeline:
             on the rank that sums their gradients.
 
     Attributes:
+        update_rule: The meaning of the schedule's update.
+        asynchronous: Whether batches overlap, so that gradients come later than their batch.
+        delay: Batches between a batch and its gradients on this rank.
+        lag: Number of batches by which the first rank may be ahead of the last rank's results.
         batches_since_drain: Batches whose forward has run since the pipeline was last empty.
         num_batches: Training batches so far.
         microbatch_sizes: Samples of each micro-batch of the latest batch.
@@ -101,6 +104,9 @@ class Pipeline:
         self.recorder = Recorder(shape.rank if rank is None else rank, options.device)
         self.stages = OwnStages(layers_in(sequence), options, shape)
         self._rounds = Rounds(shape)
+        self.update_rule = self._rounds.update_rule
+        self.asynchronous = self._rounds.asynchronous
+        self.delay, self.lag = self._rounds.delay, self._rounds.lag
         self._on_complete = on_complete
         self._shared = shared
         self._loss_weights = LossWeights(average_weight)
@@ -125,26 +131,6 @@ class Pipeline:
     def shape(self) -> PipelineShape:
         """This rank's part of the pipeline."""
         return self.stages.shape
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether batches overlap, so that gradients come later than their batch."""
-        return self._rounds.asynchronous
-
-    @property
-    def delay(self) -> int:
-        """Batches between a batch and its gradients on this rank."""
-        return self._rounds.delay
-
-    @property
-    def lag(self) -> int:
-        """Number of batches by which the first rank may be ahead of the last rank's results."""
-        return self._rounds.lag
-
-    @property
-    def update_rule(self) -> UpdateRule:
-        """The meaning of the schedule's update."""
-        return self._rounds.update_rule
 
     @property
     def has_gradients(self) -> bool:

@@ -154,7 +154,8 @@ class Runtime:
             share = microbatch.weight * work.gradient_scale
             weight = share if loss.weight is None else loss.weight
             roots = stage.set_loss(index, loss.value, weight * work.loss_scale)
-            self._take_gradients(place, WeighedGradients.of_loss(roots, loss.weight))
+            given = None if loss.weight is None else torch.tensor(loss.weight, dtype=torch.float64)
+            self._take_gradients(place, WeighedGradients(roots, given))
 
     def _send_activation(self, place: Place, _: Work | None) -> None:
         stage, index = place

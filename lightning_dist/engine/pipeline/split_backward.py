@@ -22,74 +22,36 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 @dataclass(slots=True, eq=False)
-class Branch:
-    """Parameters, and where the ways to them begin.
+class _Branch:
+    """Parameters, and where the ways to them begin: joints, and nodes of outputs off the chain."""
 
-    Attributes:
-        parameters: The parameters' indices in the list given to :meth:`BackwardGraph.branches`.
-        beginnings: Joints, and nodes of outputs that are not on the chain; as keys, in order.
-    """
-
-    parameters: list[int]
-    beginnings: dict[Node, None]
-
-    def absorb(self, other: Branch) -> None:
-        """Adds another branch's parameters and beginnings to this one.
-
-        Args:
-            other: A branch that has a beginning in common with this one.
-        """
-        self.parameters += other.parameters
-        self.beginnings |= other.beginnings
+    parameters: list[int]  # indices
+    beginnings: dict[Node, None]  # as keys, in order
 
 
-class BackwardGraph:
-    """The nodes between outputs and inputs in the autograd graph.
-
-    Args:
-        outputs: Roots; each requires grad.
-        inputs: Leaves that are no parameters.
-    """
+class _BackwardGraph:
+    """The nodes between outputs and inputs in the autograd graph."""
 
     def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        self._roots = dict.fromkeys(map(node_of, outputs))
-        self._parents = _parents_of_all(self._roots)
-        self._chain: dict[Node, None] = {}
-        waiting = deque(map(node_of, inputs))
+        self._roots = dict.fromkeys(map(_node_of, outputs))
+        self.parents = _parents_of_all(self._roots)
+        self.chain: dict[Node, None] = {}
+        waiting = deque(map(_node_of, inputs))
         while waiting:
             node = waiting.popleft()
-            if node not in self._chain:
-                self._chain[node] = None
-                waiting += self._parents.get(node, [])
+            if node not in self.chain:
+                self.chain[node] = None
+                waiting += self.parents.get(node, [])
 
-    def is_on_chain(self, node: Node) -> bool:
-        """Returns whether gradients of the inputs pass a node.
-
-        Args:
-            node: Any node.
-        """
-        return node in self._chain
-
-    def is_top(self, node: Node) -> bool:
-        """Returns whether a backward can only begin at a node, and not pass it.
-
-        Args:
-            node: Node of an output.
-        """
-        return not self._parents[node]
-
-    def branches(self, parameters: Sequence[Tensor]) -> list[Branch]:
-        """Sorts parameters by where the ways to them begin.
-
-        Args:
-            parameters: Leaves; a parameter that no output depends on is in no branch.
-        """
-        found: dict[Node, Branch] = {}
+    def branches(self, parameters: Sequence[Tensor]) -> list[_Branch]:
+        """Sorts parameters by where the ways to them begin; unused ones are in no branch."""
+        found: dict[Node, _Branch] = {}
         for i, parameter in enumerate(parameters):
-            branch = Branch([i], self._beginnings(node_of(parameter)))
+            branch = _Branch([i], self._beginnings(_node_of(parameter)))
             met = {id(known): known for node in branch.beginnings if (known := found.get(node))}
             for known in met.values():
-                branch.absorb(known)
+                branch.parameters += known.parameters
+                branch.beginnings |= known.beginnings
             found.update(dict.fromkeys(branch.beginnings, branch))
         return list({id(branch): branch for branch in found.values()}.values())
 
@@ -99,21 +61,17 @@ class BackwardGraph:
         waiting = deque([leaf])
         while waiting:
             node = waiting.popleft()
-            if node in self._chain or node in self._roots:
+            if node in self.chain or node in self._roots:
                 beginnings[node] = None
-            if node not in self._chain:
-                above = dict.fromkeys(self._parents.get(node, []))
+            if node not in self.chain:
+                above = dict.fromkeys(self.parents.get(node, []))
                 waiting += [parent for parent in above if parent not in seen]
                 seen.update(above)
         return beginnings
 
 
-def node_of(tensor: Tensor) -> Node:
-    """Returns the node at which a tensor's gradient arrives.
-
-    Args:
-        tensor: A tensor that requires grad; it may be a leaf.
-    """
+def _node_of(tensor: Tensor) -> Node:
+    """Returns the node at which a tensor's gradient arrives."""
     return get_gradient_edge(tensor).node
 
 
@@ -123,7 +81,7 @@ def nodes_beneath(outputs: Sequence[Tensor]) -> Collection[Node]:
     Args:
         outputs: Roots; each requires grad.
     """
-    return _parents_of_all(map(node_of, outputs)).keys()
+    return _parents_of_all(map(_node_of, outputs)).keys()
 
 
 def _parents_of_all(roots: Iterable[Node]) -> dict[Node, list[Node]]:
@@ -165,7 +123,7 @@ class SplitBackward:
         self._gradients = list(gradients)
         self._inputs = list(inputs)
         self._parameters = list(parameters.values())
-        self._branches: list[Branch] = []
+        self._branches: list[_Branch] = []
         self._arrived: dict[Node, Arrived] = {}
         self._beside: list[tuple[GradientEdge, Tensor]] = []
 
@@ -183,13 +141,13 @@ class SplitBackward:
         """
         if not self._inputs or not self._outputs:
             return [None] * len(self._inputs)
-        graph = BackwardGraph(self._outputs, self._inputs)
+        graph = _BackwardGraph(self._outputs, self._inputs)
         self._branches = graph.branches(self._parameters)
         kept = {node for branch in self._branches for node in branch.beginnings}
-        found = self._run_chain(graph, [node for node in kept if graph.is_on_chain(node)])
+        found = self._run_chain(graph, [node for node in kept if node in graph.chain])
         for output in self._outputs:
             # Other code still holds the output, whose graph is not needed any more.
-            if graph.is_top(node_of(output)) and node_of(output) not in kept:
+            if not graph.parents[_node_of(output)] and _node_of(output) not in kept:
                 _cut_off(output)
         self._outputs, self._gradients = [], []
         return found
@@ -206,11 +164,11 @@ class SplitBackward:
         self._branches, self._beside = [], []
         self._arrived.clear()
 
-    def _run_chain(self, graph: BackwardGraph, joints: Sequence[Node]) -> list[Tensor | None]:
+    def _run_chain(self, graph: _BackwardGraph, joints: Sequence[Node]) -> list[Tensor | None]:
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
         for output, gradient in zip(self._outputs, self._gradients, strict=True):
-            if graph.is_on_chain(node_of(output)):
+            if _node_of(output) in graph.chain:
                 outputs.append(output)
                 gradients.append(gradient)
             else:
@@ -224,7 +182,7 @@ class SplitBackward:
                 )
             )
 
-    def _run_branch(self, branch: Branch) -> None:
+    def _run_branch(self, branch: _Branch) -> None:
         arrived = {n: self._arrived[n] for n in branch.beginnings if n in self._arrived}
         roots = [
             (GradientEdge(node, i), gradient)

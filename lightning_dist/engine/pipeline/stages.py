@@ -28,7 +28,6 @@ from lightning_dist.engine.splitting.whole_step import StepInterceptor, WholeSte
 from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.engine.stashing.policy import Predict, choose_policy
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
-from lightning_dist.engine.stashing.versions import WeightPolicy
 
 _CPU = torch.device("cpu")
 
@@ -61,34 +60,6 @@ class StageOptions:
     predict: Predict | None = None
     measure_discrepancy: bool = False
     half: HalfWeights | None = None
-
-    def num_copies(self, shape: PipelineShape) -> tuple[int, ...]:
-        """Counts the most copies of its weights that each stage of a pipeline holds.
-
-        Args:
-            shape: Shape of the pipeline.
-        """
-        return num_copies(shape, self.weight_versions, predicts=self.predict is not None)
-
-    def policy(self, shape: PipelineShape, layers: nn.Module, *, hides_hooks: bool) -> WeightPolicy:
-        """Creates the policy that chooses the weights of a stage's micro-batches.
-
-        Args:
-            shape: This rank's part of the pipeline.
-            layers: Layers of the stage.
-            hides_hooks: Whether autograd must not run hooks of parameters.
-        """
-        rule = find_schedules(shape.schedule).update_rule
-        sizes = (shape.num_ranks, shape.num_microbatches)
-        return choose_policy(
-            layers,
-            rule.weights(self.weight_versions, shape.rank, *sizes),
-            self.predict,
-            remembers=self.measure_discrepancy,
-            half=self.half,
-            microbatches_per_update=shape.num_microbatches,
-            hides_hooks=hides_hooks,
-        )
 
 
 class OwnStages(Mapping[int, Stage]):
@@ -137,7 +108,8 @@ class OwnStages(Mapping[int, Stage]):
     @property
     def num_copies(self) -> tuple[int, ...]:
         """The most copies of its weights that each stage of the pipeline holds at a time."""
-        return self.options.num_copies(self.shape)
+        predicts = self.options.predict is not None
+        return num_copies(self.shape, self.options.weight_versions, predicts=predicts)
 
     @property
     def version_bytes(self) -> int:
@@ -224,7 +196,17 @@ class OwnStages(Mapping[int, Stage]):
         shape, options = self.shape, self.options
         own = layers_of(self.found, shape.layers_per_stage, number)
         gradients = options.gradients(number)
-        policy = options.policy(shape, own, hides_hooks=not gradients.runs_hooks)
+        rule = find_schedules(shape.schedule).update_rule
+        sizes = (shape.num_ranks, shape.num_microbatches)
+        policy = choose_policy(
+            own,
+            rule.weights(options.weight_versions, shape.rank, *sizes),
+            options.predict,
+            remembers=options.measure_discrepancy,
+            half=options.half,
+            microbatches_per_update=shape.num_microbatches,
+            hides_hooks=not gradients.runs_hooks,
+        )
         measures = options.measure_discrepancy
         return Stage(
             stage_index=number,
