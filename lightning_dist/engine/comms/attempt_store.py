@@ -1,12 +1,9 @@
 """The store in which the processes of one attempt meet, if a launcher may restart processes.
 
-The agents of torchrun keep one store for all attempts, and the processes that they start use it.
-So a second attempt would find the addresses of processes that have ended. No environment variable
-distinguishes attempts: ``TORCHELASTIC_RESTART_COUNT`` counts the failures of one host.
-
-So the first rank names the attempt. Every other rank asks for the name with a token of its own,
-which no process of an earlier attempt can have used. Agents end all processes of an attempt before
-they begin another one.
+The agents of torchrun keep one store for all attempts, so a second attempt would find the addresses
+of processes that have ended. No environment variable distinguishes attempts. So the first rank
+names the attempt, and every other rank asks for the name with a token that no process of an earlier
+attempt can have used. Agents end all processes of an attempt before they begin another one.
 """
 
 from __future__ import annotations

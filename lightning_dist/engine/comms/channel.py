@@ -1,12 +1,9 @@
 """The protocols of both ends of a channel between two stages, on any transport.
 
-A message is a tree of tensors with a tag, on whose meaning sender and receiver agree.
-Stages on one rank share its channels, and only the tag says which stage a message is for. A thread
-that learns that the other end is gone, or that the whole run has failed, wakes the receiver with
-:meth:`Receiver.interrupt`.
-
-:class:`MemoryChannel` is a channel inside one process, between stages of one rank or between ranks
-that are threads of a test.
+A message is a tree of tensors with a tag. Stages on one rank share its channels, and only the tag
+says which stage a message is for. A thread that learns that the other end is gone, or that the run
+has failed, wakes the receiver with :meth:`Receiver.interrupt`. :class:`MemoryChannel` is a channel
+inside one process, between stages of one rank or between ranks that are threads of a test.
 """
 
 from __future__ import annotations

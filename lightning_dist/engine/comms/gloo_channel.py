@@ -1,14 +1,10 @@
 """Both ends of a channel to another process, over a gloo process group.
 
-*No thread with work waits.* A send is begun and left to itself. A thread posts the receive of the
-next packet before that packet is sent, so that data flows while the stage computes.
-
-*One communicator per direction.* Two ranks that send to each other on one communicator depend on
-the order of their calls; on two they cannot deadlock.
-
-A transport that fixes its shapes from the first micro-batch gives silently wrong gradients for
-uneven ones. Here the schema of a message, its tree without tensors and the tensors' infos, precedes
-the first message that differs.
+No thread with work waits: a send is begun and left to itself, and a thread posts the receive of the
+next packet before that packet is sent. There is one communicator per direction: two ranks that send
+to each other on one depend on the order of their calls. The schema of a message, its tree without
+tensors and the tensors' infos, precedes the first message that differs, since shapes that are fixed
+by the first micro-batch give silently wrong gradients for uneven ones.
 
 Gloo alone takes CPU tensors and several ranks on one GPU. Tensors of a GPU are staged through
 pinned host memory.

@@ -1,11 +1,9 @@
 """Process groups that outlive a Trainer, for the next one to use.
 
-A group costs descriptors and threads, and torch keeps a group until it is destroyed. A script with
-many Trainers must not create new groups for each Trainer. A run cannot destroy its groups either:
-modules that stay parallel, and torch's caches of meshes, hold them.
-
-So a run takes groups from a pool and returns them when the run has ended well. A run within a run
-takes other groups. Groups of a failed run are in an unknown state, and do not return.
+A group costs descriptors and threads until it is destroyed, and a run cannot destroy its groups:
+modules that stay parallel, and torch's caches of meshes, hold them. So a run takes groups from a
+pool and returns them when it has ended well. A run within a run takes other groups. Groups of a
+failed run are in an unknown state, and do not return.
 """
 
 from __future__ import annotations

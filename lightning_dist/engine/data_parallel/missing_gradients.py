@@ -1,11 +1,10 @@
 """Completes an all-reduce of gradients that waits for gradients which this rank does not have.
 
-torch's DistributedDataParallel sends a bucket when each parameter in it has got its gradient. When
-a step leaves a parameter out on one rank, the other ranks wait for ever. Here a missing gradient
-counts as zero. A parameter that no rank has used is a mistake, which all ranks must report in the
-same step. But a rank that lacks nothing cannot know of it, and a message in each step costs time.
-So a rank leaves a note of its missing gradients before it sends the zeros. A rank that has all
-averages has received them from all ranks, so it finds all notes.
+torch's DistributedDataParallel sends a bucket when each parameter in it has its gradient. When a
+step leaves a parameter out on one rank, the others wait for ever. Here a missing gradient counts as
+zero. A parameter that no rank has used is a mistake, which all ranks must report in the same step,
+without a message in each step. So a rank leaves a note of its missing gradients before it sends the
+zeros. A rank that has all averages has received them from all ranks, so it finds all notes.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ The order is the specification: pipeline stages, tensor parallelism, compilation
 checkpointing, shards or replicas. Layers, plan and units are chosen on the whole model, before the
 first cut. So all ranks choose the same, or raise the same error.
 
-The root of the shards is not the user's module: FSDP2 hooks into a forward, and a Lightning step is
-none. Without a pipeline the root is a :class:`StepModule` around the module. In a pipeline a step
-ends early on most stages, so each stage of a rank has a root: the module that runs its layers. So
-the user's module keeps the user's class.
+FSDP2 hooks into a forward, and a Lightning step is none. Without a pipeline the root of the shards
+is a :class:`StepModule` around the module. In a pipeline each stage of a rank has a root: the
+module that runs its layers. So the user's module keeps the user's class.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Parameter groups that mix DTensors and plain tensors.
 
 ``fused=True`` and ``foreach=True`` update a whole group in a few calls, and torch refuses calls
-that mix DTensors and plain tensors. A tensor-parallel model's norms are plain, its projections are
-DTensors, and users put both into one group. Such a group is updated one parameter at a time, as an
-optimizer does without ``fused`` and ``foreach``.
-
-If a step's own code mixes the two, torch's error is raised again in the user's words.
+that mix both. A tensor-parallel model's norms are plain and its projections DTensors. Such a group
+is updated one parameter at a time, as an optimizer does without ``fused`` and ``foreach``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Shards a model over tensor-parallel ranks, layer by layer, by a plan.
 
 *A region* lies between the layers that compute each rank's own features and the layer that sums
-over them. :mod:`.layers.parallel_layer` shards the layers; :mod:`.layers.activations` has the
-collectives at the border. With sequence parallelism (:mod:`.layers.sequence`) the activations
-between the regions are sharded, too.
-
-A replicated parameter that meets other features or another part of the sequence on each rank has a
-partial gradient there (:mod:`.tensor_parallel.partial_gradients`).
-:meth:`TensorParallelModule.add_gradients` all-reduces these gradients.
+over them. With sequence parallelism (:mod:`.layers.sequence`) the activations between the regions
+are sharded, too. A replicated parameter that meets other features or another part of the sequence
+on each rank has a partial gradient, which :meth:`TensorParallelModule.add_gradients` all-reduces.
 """
 
 from __future__ import annotations

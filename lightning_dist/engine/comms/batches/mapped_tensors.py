@@ -1,15 +1,12 @@
 """Large tensors that processes of one host share: written once, and mapped by all others.
 
-A batch of images that goes from rank to rank by a socket is copied four times on its way to each.
-Most stages never read the batch. Here a batch is written once, and a message names the place. If a
-rank does not touch a tensor's elements, the tensor costs that rank a mapping, whatever its size.
+A batch of images that goes from rank to rank by a socket is copied four times on its way to each,
+and most stages never read it. Here a message names a file. If a rank does not touch a tensor's
+elements, the tensor costs that rank a mapping. Mappings are private: no other rank sees writes.
 
-Mappings are private: no other rank sees a rank's writes into its batch.
-
-A file has no name, so nothing is left behind when a process is killed. Another process opens the
-file by its number in the process that created it. On another host, in another container, as another
-user or without Linux that fails. If it does not fail there, a secret at the begin of the file shows
-whether the file is the right one.
+A file has no name, so nothing is left behind when a process is killed. Another process opens it by
+its number in the process that created it. On another host, in another container, as another user or
+without Linux that fails, or a secret at the begin of the file shows that it is another one.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The ranks form a chain, in the order of the pipeline. Each rank forwards a batch as soon as it
 receives the batch, before the user's code can change it. So no rank copies a batch more than twice,
-and no rank waits longer than for the activations, which go the same way. The schedule bounds the
-chain: a rank reads its next batch only when its step on the previous one is over. On one host large
-tensors do not travel: a rank finds them in :mod:`a file in memory <.batches.mapped_tensors>`.
+and no rank waits longer than for the activations. A rank reads its next batch only when its step on
+the previous one is over. On one host large tensors stay in :mod:`files <.batches.mapped_tensors>`.
 
 A message carries the reader's random states, too. So on each rank hooks and steps between two
 batches draw the same numbers as on one device, whatever the reading of a batch has drawn.

@@ -1,13 +1,11 @@
 """Makes an attention see the width of its own heads.
 
-``B, T, C = x.size()``, ``C // self.n_head``, ``split(self.n_embd)``, ``view(B, T, C)``: most
-attentions derive the size of a head from the width of their input. On a rank with some of the heads
-this is right if the width, and the attributes for it, are those of the rank's own heads. So the
-forward is called with a stand-in of that width, and the projections take the input behind it. A
-stand-in has no values, so other computations with it give NaNs, never a wrong number.
-
-Code that uses its input otherwise fails with a stand-in, or returns another result. The
-verification (:mod:`.plan.verify`) detects that before; without it no attention gets a stand-in.
+Most attentions derive the size of a head from the width of their input (``B, T, C = x.size()``,
+``C // self.n_head``, ``split(self.n_embd)``). On a rank with some of the heads this is right if the
+width is that of the rank's own heads. So the forward is called with a stand-in of that width, and
+the projections take the input behind it. A stand-in has no values, so other computations with it
+give NaNs, never a wrong number. Without the verification (:mod:`.plan.verify`) no attention gets a
+stand-in.
 """
 
 from __future__ import annotations

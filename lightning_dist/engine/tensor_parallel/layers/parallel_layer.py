@@ -1,11 +1,8 @@
 """One layer, sharded over the tensor-parallel ranks.
 
-A weight becomes a ``DTensor``, which has the whole shape and this rank's place in it; optimizers,
-clipping and checkpoints need nothing else. The layer computes with the local shard, a plain tensor,
-so the user's code around it sees plain tensors.
-
-Some biases stay ordinary parameters, replicated on each rank: the bias of a ``rowwise`` layer,
-which is added to the sum, and that of stacked matrices.
+A weight becomes a ``DTensor``; optimizers, clipping and checkpoints need nothing else. The layer
+computes with the local shard, a plain tensor, so the user's code around it sees plain tensors. The
+bias of a ``rowwise`` layer, added to the sum, and that of stacked matrices stay replicated.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Sharded logits, in a user's step that treats them as a plain tensor.
 
-The head returns sharded logits, a ``DTensor`` over the vocabulary. torch's ``loss_parallel`` makes
-``F.cross_entropy`` compute the loss from the shards; the whole logits never exist, in forward or
-backward. Before the loss, the step may reshape and scale sharded logits. Any other function, for an
-accuracy or another loss, gets gathered logits. After a write, the logits stay gathered.
-
-A closed list has the torch functions that get sharded logits. Other functions get gathered logits,
-for a ``DTensor`` promises less than a tensor: ``.item()`` of its mean is one rank's own, and
-torch's ``loss_parallel`` differentiates each ``log_softmax`` as if it were a cross-entropy's. The
-listed functions treat each element by itself, or change the shape, and keep the vocabulary dim.
+The head returns a ``DTensor`` over the vocabulary. torch's ``loss_parallel`` makes
+``F.cross_entropy`` compute the loss from the shards; the whole logits never exist. A closed list
+has the torch functions that get sharded logits: they treat each element by itself, or change the
+shape, and keep the vocabulary dim. Other functions get gathered logits, for a ``DTensor`` promises
+less than a tensor: ``.item()`` of its mean is one rank's own, and torch's ``loss_parallel``
+differentiates each ``log_softmax`` as if it were a cross-entropy's. After a write, the logits stay
+gathered.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The plan of the user's module comes first, then that of a Hugging Face model, then the names and
 sizes that are usual for transformers. A layer stays whole if it is not surely one of these, or if
-its shards do not add up to the whole (:mod:`.plan.verify`). That costs memory and time, but never
-changes a number. A module that cannot be run on its own is not verified there; the first step
-checks its parameters and features (:mod:`.layers.graph_check`).
+its shards do not add up to the whole (:mod:`.plan.verify`). That never changes a number. The first
+step checks modules that cannot be run on their own (:mod:`.layers.graph_check`).
 """
 
 from __future__ import annotations

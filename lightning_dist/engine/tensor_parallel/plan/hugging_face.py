@@ -1,11 +1,9 @@
 """Translates the built-in tensor-parallel plan of a Hugging Face model.
 
-The plan's styles are DTensor layouts of transformers' own, and the plan is written for inference,
-too. If a module needs all features of a projection, the plan gathers them after it and shards them
-again before the next one. There is no such style here, nor one for experts or latent attention.
-Layers that belong to one region are sharded together or not at all.
-
-Transformers need not be installed: a model with such a plan is recognised by its attributes.
+The plan is written for inference, too. If a module needs all features of a projection, the plan
+gathers them after it and shards them again before the next one. There is no such style here, nor
+one for experts or latent attention. Layers that belong to one region are sharded together or not at
+all. A model with such a plan is recognised by its attributes, without transformers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Runs a copy of a module on its own, without side effects, with guessed arguments.
 
 The arguments are mostly an activation, and for a cross-attention a second one. Attentions also take
-rotations of queries and keys, as complex numbers or as cosine and sine, in one argument or in two.
-The kind of rotation is guessed from the argument's name. If the module can compute with a guess,
-the guess is right, for wrong sizes raise an error. Masks are left out. For any other argument None,
-a number and an activation are tried.
+rotations of queries and keys, guessed by the argument's name. If the module can compute with a
+guess, the guess is right, for wrong sizes raise an error. Masks are left out. For any other
+argument None, a number and an activation are tried.
 """
 
 from __future__ import annotations

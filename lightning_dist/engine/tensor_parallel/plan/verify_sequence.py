@@ -1,9 +1,8 @@
 """Verifies that a block treats each position by itself, but for layers with the whole sequence.
 
-The same as :mod:`.plan.verify`, for sequence parallelism: a copy of each kind of block is run on a
-whole sequence, and on each rank's shard of it. Layers that get the whole sequence get their input
-of the whole run. The outputs for shards must be the shards of the whole output. A shift, a norm
-over the batch, or a table of positions does not pass.
+A copy of each kind of block is run on a whole sequence, and on each rank's shard of it. Layers that
+get the whole sequence get their input of the whole run. The outputs for shards must be the shards
+of the whole output. A shift, a norm over the batch, or a table of positions does not pass.
 """
 
 from __future__ import annotations
