@@ -71,11 +71,11 @@ def read_chrome_trace(path: str | os.PathLike[str]) -> Timeline:
         events = json.load(file)["traceEvents"]
     spans = tuple(
         Span(
-            event["pid"],
-            SpanKind(event["cat"]),
-            Action.parse(event["name"]),
-            event["ts"] / 1e6,
-            (event["ts"] + event["dur"]) / 1e6,
+            rank=event["pid"],
+            kind=SpanKind(event["cat"]),
+            action=Action.parse(event["name"]),
+            start_seconds=event["ts"] / 1e6,
+            end_seconds=(event["ts"] + event["dur"]) / 1e6,
         )
         for event in events
         if event["ph"] == "X" and event["cat"] != _LOOP

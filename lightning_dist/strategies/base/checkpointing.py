@@ -208,7 +208,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             )
         if not dist.is_initialized() and not self.is_global_zero:
             return  # no run has begun: the first rank has the whole module, and writes it alone
-        everyone = self.group(*self.mesh.sizes) if dist.is_initialized() else None
+        everyone = self.world_group if dist.is_initialized() else None
         if everyone is not None and not self.has_plain_state:
             check_group_values(self.optimizers, everyone)
         if not self.writes_one_file:
@@ -249,8 +249,8 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         parts: list[Any] = [part]
         if self.mesh.pp > 1 and dist.is_initialized():
             parts = [None] * self.world_size
-            everyone = self.group(*self.mesh.sizes)
-            dist.gather_object(part, parts if self.is_global_zero else None, dst=0, group=everyone)
+            gathered = parts if self.is_global_zero else None
+            dist.gather_object(part, gathered, dst=0, group=self.world_group)
         if not self.is_global_zero:
             return None
         return checkpoints.merge_parts(part for part in parts if part is not None)
@@ -269,7 +269,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
     def _load(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         if is_local(path) and dist.is_initialized() and self.is_running:
-            path = path_to_read(os.path.abspath(path), self.group(*self.mesh.sizes))
+            path = path_to_read(os.path.abspath(path), self.world_group)
         if not checkpoints.is_sharded(path):
             return super().load_checkpoint(path, weights_only)
         parameters = dict(self.module.named_parameters(remove_duplicate=False))

@@ -8,6 +8,7 @@ passes all gradients at once to torch, which takes shards or whole tensors, not 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
@@ -29,11 +30,7 @@ def clip_whole_gradient(plugin: Precision, clip_grad_norm: ClipGradNorm) -> Call
     def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_value_(plugin.main_params(optimizer), float(clip_val))
 
-    undo_norm = replace_method(plugin, "clip_grad_by_norm", clip_grad_by_norm)
-    undo_value = replace_method(plugin, "clip_grad_by_value", clip_grad_by_value)
-
-    def undo() -> None:
-        undo_norm()
-        undo_value()
-
-    return undo
+    undo = ExitStack()
+    undo.callback(replace_method(plugin, "clip_grad_by_norm", clip_grad_by_norm))
+    undo.callback(replace_method(plugin, "clip_grad_by_value", clip_grad_by_value))
+    return undo.close

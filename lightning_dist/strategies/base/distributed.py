@@ -123,11 +123,11 @@ class DistributedStrategy(ProcessMesh):
         self._guard = RunGuard(
             self.module.trainer,
             ring_group=self.group(*self.mesh.sizes, purpose="failures", timeout=_NEVER),
-            stop_group=self.group(*self.mesh.sizes),
+            stop_group=self.world_group,
             stop_lag=self.stop_lag,
             interrupt=self._wake,
             is_stop_due=self._is_stop_due,
-            notes=self.make_notes(self.group(*self.mesh.sizes)),
+            notes=self.make_notes(self.world_group),
             steps_are_local=self.holds_whole_model,
             timeout_seconds=self.timeout_seconds,
         )
@@ -195,7 +195,7 @@ class DistributedStrategy(ProcessMesh):
 
     def overflow(self) -> Overflow:
         """Creates the vote on skipping a step. Collective: every rank must call it."""
-        return AllReducedOverflow(self.group(*self.mesh.sizes))
+        return AllReducedOverflow(self.world_group)
 
     # --- how a run ends ----------------------------------------------------------------------
 

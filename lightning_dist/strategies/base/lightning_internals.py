@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from types import FrameType
 from typing import Any, Literal, TypeAlias
@@ -63,14 +63,10 @@ def replace_sigterm_protocol(trainer: pl.Trainer, before_batch: Callable[[], Non
     notifier, broadcast = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor"
     assert hasattr(connector, notifier)
     assert hasattr(loop, broadcast)
-    undo_notifier = replace_method(connector, notifier, lambda *_: None)
-    undo_broadcast = replace_method(loop, broadcast, before_batch)
-
-    def undo() -> None:
-        undo_broadcast()
-        undo_notifier()
-
-    return undo
+    undo = ExitStack()
+    undo.callback(replace_method(connector, notifier, lambda *_: None))
+    undo.callback(replace_method(loop, broadcast, before_batch))
+    return undo.close
 
 
 def replace_handler_to_restore(

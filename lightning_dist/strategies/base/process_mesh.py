@@ -270,6 +270,11 @@ class ProcessMesh(ParallelStrategy):
             pool_of_world().give_back(kind, group)
 
     @property
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        return self.group(*self.mesh.sizes)
+
+    @property
     def data_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same part of the model and read other data."""
         return self.group("dp_replicate", "dp_shard")
@@ -314,7 +319,7 @@ class ProcessMesh(ParallelStrategy):
             return decision
         votes = torch.tensor([int(decision)], dtype=torch.int32)
         op = ReduceOp.MIN if all else ReduceOp.MAX
-        dist.all_reduce(votes, op=op, group=self.group(*self.mesh.sizes))
+        dist.all_reduce(votes, op=op, group=self.world_group)
         return bool(votes.item())
 
     @override
@@ -330,7 +335,7 @@ class ProcessMesh(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         self.check_peers()
         if self.is_running:
-            dist.barrier(self.group(*self.mesh.sizes))
+            dist.barrier(self.world_group)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -338,7 +343,7 @@ class ProcessMesh(ParallelStrategy):
         if not self.is_running:
             return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src, group=self.group(*self.mesh.sizes))
+        dist.broadcast_object_list(objects, src, group=self.world_group)
         return objects[0]
 
     def check_peers(self) -> None:

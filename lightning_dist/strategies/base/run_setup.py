@@ -113,7 +113,6 @@ class RunSetup(LayoutFreeCheckpoints):
         if not self.is_fitting:
             self._undo += (self.connect_evaluation(trainer),)
             return
-        everyone = self.group(*self.mesh.sizes)
         self._undo += (
             drain_before_validation(self.module, self.before_validation),
             order_callbacks(
@@ -124,13 +123,17 @@ class RunSetup(LayoutFreeCheckpoints):
                 on_train_epoch_start=self.begin_epoch,
             ),
             stop_training_together(
-                trainer, everyone, self.stop_lag, self.guard.post_vote, self.end_batch
+                trainer,
+                self.world_group,
+                lag=self.stop_lag,
+                post=self.guard.post_vote,
+                end_batch=self.end_batch,
             ),
         )
 
     def connect_evaluation(self, trainer: pl.Trainer) -> Callable[[], None]:
         """Lets the ranks of an evaluation stop together."""
-        return stop_evaluations_together(trainer, self.guard, self.group(*self.mesh.sizes))
+        return stop_evaluations_together(trainer, self.guard, self.world_group)
 
     def print_summary(self) -> None:
         """Prints how the model is placed, on rank 0. Collective: every rank must call it."""

@@ -61,8 +61,8 @@ class DataParallelStrategy(RunSetup):
         if not self.is_fitting:
             return
         if self.num_readers > 1:
-            everyone = self.group(*self.mesh.sizes)
-            self._lengths = TrainingLengths(self.make_notes(everyone), everyone)
+            notes = self.make_notes(self.world_group)
+            self._lengths = TrainingLengths(notes, self.world_group)
         self._undo += (self._seed_alike,)  # the script goes on with the same numbers on all ranks
         if self.mesh.data_size > 1:
             streams = partial(self._shared_stream, _HOOKS)

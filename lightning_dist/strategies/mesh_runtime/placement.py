@@ -138,7 +138,7 @@ class ShardedPlacement(DataParallelStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Builds modules of ``configure_model`` without memory, with rank 0's random numbers."""
-        with first_ranks_numbers(self.group(*self.mesh.sizes)):
+        with first_ranks_numbers(self.world_group):
             if self._policy.is_manual or not self._meta_init:
                 yield
                 return
@@ -157,12 +157,12 @@ class ShardedPlacement(DataParallelStrategy):
     def _layout(self) -> Layout:
         asked = self.parallelism(self.mesh)
         return Layout(
-            self.mesh,
-            asked.pipeline,
-            asked.tensor,
-            self._shard_config,
-            str(self.precision_plugin.precision),
-            asked.half,
+            mesh=self.mesh,
+            pipeline=asked.pipeline,
+            tensor=asked.tensor,
+            shard=self._shard_config,
+            precision=str(self.precision_plugin.precision),
+            mixed_precision=asked.half,
             sync_batchnorm=self._layer_sync is not None,
         )
 
@@ -176,7 +176,7 @@ class ShardedPlacement(DataParallelStrategy):
         return sharded
 
     def _shard(self) -> ShardedModule:
-        everyone = self.group(*self.mesh.sizes)
+        everyone = self.world_group
         data_parallel_checks.check_module(self.module, everyone)
         checks.check_shardable(self.module, self._policy.is_manual)
         if self.mesh.pp > 1 or self.mesh.tp > 1:
@@ -206,11 +206,11 @@ class ShardedPlacement(DataParallelStrategy):
         """Returns the parallelism that the arguments and the precision ask for."""
         plugin = half_precision_of(self.precision_plugin)
         return Parallelism(
-            self._pipeline_config if shape.pp > 1 else None,
-            self._tensor_config,
-            self._shard_config,
-            self._shard_config.options(param_dtype_of(self.precision_plugin)),
-            None if plugin is None else plugin.half,
+            pipeline=self._pipeline_config if shape.pp > 1 else None,
+            tensor=self._tensor_config,
+            shard=self._shard_config,
+            sharding=self._shard_config.options(param_dtype_of(self.precision_plugin)),
+            half=None if plugin is None else plugin.half,
         )
 
     def _composed(self) -> ShardedModule:
@@ -229,7 +229,7 @@ class ShardedPlacement(DataParallelStrategy):
         )
         if composed.split is None:
             return ShardedModule(composed, used)
-        return StagedModule(composed, used, config, statistics)
+        return StagedModule(composed, used, config, statistics=statistics)
 
     @property
     def sharded(self) -> ShardedModule:

@@ -63,8 +63,7 @@ class ShardedStrategy(ShardedPlacement):
         super().connect_loops(trainer)
         if self.num_readers > 1:
             tied = self.mesh.groups("pp", "dp_shard", "tp")
-            everyone = self.group(*self.mesh.sizes)
-            self._undo += (check_evaluation_lengths(trainer, tied, everyone),)
+            self._undo += (check_evaluation_lengths(trainer, tied, self.world_group),)
         if self.mesh.pp == 1:  # those of stages are reduced over the last ones
             self._undo += (reduce_metrics_over(self.module, self.data_group),)
         if self.is_fitting and self.sharded.is_sharded:
@@ -86,7 +85,7 @@ class ShardedStrategy(ShardedPlacement):
         for optimizer in self.optimizers:
             self.sharded.keep_own_parameters(optimizer)
             update_mixed_groups_singly(optimizer)
-        check_sharded_optimizers(self.optimizers, self.group(*self.mesh.sizes))
+        check_sharded_optimizers(self.optimizers, self.world_group)
 
     @override
     def gradient_clipping(self, trainer: pl.Trainer) -> ClipGradNorm:
@@ -130,7 +129,7 @@ class ShardedStrategy(ShardedPlacement):
 
     def _check_group_values(self) -> None:
         if self.is_running:
-            check_group_values(self.optimizers, self.group(*self.mesh.sizes))
+            check_group_values(self.optimizers, self.world_group)
 
     @override
     def close_session(self) -> None:

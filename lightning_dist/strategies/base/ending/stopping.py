@@ -13,6 +13,7 @@ have different numbers of batches. They agree before each batch that all of them
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -82,9 +83,10 @@ def stop_evaluations_together(
 def stop_training_together(
     trainer: pl.Trainer,
     group: dist.ProcessGroup,
+    *,
     lag: int,
     post: Callable[[int], Posted],
-    check_batch: Callable[[], None] = lambda: None,
+    end_batch: Callable[[], None],
 ) -> Undo:
     """Replaces a rank's own decisions in Lightning's loops by joint decisions of all ranks.
 
@@ -97,12 +99,12 @@ def stop_training_together(
         group: A gloo group of all ranks.
         lag: By how many batches one rank can be ahead of another.
         post: Posts a vote behind a batch, together with the vote before the next batch.
-        check_batch: Called behind each training batch, ahead of a validation.
+        end_batch: Called behind each training batch, ahead of a validation.
     """
     stop = JointDecision(group, lag, post)
 
     def decide() -> None:
-        check_batch()
+        end_batch()
         if lightning_internals.can_stop_early(trainer):
             trainer.should_stop = stop.at_boundary(trainer.should_stop)
 
@@ -111,13 +113,12 @@ def stop_training_together(
             trainer.should_stop = stop.settle(trainer.should_stop)
 
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    changes = [
-        _surround(batches, "on_advance_end", before=decide),
-        _surround(batches.val_loop, "run", after=settle),
-        _surround(batches, "on_run_start", after=settle),
-        _surround(epochs, "on_run_start", after=settle),
-        _surround(epochs, "on_advance_end", after=settle),
-    ]
+    undo = ExitStack()
+    undo.callback(_surround(batches, "on_advance_end", before=decide))
+    undo.callback(_surround(batches.val_loop, "run", after=settle))
+    undo.callback(_surround(batches, "on_run_start", after=settle))
+    undo.callback(_surround(epochs, "on_run_start", after=settle))
+    undo.callback(_surround(epochs, "on_advance_end", after=settle))
     module = trainer.lightning_module
     if is_overridden("on_train_batch_start", module):
         skip = JointDecision(group, lag)
@@ -128,17 +129,12 @@ def stop_training_together(
             response = own(*args, **kwargs)
             return _SKIP if skip.at_boundary(response == _SKIP) else None
 
-        changes.append(replace_method(module, "on_train_batch_start", on_train_batch_start))
-        changes.append(_surround(epochs, "on_advance_end", before=skip.forget))
+        undo.callback(replace_method(module, "on_train_batch_start", on_train_batch_start))
+        undo.callback(_surround(epochs, "on_advance_end", before=skip.forget))
     if lightning_internals.validates_by_the_clock(trainer):
         validate = JointDecision(group, lag)
-        changes.append(lightning_internals.change_validation_due(trainer, validate.at_boundary))
-
-    def undo() -> None:
-        for undo_change in reversed(changes):
-            undo_change()
-
-    return undo
+        undo.callback(lightning_internals.change_validation_due(trainer, validate.at_boundary))
+    return undo.close
 
 
 def _surround(

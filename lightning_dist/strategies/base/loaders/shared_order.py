@@ -128,7 +128,12 @@ def share_order(
     is_read_early = loader.num_workers == 0 and sized_len(loader) is None
     begin_reading = seed_reader if is_read_early else _ignore
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    sampler = SharedSampler(getattr(loader, name), open_stream, begin_epoch, begin_reading)
+    sampler = SharedSampler(
+        getattr(loader, name),
+        open_stream,
+        begin_epoch=begin_epoch,
+        begin_reading=begin_reading,
+    )
     return copy_of_loader(loader, name, sampler)
 
 
