@@ -221,21 +221,14 @@ def move_rest(module: nn.Module, roots: Iterable[FSDPModule], device: torch.devi
 
 
 def reshard(root: nn.Module) -> None:
-    """Frees the gathered parameters, so that modules have their sharded parameters again.
-
-    Evaluation leaves the root's parameters gathered; ``reshard_after_forward=False`` leaves all.
-    """
+    """Frees the gathered parameters, so that modules have their sharded parameters again."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def unshard(root: nn.Module) -> None:
-    """Gathers all sharded parameters, so that modules have their whole parameters.
-
-    Args:
-        root: The sharded root, which has been called before.
-    """
+    """Gathers all sharded parameters of a root that has been called before."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.unshard()

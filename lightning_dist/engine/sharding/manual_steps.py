@@ -45,11 +45,7 @@ class ManualSteps:
             reshard(self._root)
 
     def run_update(self, apply: Callable[[], object]) -> object:
-        """Runs an update, and frees the weights that were gathered before it.
-
-        Args:
-            apply: Function that runs the closure, if there is one, and the optimizer's step.
-        """
+        """Runs an update, and frees the weights that were gathered before it."""
         try:
             return apply()
         finally:
@@ -83,15 +79,7 @@ class WithCalled(WrapPolicy):
 
 
 def check_called(module: nn.Module, units: Sequence[str]) -> None:
-    """Checks that each parameter belongs to a module that a step calls.
-
-    Args:
-        module: The user's module.
-        units: Names of the units, which are gathered for their calls.
-
-    Raises:
-        ValueError: A parameter belongs to the LightningModule itself, or to two of its modules.
-    """
+    """Checks that each parameter belongs to a module that a step calls, so to one of the units."""
     uses = parameter_uses(module, units)
     left = [name for use in uses if not use.home for name in use.names.values()]
     if left:

@@ -47,11 +47,7 @@ class Unit:
     keep_fp32: bool = False
 
     def or_else(self, other: Unit) -> Unit:
-        """Returns this unit with its open options filled from another selection.
-
-        Args:
-            other: A later selection of the same module.
-        """
+        """Returns this unit with its open options filled from a later choice of the module."""
         reshard = self.reshard_after_forward
         return replace(
             self,
@@ -302,14 +298,7 @@ class With(WrapPolicy):
 
 
 def parse_policy(wrap: str | WrapPolicy) -> WrapPolicy:
-    """Returns the policy of a strategy's argument ``wrap``.
-
-    Args:
-        wrap: ``"auto"``, ``"manual"`` or a policy.
-
-    Raises:
-        ValueError: The argument is neither of these.
-    """
+    """Returns the policy of an argument ``wrap``: ``"auto"``, ``"manual"`` or a policy."""
     if isinstance(wrap, WrapPolicy):
         return wrap
     policies: dict[object, WrapPolicy] = {"auto": EachBlock(), "manual": Manual()}

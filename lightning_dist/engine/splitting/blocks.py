@@ -48,12 +48,7 @@ def keywords_of_a_stage(model: nn.Module, keywords: Mapping[str, Any]) -> dict[s
 
 
 def without_cache(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of a call that keeps no cache, unless they request one.
-
-    Args:
-        model: Any model.
-        keywords: Keywords of the call in the user's step.
-    """
+    """Returns the keywords of a model's call that keeps no cache, unless they request one."""
     takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
     if takes_cache and keywords.get("use_cache") is None:  # else the model's `config` decides
         return {**keywords, "use_cache": False}

@@ -59,11 +59,7 @@ class ForeignLayer(nn.Module):
         return skeleton_of(self.skeleton, stand_ins)
 
     def answer_by(self, description: nn.Module | None) -> None:
-        """Sets the module that supplies the attributes of the layer.
-
-        Args:
-            description: Result of :func:`.describe`; None for no attributes.
-        """
+        """Sets the module that supplies the layer's attributes, a result of :func:`.describe`, or none."""
         self._description = () if description is None else (description,)
 
     @property
@@ -223,10 +219,10 @@ def is_cut(module: nn.Module) -> bool:
 def layers_of(
     module: nn.Sequential | Layers, layers_per_stage: Sequence[int], stage_index: int
 ) -> nn.Module:
-    """Returns the module that runs the layers of a stage.
+    """Returns the module that runs the layers of a stage of this rank.
 
     Args:
-        module: The pipelined module, or its layers; the stage's layers are on this rank.
+        module: The pipelined module, or its layers.
         layers_per_stage: The partition.
         stage_index: The stage.
     """
@@ -235,11 +231,7 @@ def layers_of(
 
 
 def layer_parameter_counts(module: nn.Sequential | Layers) -> list[int]:
-    """Counts the parameters of each layer, foreign ones included.
-
-    Args:
-        module: The pipelined module, cut or not, or its layers.
-    """
+    """Counts the parameters of each layer of a pipelined module, foreign layers included."""
     layers = layers_in(module)
     counts = [0] * len(layers)
     for part in layers.parts():

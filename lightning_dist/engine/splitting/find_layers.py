@@ -103,14 +103,11 @@ def _blocks_in_list(module: nn.Module, layers: str) -> tuple[str, Layers]:
 
 
 def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
-    """Returns the ``nn.Sequential`` whose children are the layers.
+    """Returns the path of the ``nn.Sequential`` whose children are the layers, and the sequence.
 
     Args:
         module: The user's module.
         layers: ``"auto"``, or the dotted path of an ``nn.Sequential`` in the module.
-
-    Returns:
-        The sequence's path and the sequence.
 
     Raises:
         ValueError: There is no sequence or more than one, or it lacks a trainable parameter.
@@ -135,9 +132,6 @@ def refuse_outside(
         path: Dotted path of the pipelined module.
         pipelined: The pipelined module.
         kind: Adjective for the pipelined module in the error.
-
-    Raises:
-        ValueError: A trainable parameter is outside.
     """
     inside = parameter_ids(pipelined)
     for name, parameter in module.named_parameters():
@@ -253,9 +247,6 @@ def refuse_places_outside(module: nn.Module, path: str, pipelined: nn.Module) ->
         module: The user's module.
         path: Dotted path of the pipelined module.
         pipelined: The pipelined module.
-
-    Raises:
-        ValueError: A parameter has such a name.
     """
     inside = {id(p): name for name, p in pipelined.named_parameters()}
     every = module.named_modules(remove_duplicate=False)
@@ -276,9 +267,6 @@ def refuse_ties(ties: Sequence[Tie], reason: str) -> None:
     Args:
         ties: The ties to refuse.
         reason: Why they are not possible, and what to do instead; ends with a full stop.
-
-    Raises:
-        ValueError: There is a tie.
     """
     if ties:
         raise ValueError(

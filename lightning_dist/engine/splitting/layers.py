@@ -97,11 +97,7 @@ class Layers:
         return {}
 
     def in_step(self, device: torch.device) -> AbstractContextManager[None]:
-        """Returns the context manager for a user's step.
-
-        Args:
-            device: Device that remote tensors would be on if this rank had them.
-        """
+        """Returns the context manager for a user's step; remote tensors claim to be on the device."""
         return nullcontext()
 
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:

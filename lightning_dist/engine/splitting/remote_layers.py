@@ -66,14 +66,11 @@ class RemoteLayersView:
 
 
 def describe(layer: ForeignLayer, device: torch.device) -> nn.Module:
-    """Creates the description of another rank's layer.
+    """Creates the description of another rank's layer; a read of a value raises `ValueError`.
 
     Args:
         layer: The layer's placeholder on this rank.
         device: Device that the layer's tensors would be on if this rank had them.
-
-    Returns:
-        A copy of the layer's structure; a read of a value raises `ValueError`.
     """
     skeleton = layer.skeleton
     stand_ins: dict[int, Tensor] = {}

@@ -101,11 +101,7 @@ class PipelineSplit:
         cut(self.layers, self.layers_per_stage, self.stages)
 
     def whole(self, device: torch.device | None = None) -> AbstractContextManager[None]:
-        """Returns a context manager with the whole model's structure; see :func:`.cut.whole`.
-
-        Args:
-            device: Device of the structure's tensors; None for the meta device.
-        """
+        """Returns a context manager with the whole model's structure; see :func:`.cut.whole`."""
         return whole(self.sequence, device)
 
     def tensors_outside(self, module: nn.Module) -> list[Tensor]:

@@ -44,12 +44,7 @@ class Tie:
 
 
 def find_ties(module: nn.Sequential | Layers, layers_per_stage: Sequence[int]) -> tuple[Tie, ...]:
-    """Returns the parameters that several stages use, the same on each rank.
-
-    Args:
-        module: The pipelined module, cut or not, or its layers.
-        layers_per_stage: The partition.
-    """
+    """Returns the parameters of a pipelined module that several stages use, the same on each rank."""
     found: dict[int, dict[int, list[str]]] = {}
     stages = stage_of_layers(layers_per_stage)
     for part in layers_in(module).parts():

@@ -22,14 +22,7 @@ from typing_extensions import override
 
 
 def syntax_of(function: Any) -> ast.Module | None:
-    """Parses a function's source, beneath its decorators.
-
-    Args:
-        function: Any value; only a function has a source.
-
-    Returns:
-        The syntax tree; None if there is no source.
-    """
+    """Parses a function's source, beneath its decorators; None for a value without source."""
     try:
         return ast.parse(dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
@@ -37,13 +30,7 @@ def syntax_of(function: Any) -> ast.Module | None:
 
 
 def runs_before(module: nn.Module, name: str, other: str) -> bool:
-    """Returns whether a module's forward runs one submodule before another.
-
-    Args:
-        module: The module that holds both submodules.
-        name: Name of the first submodule.
-        other: Name of the second submodule.
-    """
+    """Returns whether a module's forward runs one of its submodules before another one."""
     for class_ in type(module).__mro__:
         reader, code = _Reader(), syntax_of(vars(class_).get("forward"))
         if code is not None:
@@ -143,11 +130,7 @@ def mixes_widths(
 
 
 def reads_width(module: nn.Module) -> bool:
-    """Returns whether a module's forward reads the width of its input.
-
-    Args:
-        module: Any module; False for a forward without source.
-    """
+    """Returns whether a forward reads the width of its input; False for one without source."""
     code = syntax_of(type(module).forward)
     if code is None:
         return False

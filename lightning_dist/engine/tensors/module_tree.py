@@ -18,11 +18,7 @@ Chain = tuple[str, ...]
 
 
 def original_class(module: nn.Module) -> type:
-    """Returns the class that the user has written.
-
-    Args:
-        module: Any module; ``fully_shard`` derives a sharded module's class from the user's.
-    """
+    """Returns the class that the user has written, of which ``fully_shard`` derives another one."""
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
@@ -37,11 +33,7 @@ def is_composite(module: nn.Module) -> bool:
 
 
 def outermost(names: Collection[str]) -> list[str]:
-    """Lists the modules that are inside of no other one.
-
-    Args:
-        names: Dotted names.
-    """
+    """Lists the names of modules that are inside of no other one."""
     return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
 
 
@@ -51,23 +43,13 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def set_attribute(root: nn.Module, name: str, value: object) -> None:
-    """Sets a module, parameter or buffer in a model.
-
-    Args:
-        root: The model.
-        name: Dotted name.
-        value: The new value.
-    """
+    """Sets the module, parameter or buffer of a dotted name in a model."""
     path, _, attribute = name.rpartition(".")
     setattr(root.get_submodule(path), attribute, value)
 
 
 def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Walks over all modules, each after those inside it, the root last.
-
-    Yields:
-        The first dotted name, as in ``named_modules``, and the module.
-    """
+    """Walks over the first names and modules of a model, each after those inside it."""
     seen: set[nn.Module] = set()
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -128,14 +110,11 @@ class ParameterUse:
 
 
 def parameter_uses(root: nn.Module, units: Collection[str]) -> list[ParameterUse]:
-    """Returns the uses of each parameter.
+    """Returns the uses of each parameter, in the order of ``root.parameters()``.
 
     Args:
         root: The model.
         units: Dotted names of the units below the root.
-
-    Returns:
-        One entry per parameter, in the order of ``root.parameters()``.
     """
     unit_names = {root.get_submodule(name): name for name in ("", *units)}
     names: dict[nn.Parameter, dict[Chain, str]] = {p: {} for p in root.parameters()}
@@ -169,16 +148,13 @@ def split_parameters(root: nn.Module, units: Collection[str]) -> list[ParameterU
 
 
 def without_splits(root: nn.Module, units: Collection[str]) -> list[str]:
-    """Drops the units that would split a shared parameter.
+    """Returns the units but those that would split a shared parameter.
 
     Such a parameter then belongs to the unit around all its uses.
 
     Args:
         root: The model.
         units: Dotted names of the units below the root.
-
-    Returns:
-        The remaining units, in the given order.
     """
     dropped = {unit for use in split_parameters(root, units) for unit in use.between}
     return [unit for unit in units if unit not in dropped]

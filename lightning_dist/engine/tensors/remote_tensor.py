@@ -115,11 +115,7 @@ def absent(like: Tensor, dtype: torch.dtype, device: torch.device, reason: str) 
 
 
 def absent_value(reason: str) -> Tensor:
-    """Creates the placeholder for a value that another rank computes.
-
-    Args:
-        reason: Error text for any use of the value.
-    """
+    """Creates the placeholder for a value of another rank; any use raises the reason."""
     empty = torch.empty((), device="meta")
     if _has_no_values(empty):
         return empty

@@ -36,11 +36,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def repeated_blocks(root: nn.Module) -> list[str]:
-    """Returns the blocks of a model.
-
-    Returns:
-        Dotted names, none inside another; empty for a model that repeats nothing.
-    """
+    """Returns the dotted names of a model's blocks, none inside another; empty if none repeats."""
     names = {module: name for name, module in shardable_modules(root).items()}
     kinds = (is_composite, _is_sequential, _is_layer)
     found = [_blocks_of_kind(root, set(names), kind) for kind in kinds]

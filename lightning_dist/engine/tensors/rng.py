@@ -71,11 +71,7 @@ def python_state_kept() -> Iterator[None]:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Puts the state of torch's, Python's and numpy's generators back at the end.
-
-    Args:
-        device: The device whose generator is kept beside the CPU's.
-    """
+    """Puts the state of the generators of torch, the device, Python and numpy back at the end."""
     states = random_states(device)
     try:
         yield
@@ -99,11 +95,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 def share_random_state(group: dist.ProcessGroup) -> None:
-    """Broadcasts the first rank's random states. Collective: every rank of the group must call it.
-
-    Args:
-        group: A gloo group of the ranks that read the same data.
-    """
+    """Broadcasts the first rank's random states in a gloo group. Collective: all ranks must call it."""
     if dist.get_world_size(group) == 1:
         return
     states = random_states()
@@ -113,13 +105,10 @@ def share_random_state(group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def first_ranks_numbers(group: dist.ProcessGroup) -> Iterator[None]:
-    """Lets all ranks of a group draw the first rank's numbers, as while a model is built.
+    """Lets all ranks of a gloo group draw the first rank's numbers, as while a model is built.
 
     Collective: every rank of the group must enter it. Afterwards a rank whose random states
     differed from the first rank's has its own.
-
-    Args:
-        group: A gloo group.
     """
     own = random_states()
     share_random_state(group)

@@ -72,14 +72,7 @@ def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapp
 
 
 def flatten(tree: Any) -> tuple[list[Tensor], Any]:
-    """Takes the tensors out of a tree.
-
-    Args:
-        tree: Any tree, with or without tensors.
-
-    Returns:
-        The tensors in a fixed order, and the skeleton: the tree with a :class:`Slot` for each.
-    """
+    """Returns a tree's tensors in a fixed order, and the tree with a :class:`Slot` for each."""
     tensors: list[Tensor] = []
 
     def take(leaf: Any) -> Any:

@@ -89,11 +89,7 @@ class DeferredModel:
             yield
 
     def look_at(self, module: nn.Module) -> None:
-        """Records a module's tensors, before sharding replaces them.
-
-        Args:
-            module: The module as it was built.
-        """
+        """Records the tensors of a module as it was built, before sharding replaces them."""
         # A stage may have a tied tensor under a later name.
         self._tensors = named_tensors(module, every_name=True)
 

@@ -82,14 +82,7 @@ class Operation:
     results: tuple[Reference, ...] = ()
 
     def run(self, memory: Memory) -> Any:
-        """Calls the function on real bytes, and adds new storages to the memory.
-
-        Args:
-            memory: Storages that the function reads; a storage that it overwrites may be missing.
-
-        Returns:
-            The function's result.
-        """
+        """Calls the function on real bytes, adds new storages to the memory, returns the result."""
         for reference in self.inputs:
             if isinstance(reference, Reference) and reference.storage not in memory:
                 assert reference.storage not in self.reads

@@ -50,11 +50,7 @@ class Call:
         return sizes[0] if sizes else None
 
     def resized(self, batch_size: int) -> Call:
-        """Returns a call of another batch size, its tensors without values.
-
-        Args:
-            batch_size: Number of samples.
-        """
+        """Returns a call of another number of samples, its tensors without values."""
 
         def resized(leaf: Any) -> Any:
             if not _has_dims(leaf) or leaf.shape[0] != self.batch_size:
@@ -140,10 +136,7 @@ class CallCheck:
         self._known: set[tuple[Any, ...]] = set()
 
     def check(self, call: Call) -> list[Any]:
-        """Checks a call.
-
-        Returns:
-            The call's leaves, in the order of the graph's inputs.
+        """Returns a call's leaves, in the order of the graph's inputs.
 
         Raises:
             ValueError: The graph is not made for the call.
@@ -235,9 +228,6 @@ class _CallSeen(BaseException):  # noqa: N818
 @contextmanager
 def watch_call(module: nn.Module) -> Iterator[list[Arguments]]:
     """Returns a context manager whose body ends at the call of a module, before its forward.
-
-    Args:
-        module: The watched module.
 
     Yields:
         A list to which the arguments of the call are appended.

@@ -28,12 +28,7 @@ def mode_of(module: nn.Module) -> Mode:
 
 
 def set_mode(module: nn.Module, mode: Mode) -> None:
-    """Sets the mode of a copy's parts to that of the original.
-
-    Args:
-        module: A copy with the original's structure.
-        mode: Mode of the original.
-    """
+    """Sets the mode of a copy's parts to that of the original module."""
     for part, attributes in zip(module.modules(), mode, strict=True):
         for name in _public(part)[::2]:
             del part.__dict__[name]
@@ -41,12 +36,7 @@ def set_mode(module: nn.Module, mode: Mode) -> None:
 
 
 def changed_attributes(module: nn.Module, mode: Mode) -> list[str]:
-    """Names the attributes that differ from an earlier mode.
-
-    Args:
-        module: Any module.
-        mode: The module's earlier mode.
-    """
+    """Names a module's attributes that differ from an earlier mode."""
     pairs = zip(module.named_modules(), mode, strict=True)
     return [
         f"{path}.{name}" if path else name
@@ -78,11 +68,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def memory_of(node: fx.Node) -> set[int]:
-    """Returns the ids of a node's storages; a view has the storage of its base.
-
-    Args:
-        node: Node of an exported graph, whose values have no contents but share storages.
-    """
+    """Returns the ids of the storages of a graph's node; a view has the storage of its base."""
     return {
         value.untyped_storage()._cdata
         for value in pytree.tree_leaves(node.meta.get("val"))
@@ -91,11 +77,7 @@ def memory_of(node: fx.Node) -> set[int]:
 
 
 def written_by(node: fx.Node) -> set[int]:
-    """Returns the ids of the storages that an operation writes to.
-
-    Args:
-        node: Node of an exported graph.
-    """
+    """Returns the ids of the storages that the operation of a graph's node writes to."""
     return {memory for argument in _written_arguments(node) for memory in memory_of(argument)}
 
 
