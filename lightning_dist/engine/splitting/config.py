@@ -134,7 +134,7 @@ class PipelineConfig:
             )
 
     def rate_correction(self, shape: PipelineShape) -> RateCorrection | None:
-        """Returns the correction of the learning rate of a rank with this shape; None without one."""
+        """Returns the correction of a rank's learning rate; None without one."""
         if self.staleness_correction != "lr":
             return None
         rule, sizes = self.schedules.update_rule, (shape.num_ranks, shape.num_microbatches)
@@ -190,7 +190,7 @@ class PipelineConfig:
         return self.num_microbatches == "auto" and not self.asynchronous
 
     def training_microbatches(self, num_ranks: int) -> int:
-        """Returns the number of micro-batches of a training batch, for ``num_ranks`` of the pipeline."""
+        """Returns the number of micro-batches of a training batch on so many ranks."""
         if self.num_microbatches != "auto":
             return self.num_microbatches
         return self.schedules.default_microbatches(num_ranks)
@@ -278,7 +278,7 @@ def find_batch_statistics(module: nn.Module) -> tuple[str, ...]:
 
 
 def with_whole_batches(config: PipelineConfig, num_ranks: int) -> PipelineConfig:
-    """Returns the configuration with one micro-batch, if it says ``"auto"`` and that is possible."""
+    """Returns the configuration with one micro-batch, if it says ``"auto"`` and that can be."""
     if config.num_microbatches != "auto":
         return config
     whole = replace(config, num_microbatches=1)

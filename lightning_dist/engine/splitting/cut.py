@@ -59,7 +59,7 @@ class ForeignLayer(nn.Module):
         return skeleton_of(self.skeleton, stand_ins)
 
     def answer_by(self, description: nn.Module | None) -> None:
-        """Sets the module that supplies the layer's attributes, a result of :func:`.describe`, or none."""
+        """Sets the result of :func:`.describe` that supplies attributes of the layer, or none."""
         self._description = () if description is None else (description,)
 
     @property
@@ -127,23 +127,15 @@ def _copy_with(module: Module, stand_ins: dict[int, Tensor], device: torch.devic
     for buffer in module.buffers():
         if id(buffer) not in stand_ins:
             stand_ins[id(buffer)] = torch.empty_like(buffer, device=device)
-    for part in module.modules():
-        for tensor in _computed(part):
-            stand_ins[id(tensor)] = torch.empty_like(tensor.detach(), device=device)
-    # deepcopy takes objects in its memo for copies. A hook may be a method of any object.
-    hooks = {id(hook): hook for part in module.modules() for hook in _hooks_of(part)}
+    hooks: dict[int, object] = {}
+    for name, held in ((n, h) for part in module.modules() for n, h in vars(part).items()):
+        # With an autograd graph a tensor cannot be copied; `weight_norm` stores such a weight.
+        if isinstance(held, Tensor) and held.grad_fn:
+            stand_ins[id(held)] = torch.empty_like(held.detach(), device=device)
+        elif name.endswith("_hooks"):  # a hook may be a method of any object
+            hooks |= {id(hook): hook for hook in held.values()}
+    # deepcopy takes objects in its memo for copies.
     return copy.deepcopy(module, {**stand_ins, **hooks})
-
-
-def _computed(part: nn.Module) -> list[Tensor]:
-    """Lists the tensors in attributes that have an autograd graph, for they cannot be copied."""
-    # `torch.nn.utils.weight_norm` stores such a weight, and each forward a new one.
-    return [held for held in vars(part).values() if isinstance(held, Tensor) and held.grad_fn]
-
-
-def _hooks_of(part: nn.Module) -> list[object]:
-    attributes = vars(part).items()
-    return [h for name, held in attributes if name.endswith("_hooks") for h in held.values()]
 
 
 def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:

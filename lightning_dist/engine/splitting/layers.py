@@ -97,7 +97,7 @@ class Layers:
         return {}
 
     def in_step(self, device: torch.device) -> AbstractContextManager[None]:
-        """Returns the context manager for a user's step; remote tensors claim to be on the device."""
+        """Returns the context manager for a user's step, with remote tensors on a device."""
         return nullcontext()
 
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:

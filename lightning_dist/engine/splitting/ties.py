@@ -44,7 +44,7 @@ class Tie:
 
 
 def find_ties(module: nn.Sequential | Layers, layers_per_stage: Sequence[int]) -> tuple[Tie, ...]:
-    """Returns the parameters of a pipelined module that several stages use, the same on each rank."""
+    """Returns the parameters that several stages of a pipelined module use, on all ranks alike."""
     found: dict[int, dict[int, list[str]]] = {}
     stages = stage_of_layers(layers_per_stage)
     for part in layers_in(module).parts():

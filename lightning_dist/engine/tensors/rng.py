@@ -95,7 +95,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 def share_random_state(group: dist.ProcessGroup) -> None:
-    """Broadcasts the first rank's random states in a gloo group. Collective: all ranks must call it."""
+    """Broadcasts the first rank's random states. Collective: all ranks of a gloo group call it."""
     if dist.get_world_size(group) == 1:
         return
     states = random_states()

@@ -32,7 +32,7 @@ def set_mode(module: nn.Module, mode: Mode) -> None:
     for part, attributes in zip(module.modules(), mode, strict=True):
         for name in _public(part)[::2]:
             del part.__dict__[name]
-        part.__dict__.update(zip(attributes[::2], attributes[1::2], strict=True))
+        part.__dict__.update(_pairs(attributes))
 
 
 def changed_attributes(module: nn.Module, mode: Mode) -> list[str]:
@@ -41,7 +41,7 @@ def changed_attributes(module: nn.Module, mode: Mode) -> list[str]:
     return [
         f"{path}.{name}" if path else name
         for (path, part), attributes in pairs
-        for name, _ in set(_items(_public(part))) ^ set(_items(attributes))
+        for name, _ in {*_pairs(_public(part))} ^ {*_pairs(attributes)}
     ]
 
 
@@ -55,8 +55,8 @@ def _public(part: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _items(attributes: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    return list(zip(attributes[::2], attributes[1::2], strict=True))
+def _pairs(attributes: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    return zip(attributes[::2], attributes[1::2], strict=True)
 
 
 _BUILT_IN = frozenset({bool, int, float, str, type(None)})
@@ -87,17 +87,11 @@ def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
         if any(_writes_inside(argument) for argument in node.all_input_nodes):
             yield from node.all_input_nodes
     elif isinstance(node.target, torch._ops.OpOverload):
-        for name, argument in _named_arguments(node.target, node):
-            yield from (a for a in pytree.tree_leaves(argument) if isinstance(a, fx.Node) and name)
-
-
-def _named_arguments(operation: torch._ops.OpOverload, node: fx.Node) -> Iterator[tuple[str, Any]]:
-    """Lists the arguments that an operation writes to, by name."""
-    for position, parameter in enumerate(operation._schema.arguments):
-        is_written = parameter.alias_info is not None and parameter.alias_info.is_write
-        if is_written or (operation in _NORMS and parameter.name in _STATISTICS):
-            given = node.args[position : position + 1] or (node.kwargs.get(parameter.name),)
-            yield parameter.name, given[0]
+        for position, parameter in enumerate(node.target._schema.arguments):
+            is_written = parameter.alias_info is not None and parameter.alias_info.is_write
+            if is_written or (node.target in _NORMS and parameter.name in _STATISTICS):
+                given = node.args[position : position + 1] or (node.kwargs.get(parameter.name),)
+                yield from (a for a in pytree.tree_leaves(given[0]) if isinstance(a, fx.Node))
 
 
 def _writes_inside(node: fx.Node) -> bool:

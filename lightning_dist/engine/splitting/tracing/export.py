@@ -72,7 +72,7 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
 
 
 def check_of(program: ExportedProgram, call: Call) -> CallCheck:
-    """Returns the check of a graph's calls, from the result of :func:`export` and the traced call."""
+    """Returns the check of calls for a result of :func:`export` and the traced call."""
     sizes = [
         tuple(int(size) if is_concrete_int(size) else None for size in value.shape)
         for value in _input_values(program)
