@@ -4,6 +4,10 @@ torch numbers an optimizer's state by position, so a rank that holds a part of t
 numbers than a single device. By name the state means the same under every layout. The names have
 the order in which ``configure_optimizers`` grouped the whole model's parameters. So names can be
 converted to the numbers of an ordinary checkpoint, and back.
+
+In all functions ``module`` is the whole model or this rank's part, ``names`` has the names of the
+whole model by group, ``named`` and ``numbered`` are state dicts, and ``firsts`` are the first names
+of tied parameters in the whole model, since a part may have a later name.
 """
 
 from __future__ import annotations
@@ -28,11 +32,6 @@ def name_groups(
     optimizer: Optimizer, module: nn.Module, firsts: FirstNames = _NO_TIES
 ) -> GroupNames:
     """Names the parameters of an optimizer.
-
-    Args:
-        optimizer: Optimizer of the module's parameters.
-        module: The whole model, or this rank's part of it.
-        firsts: First names in the whole model, for a part may have a later name of a tied one.
 
     Raises:
         ValueError: A parameter does not belong to the module.
@@ -67,14 +66,7 @@ def keep_own_parameters(optimizer: Optimizer, module: nn.Module) -> None:
 def regroup(
     optimizer: Optimizer, module: nn.Module, names: GroupNames, firsts: FirstNames = _NO_TIES
 ) -> None:
-    """Puts this rank's present parameters into an optimizer's groups.
-
-    Args:
-        optimizer: This rank's optimizer, changed in place, so that schedulers keep it.
-        module: This rank's part of the model.
-        names: All parameters' names by group.
-        firsts: As for :func:`name_groups`.
-    """
+    """Puts this rank's present parameters into an optimizer's groups, in place for schedulers."""
     own = {firsts.get(name, name): p for name, p in module.named_parameters()}
     for group, all_names in zip(optimizer.param_groups, names, strict=True):
         group["params"] = [own[name] for name in all_names if name in own]
@@ -84,12 +76,6 @@ def state_by_name(
     optimizer: Optimizer, module: nn.Module, names: GroupNames, firsts: FirstNames = _NO_TIES
 ) -> dict[str, Any]:
     """Returns an optimizer's state with names for numbers.
-
-    Args:
-        optimizer: This rank's optimizer.
-        module: This rank's part of the model.
-        names: All parameters' names by group.
-        firsts: As for :func:`name_groups`.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [all names]}]}``; the state of
@@ -130,10 +116,6 @@ def to_numbers(named: Mapping[str, Any]) -> dict[str, Any]:
 def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
     """Converts an ordinary optimizer state dict to names; the inverse of :func:`to_numbers`.
 
-    Args:
-        numbered: The state dict of an ordinary checkpoint.
-        names: Names of the present optimizer's parameters by group.
-
     Raises:
         ValueError: The groups do not match.
     """
@@ -161,14 +143,7 @@ def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
 def add_groups(
     optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any], firsts: FirstNames = _NO_TIES
 ) -> None:
-    """Adds the groups that the saved optimizer had and this one lacks.
-
-    Args:
-        optimizer: The optimizer, changed in place.
-        module: The model, with all of its parameters, whole or sharded.
-        state: State dict of the saved optimizer; without names no groups are added.
-        firsts: As for :func:`name_groups`.
-    """
+    """Adds the groups that the saved optimizer had and this one lacks; without names none."""
     parameters = {firsts.get(name, name): p for name, p in module.named_parameters()}
     for group in state["param_groups"][len(optimizer.param_groups) :] if is_named(state) else ():
         added = [parameters[name] for name in group["params"] if name in parameters]
@@ -184,12 +159,6 @@ def load_by_name(
     """Loads this rank's part of an optimizer state.
 
     State of a sharded parameter's shape is sharded like the parameter, without communication.
-
-    Args:
-        optimizer: This rank's optimizer.
-        module: This rank's part of the model.
-        named: State by names, of the whole model or of a part that includes this rank's.
-        firsts: As for :func:`name_groups`.
     """
     own = name_groups(optimizer, module, firsts)
     numbers = {name: i for i, name in enumerate(name for group in own for name in group)}

@@ -62,13 +62,6 @@ class MeshShape:
             rank, places[name] = divmod(rank, self.sizes[name])
         return {name: places[name] for name in AXES}
 
-    def rank(self, coordinates: dict[str, int]) -> int:
-        """Returns the global rank at a place; the inverse of :meth:`coordinates`."""
-        rank = 0
-        for name in AXES:
-            rank = rank * self.sizes[name] + coordinates[name]
-        return rank
-
     def data_index(self, rank: int) -> int:
         """Returns the index of a rank along the data axes together."""
         places = self.coordinates(rank)

@@ -120,7 +120,7 @@ class Pipeline:
             self._loss_weights,
             microbatches_per_update=shape.num_microbatches if self.asynchronous else None,
             on_complete=self._complete_early,
-            explain=explain_with(self._rounds.drawn()),
+            explain=explain_with(shape.build()),
         )
         self.batches_since_drain = 0
         self.num_batches = 0

@@ -43,16 +43,15 @@ def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[I
     return left
 
 
-def overlap(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
+def overlap(intervals: Sequence[Interval], others: Sequence[Interval]) -> float:
     """Returns the length of the intersection of two unions of intervals."""
-    ones, twos = union(intervals), union(others)
-    return length(ones) + length(twos) - length([*ones, *twos])
+    return length(intervals) + length(others) - length([*intervals, *others])
 
 
 def length_outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
     """Returns the length of the parts of some intervals that are in none of the others."""
     hidden = union(others)
-    return length([*union(intervals), *hidden]) - length(hidden)
+    return length([*intervals, *hidden]) - length(hidden)
 
 
 @dataclass(frozen=True, slots=True)

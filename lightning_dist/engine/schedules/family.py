@@ -39,13 +39,7 @@ def round_robin(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 def ranks_from(
     order: Order, rank_of_stage: tuple[int, ...], count: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Returns each rank's actions in order.
-
-    Args:
-        order: The order of work.
-        rank_of_stage: The rank of each stage.
-        count: Number of micro-batches.
-    """
+    """Returns each rank's actions in an order, for some micro-batches."""
     num_ranks = max(rank_of_stage) + 1
     stages = [
         tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
@@ -69,12 +63,7 @@ class MicrobatchRule:
     text: str = "any number will do"
 
     def nearest(self, num_ranks: int, count: int) -> list[int]:
-        """Returns the fitting numbers next to one that does not fit, below and above.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-            count: Number of micro-batches.
-        """
+        """Returns the fitting numbers next to one that does not fit, below and above."""
         below = next((c for c in range(count - 1, 0, -1) if self.fits(num_ranks, c)), None)
         above = next(c for c in range(count + 1, count + 2 + num_ranks) if self.fits(num_ranks, c))
         return [above] if below is None else [below, above]
@@ -83,6 +72,10 @@ class MicrobatchRule:
 @dataclass(frozen=True, slots=True)
 class ScheduleFamily:
     """A kind of schedule, for many sizes.
+
+    In all methods ``num_stages`` and ``num_ranks`` are those of the pipeline, ``rank_of_stage`` has
+    the rank of each stage, ``stages_per_rank=None`` takes the fewest stages, and ``num_batches``
+    counts the batches between two drains, of ``num_microbatches`` each.
 
     Attributes:
         name: Name of the family.
@@ -107,10 +100,6 @@ class ScheduleFamily:
     def num_ranks(self, num_stages: int, stages_per_rank: int | None = None) -> int:
         """Returns the number of ranks of a pipeline.
 
-        Args:
-            num_stages: Number of stages of the pipeline.
-            stages_per_rank: Number of stages on each rank; None takes the fewest.
-
         Raises:
             ValueError: The stages cannot be distributed evenly.
         """
@@ -124,10 +113,6 @@ class ScheduleFamily:
 
     def rank_of_stage(self, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
         """Returns the rank of each stage.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-            stages_per_rank: Number of stages on each rank; None takes the fewest.
 
         Raises:
             ValueError: The family takes another number of stages per rank.
@@ -148,10 +133,6 @@ class ScheduleFamily:
     def check_microbatches(self, num_ranks: int, count: int) -> None:
         """Checks the number of micro-batches of a batch.
 
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-            count: Number of micro-batches.
-
         Raises:
             ValueError: The family takes other numbers; the message names the nearest.
         """
@@ -163,25 +144,14 @@ class ScheduleFamily:
             )
 
     def most_microbatches(self, num_ranks: int, limit: int) -> int:
-        """Returns the largest number of micro-batches within a limit; the limit if none fits.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-            limit: The limit, at least 1; a schedule in a file may exceed it.
-        """
+        """Returns the largest number of micro-batches within a limit; the limit if none fits."""
         counts = range(limit, 0, -1)
         return next((c for c in counts if self.microbatch_rule.fits(num_ranks, c)), limit)
 
     def build(
         self, rank_of_stage: tuple[int, ...], num_microbatches: int, num_batches: int = 1
     ) -> Schedule:
-        """Builds a schedule of compute actions.
-
-        Args:
-            rank_of_stage: The rank of each stage.
-            num_microbatches: Number of micro-batches of each batch.
-            num_batches: Number of batches between two drains.
-        """
+        """Builds a schedule of compute actions."""
         count = num_microbatches * num_batches
         return Schedule(
             self.name,

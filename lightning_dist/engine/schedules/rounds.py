@@ -1,16 +1,11 @@
 """One rank's actions for each batch: training, another batch size, evaluation, drain.
 
-A schedule is finite, training is not. So :class:`Stream` cuts an endless schedule into one round
-per batch.
-
 Lightning passes one batch at a time and does not say which is the last. For a synchronous schedule
 a round is the whole schedule. An asynchronous schedule is not flushed between batches. Its round k
 has a rank's actions from the first forward of batch k until before the next batch's. The remaining
-actions are the drain.
-
-The rounds are cut out of generated schedules, so there is no second description of their order. The
-order of a rank for N batches is a prefix of fills and steady rounds and a tail of backwards. A
-steady round is the same for each k but for the indices, so a short schedule holds them all.
+actions are the drain. Rounds are cut out of generated schedules, so there is no second description
+of their order. A steady round is the same for each k but for the indices, so a short schedule holds
+them all.
 """
 
 from __future__ import annotations
@@ -23,7 +18,6 @@ from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.family import ScheduleFamily
 from lightning_dist.engine.schedules.lowering import lower
 from lightning_dist.engine.schedules.registry import PipelineShape, build_forward_schedule
-from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.update_rule import UpdateRule
 
 Round = tuple[Action, ...]
@@ -204,12 +198,10 @@ class Rounds:
         early = self.update_rule.completes_early
         kinds = {ActionKind.STEP} if early else {ActionKind.REDUCE_GRAD, ActionKind.STEP}
         end = len(actions) - _num_at_the_end(actions, lambda action: action.kind in kinds)
-        rest = _num_at_the_end(actions[:end], lambda action: not _is_awaited(action))
+        rest = _num_at_the_end(
+            actions[:end], lambda a: not a.kind.is_send and a.kind is not ActionKind.FORWARD
+        )
         return PartedRound(actions[: end - rest], actions[end - rest : end], actions[end:])
-
-    def drawn(self) -> Schedule:
-        """Returns the schedule that errors draw; if batches overlap, one of several batches."""
-        return self._shape.build()
 
     def _stream_of(self, num_microbatches: int) -> Stream:
         return Stream(
@@ -218,10 +210,6 @@ class Rounds:
             num_microbatches=num_microbatches,
             rank=self._shape.rank,
         )
-
-
-def _is_awaited(action: Action) -> bool:
-    return action.kind.is_send or action.kind is ActionKind.FORWARD
 
 
 def _num_at_the_end(actions: Round, condition: Callable[[Action], bool]) -> int:

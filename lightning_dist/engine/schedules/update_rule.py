@@ -52,7 +52,8 @@ class StageWeights:
 class UpdateRule(ABC):
     """The meaning of a schedule's update; asynchronous unless a subclass says otherwise.
 
-    A rank of an asynchronous schedule has one stage.
+    A rank of an asynchronous schedule has one stage. In all methods ``rank`` is the index of a rank
+    among the pipeline's ``num_ranks``, and a batch has ``num_microbatches``.
 
     Attributes:
         is_asynchronous: Whether the pipeline is not flushed between batches, so that batches
@@ -70,23 +71,10 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def delay(self, rank: int, num_ranks: int, num_microbatches: int) -> int:
-        """Returns the number of batches between a batch and its update on a rank.
-
-        Args:
-            rank: Index of the rank in the pipeline.
-            num_ranks: Number of ranks of the pipeline.
-            num_microbatches: Number of micro-batches per batch.
-        """
+        """Returns the number of batches between a batch and its update on a rank."""
 
     def lag(self, num_ranks: int, num_microbatches: int) -> int:
-        """Returns the number of batches by which the first rank may be ahead of the last's results.
-
-        The first rank waits for the backwards of a batch before the batch's update.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-            num_microbatches: Number of micro-batches per batch.
-        """
+        """Returns the largest delay, by which the first rank may be ahead of the last's results."""
         return max(self.delay(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
 
     def default_microbatches(self, num_ranks: int) -> int:
@@ -94,36 +82,23 @@ class UpdateRule(ABC):
         return num_ranks if self.splits_batches else 1
 
     def steady_batches(self, num_stages: int, num_microbatches: int) -> int:
-        """Returns the number of batches after which each rank's rounds repeat.
-
-        Args:
-            num_stages: Number of stages of the pipeline.
-            num_microbatches: Number of micro-batches per batch.
-        """
+        """Returns the number of batches after which each rank's rounds repeat."""
         return 1 + 2 * num_stages // num_microbatches
 
     @property
     def completes_early(self) -> bool:
-        """Whether gradients are final before their update is due.
+        """Whether gradients are final before their update is due; see ICML 2021, section 3.1.
 
-        The first stage has a batch's gradients last. Stages that update together must not wait for
-        it, so their update comes later, and sums, norms and votes are sent meanwhile (ICML 2021,
-        section 3.1).
+        The first stage has a batch's gradients last. Stages that update together do not wait for
+        it: their update comes later, and sums, norms and votes are sent meanwhile.
         """
         return self.is_asynchronous and self.is_joint
 
     def weights(
         self, versions: WeightVersions, rank: int, num_ranks: int, num_microbatches: int
     ) -> StageWeights:
-        """Returns the weights that the batches use on a rank's stage.
-
-        Args:
-            versions: The user's choice. Under ``"vertical_sync"`` each stage uses the version that
-                the first stage has for the batch (SOSP 2019, section 3.3).
-            rank: Index of the rank in the pipeline.
-            num_ranks: Number of ranks of the pipeline.
-            num_microbatches: Number of micro-batches per batch.
-        """
+        """Returns the weights that the batches use on a rank's stage, by the user's choice."""
+        # Under vertical sync each stage uses the first stage's version (SOSP 2019, section 3.3).
         if versions == "none":
             return StageWeights(BackwardWeights.NEWEST)
         age = 0
@@ -147,9 +122,6 @@ class UpdateRule(ABC):
             rank: Index of the rank in the pipeline.
             num_ranks: Number of ranks of the pipeline.
             num_microbatches: Number of micro-batches per update.
-
-        Yields:
-            The actions with those of updates in between.
         """
         # Forwards from the first of an update's batch until the update.
         span = num_microbatches * (1 + self.delay(rank, num_ranks, num_microbatches))

@@ -122,7 +122,7 @@ class DryRun:
         return own
 
     def _try(self, place: int, module: pl.LightningModule, known: dict[int, Sent]) -> RankKind:
-        rank = self.mesh.rank(dict.fromkeys(self.mesh.sizes, 0) | {"pp": place})
+        rank = place * self.mesh.world_size // self.mesh.pp  # the first of its stages
         # Compiled or not, a step holds and sends the same.
         assert self.asked.shard is not None
         asked = replace(self.asked, shard=replace(self.asked.shard, compile=False))

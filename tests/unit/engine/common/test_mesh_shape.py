@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +14,8 @@ sizes = st.integers(1, 3)
 @given(sizes, sizes, sizes, sizes)
 def test_each_rank_has_a_place_and_each_place_a_rank(pp: int, r: int, s: int, tp: int) -> None:
     mesh = MeshShape(pp, r, s, tp)
-    places = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
-    assert [mesh.rank(place) for place in places] == list(range(mesh.world_size))
+    places = [tuple(mesh.coordinates(rank).values()) for rank in range(mesh.world_size)]
+    assert places == list(product(range(pp), range(r), range(s), range(tp)))
     for axes in (("pp",), ("dp_replicate", "dp_shard"), tuple(mesh.sizes)):
         groups = mesh.groups(*axes)
         assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
