@@ -29,8 +29,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
-from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
-from lightning_dist.engine.data_parallel.replicas import broadcast_state
+from lightning_dist.engine.data_parallel.replicas import LocalSGD, broadcast_state
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated

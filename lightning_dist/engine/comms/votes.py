@@ -30,8 +30,7 @@ class StopReason(IntEnum):
     REQUEUE = 3  # SLURM will end the job soon, and can requeue the job
 
 
-Posted: TypeAlias = tuple[dist.Work, Tensor]
-"""An all-reduce under way, and the tensor of its result."""
+Posted: TypeAlias = tuple[dist.Work, Tensor]  # an all-reduce under way, and its result
 
 
 class StopAgreement:
@@ -73,11 +72,7 @@ class StopAgreement:
         return self._agreed
 
     def post(self, vote: int) -> Posted:
-        """Posts this rank's flag for the next boundary, and a vote with it. Collective.
-
-        Args:
-            vote: Any number.
-        """
+        """Posts this rank's flag for the next boundary, and a vote with it. Collective."""
         flags = [int(reason is self.requested) for reason in list(StopReason)[1:]]
         sums = torch.tensor([vote, *flags], dtype=torch.int32)
         work = dist.all_reduce(sums, group=self._group, async_op=True)
@@ -153,22 +148,20 @@ class JointDecision:
             Whether any rank votes yes, or has voted yes at a boundary that is not decided yet.
         """
         self._pending.append(self._post_vote(int(wanted)))
-        return self._take_votes() > 0
+        votes = [_count(pending) for pending in self._pending]
+        self._pending.clear()
+        return any(votes)
 
     def forget(self) -> None:
         """Drops the votes of the last boundaries. Collective: every rank must call it."""
-        self._take_votes()
+        while self._pending:
+            _count(self._pending.popleft())
 
     def _post_vote(self, vote: int) -> Posted:
         votes = torch.tensor([vote], dtype=torch.int32)
         work = dist.all_reduce(votes, group=self._group, async_op=True)
         assert work is not None
         return work, votes
-
-    def _take_votes(self) -> int:
-        taken = sum(_count(pending) for pending in self._pending)
-        self._pending.clear()
-        return taken
 
 
 def _count(pending: Posted) -> int:

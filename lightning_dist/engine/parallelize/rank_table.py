@@ -58,18 +58,16 @@ class RankTable:
     def __str__(self) -> str:
         """Draws the table, with the axes that have more than one rank."""
         axes = [name for name in AXES if self.mesh.sizes[name] > 1]
-        head = ("rank", "host", *axes, "layers", "parameters", "bytes")
-        lines = [head, *(self._line(row, axes) for row in self.rows[:_NUM_SHOWN])]
+        head: tuple[str, ...] = ("rank", "host", *axes, "layers", "parameters", "bytes")
+        lines = [head]
+        for row in self.rows[:_NUM_SHOWN]:
+            places = [str(row.coordinates[name]) for name in axes]
+            counts = (f"{row.num_parameters:,}", f"{row.num_bytes:,}")
+            lines.append((str(row.rank), row.host, *places, row.layers, *counts))
         numbers = [column for column, name in enumerate(head) if name not in ("host", "layers")]
         drawn = draw_table(lines, right=numbers)
         hidden = len(self.rows) - _NUM_SHOWN
         return drawn if hidden <= 0 else f"{drawn}\n... and {hidden} more"
-
-    @staticmethod
-    def _line(row: RankRow, axes: list[str]) -> tuple[str, ...]:
-        places = [str(row.coordinates[name]) for name in axes]
-        counts = (f"{row.num_parameters:,}", f"{row.num_bytes:,}")
-        return (str(row.rank), row.host, *places, row.layers, *counts)
 
 
 def gather_rank_table(
