@@ -24,8 +24,8 @@ from lightning_dist.engine.schedules.timeline import SpanKind
 _FORWARD = (SpanKind.COMPUTE, ActionKind.FORWARD)
 _BACKWARD = (SpanKind.COMPUTE, ActionKind.BACKWARD)
 _UPDATE = (SpanKind.UPDATE, ActionKind.STEP)
-_Told = PhaseKind | tuple[SpanKind, ActionKind]
-_PARTS: Mapping[_Told, str] = MappingProxyType(
+_Event = PhaseKind | tuple[SpanKind, ActionKind]
+_PARTS: Mapping[_Event, str] = MappingProxyType(
     {_FORWARD: Use.FORWARD, _BACKWARD: Use.BACKWARD, _UPDATE: Use.UPDATE}
 )
 
@@ -52,25 +52,25 @@ class LoopProfiler(Profiler):
         self.batch = 0
         self._recorder = recorder
         self._records_steps = records_steps
-        self._known: dict[str, _Told | None] = {}
-        self._begun: dict[_Told, Any] = {}
+        self._known: dict[str, _Event | None] = {}
+        self._begun: dict[_Event, Any] = {}
         self._phases: list[tuple[PhaseKind, Any, Any]] = []
-        self._named: dict[_Told, ExitStack] = {}
+        self._named: dict[_Event, ExitStack] = {}
 
     @override
     def start(self, action_name: str) -> None:
         self.users.start(action_name)
         if self.listens or self.annotates:
-            told = self._told(action_name)
-            if told is not None and told != _UPDATE:
-                self.begin(told)
+            event = self._event(action_name)
+            if event is not None and event != _UPDATE:
+                self.begin(event)
 
     @override
     def stop(self, action_name: str) -> None:
         if self.listens or self.annotates:
-            told = self._told(action_name)
-            if told is not None:
-                self.end(told)
+            event = self._event(action_name)
+            if event is not None:
+                self.end(event)
         self.users.stop(action_name)
 
     def begin_update(self) -> None:
@@ -78,24 +78,24 @@ class LoopProfiler(Profiler):
         if self._records_steps:
             self.begin(_UPDATE)
 
-    def begin(self, told: _Told) -> None:
+    def begin(self, event: _Event) -> None:
         """Begins a phase, or a part of a step."""
-        if self.annotates and told in _PARTS:
-            self._named[told] = ExitStack()
-            self._named[told].enter_context(part_of_step(_PARTS[told]))
+        if self.annotates and event in _PARTS:
+            self._named[event] = ExitStack()
+            self._named[event].enter_context(part_of_step(_PARTS[event]))
         if self.listens:
-            self._begun[told] = self._recorder.mark()
+            self._begun[event] = self._recorder.mark()
 
-    def end(self, told: _Told) -> None:
+    def end(self, event: _Event) -> None:
         """Ends what has begun, and records it."""
-        self._named.pop(told, ExitStack()).close()
-        start = self._begun.pop(told, None)
+        self._named.pop(event, ExitStack()).close()
+        start = self._begun.pop(event, None)
         if start is None:
             return
-        if isinstance(told, PhaseKind):
-            self._phases.append((told, start, self._recorder.mark()))
+        if isinstance(event, PhaseKind):
+            self._phases.append((event, start, self._recorder.mark()))
             return
-        kind, action = told
+        kind, action = event
         self._recorder.record(kind, Action(0, action, self.batch), start)
 
     def take(self) -> tuple[Phase, ...]:
@@ -104,12 +104,12 @@ class LoopProfiler(Profiler):
         rank, seconds = self._recorder.rank, self._recorder.seconds
         return tuple(Phase(rank, kind, seconds(a), seconds(b)) for kind, a, b in phases)
 
-    def _told(self, name: str) -> _Told | None:
+    def _event(self, name: str) -> _Event | None:
         if name not in self._known:
             self._known[name] = self._find(name)
         return self._known[name]
 
-    def _find(self, name: str) -> _Told | None:
+    def _find(self, name: str) -> _Event | None:
         if name.endswith("train_dataloader_next") or name.endswith(".batch_to_device"):
             return PhaseKind.DATA_LOADING
         if name == "save_checkpoint":

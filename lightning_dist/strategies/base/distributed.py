@@ -1,8 +1,7 @@
 """The base of all strategies of this package: one run of all ranks.
 
-The base owns all that does not depend on how a model is spread. It seeds random numbers by the data
-rank and the batch, and ends a run if a rank fails or is asked to stop. A subclass spreads the model
-in ``setup``.
+The base owns all that does not depend on how a model is sharded. It seeds random numbers by the
+data rank and the batch, and ends a run if a rank fails or is asked to stop.
 """
 
 from __future__ import annotations

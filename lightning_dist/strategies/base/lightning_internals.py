@@ -234,7 +234,7 @@ def replace_loader_hooks(
 
 
 def request_loaders(trainer: pl.Trainer) -> tuple[Any, CombinedMode] | None:
-    """Requests the loaders of a run ahead of it.
+    """Requests the loaders of a run before it begins.
 
     ``setup_data`` of a loop is public, but it is done once: a resumed run would find its loaders
     made before the state that belongs to them. ``_data_source`` knows which hook to call, and

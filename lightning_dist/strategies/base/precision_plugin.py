@@ -50,7 +50,7 @@ class HalfPrecisionPlugin(Precision):
         self._casts: HalfCasts | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._own: frozenset[nn.Parameter] = frozenset()
-        self._lent: tuple[nn.Parameter, ...] = ()
+        self._cast_here: tuple[nn.Parameter, ...] = ()
         self._copies: Copies = {}
 
     # --- settings of a strategy --------------------------------------------------------------
@@ -58,7 +58,7 @@ class HalfPrecisionPlugin(Precision):
     def leave_to_shards(self) -> None:
         """Leaves the cast to the sharding, which gathers parameters."""
         self._shards_cast = True
-        self._find_lent()
+        self._find_cast_here()
 
     def leave_to_stages(self, layers: Layers, *, is_in_graph: bool) -> HalfWeights | None:
         """Leaves the cast, and the division by the loss scale, to a pipeline.
@@ -74,7 +74,7 @@ class HalfPrecisionPlugin(Precision):
         if not self.half.master_weights or self._shards_cast:
             return None
         self._stages = layers
-        self._find_lent()
+        self._find_cast_here()
         return HalfWeights(lambda p: self.half.dtype if p in self._own else p.dtype, is_in_graph)
 
     def agree_by(self, overflow: Overflow) -> None:
@@ -137,21 +137,21 @@ class HalfPrecisionPlugin(Precision):
         own = {id(parameter) for parameter in self._module.parameters()}
         self._parameters = {name: p for name, p in everywhere.items() if id(p) in own}
         self._own = frozenset(self._parameters.values())
-        self._find_lent()
+        self._find_cast_here()
 
-    def _find_lent(self) -> None:
+    def _find_cast_here(self) -> None:
         """Finds the masters that neither shards nor stages cast."""
         parts = () if self._stages is None else self._stages.parts()
         elsewhere = {p for part in parts for p in part.module.parameters()}
         casts = self.half.master_weights and not self._shards_cast
         masters = self._parameters.values() if casts else ()
-        self._lent = tuple(p for p in masters if p not in elsewhere)
+        self._cast_here = tuple(p for p in masters if p not in elsewhere)
 
     def _detach(self) -> None:
         if self._casts is not None:
             self._casts.remove()
         self._casts, self._stages, self._shards_cast = None, None, False
-        self._parameters, self._own, self._lent, self._copies = {}, frozenset(), (), {}
+        self._parameters, self._own, self._cast_here, self._copies = {}, frozenset(), (), {}
         self._divides, self._overflow = True, LocalOverflow()
 
     # --- steps -------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class HalfPrecisionPlugin(Precision):
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         assert self._module is not None
-        self._copies = half_copies(self._lent, self.half.dtype)
+        self._copies = half_copies(self._cast_here, self.half.dtype)
         with swapped_parameters(self._module, self._copies):
             yield
 

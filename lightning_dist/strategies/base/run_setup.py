@@ -179,7 +179,7 @@ class RunSetup(LayoutFreeCheckpoints):
         """Called before the callbacks' ``on_train_epoch_start``."""
 
     def end_batch(self) -> None:
-        """Called behind each training batch, ahead of a validation."""
+        """Called after each training batch, before a validation."""
 
     def before_validation(self) -> None:
         """Called before each validation inside of ``fit``."""

@@ -31,7 +31,7 @@ class Layout:
     Attributes:
         mesh: The sizes of the mesh.
         pipeline: How the model is cut into stages; None for no stages.
-        tensor: How layers are spread.
+        tensor: How layers are sharded over tensor-parallel ranks.
         shard: How parameters are sharded.
         precision: The Trainer's precision.
         mixed_precision: The policy of the ``MixedPrecision`` callback.

@@ -1,4 +1,4 @@
-"""Say in one line at the start of training how a model is spread, unless by stages only.
+"""Say in one line at the start of training how a model is sharded, unless by stages only.
 
 ``strategy.describe()`` has the details; this is the line to look for in a log. The stages of a
 pipeline are described with the first batch: see :mod:`.pipelining.start_line`.
@@ -23,7 +23,7 @@ _MOST_NAMES = 3
 
 
 def describe_layout(mesh: MeshShape, parts: Sequence[str]) -> str:
-    """Describes in one line how a model is spread.
+    """Describes in one line how a model is sharded.
 
     Args:
         mesh: All ranks.
@@ -117,10 +117,10 @@ def explain_own_statistics(names: Sequence[str]) -> str:
 
 
 def _axes(mesh: MeshShape) -> str:
-    spread = [name for name in ("pp", "dp_shard", "tp") if mesh.sizes[name] > 1]
-    if spread == ["dp_shard"]:
+    split = [name for name in ("pp", "dp_shard", "tp") if mesh.sizes[name] > 1]
+    if split == ["dp_shard"]:
         return f"FSDP: shards on {mesh.dp_shard} ranks{_replicas(mesh)}"
-    if spread == ["tp"]:
+    if split == ["tp"]:
         return f"Tensor parallelism on {mesh.tp} ranks{_replicas(mesh)}"
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.sizes.items() if size > 1)
     name = f"Mesh of {mesh.world_size} ranks, {sizes}"

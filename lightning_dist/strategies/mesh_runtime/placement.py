@@ -57,8 +57,8 @@ class ShardedPlacement(DataParallelStrategy):
 
     Args:
         pipeline: How the model is cut into stages, if the mesh has several.
-        shard: How the parameters are spread over the data axes.
-        tensor: How layers are spread over the tensor-parallel ranks.
+        shard: How the parameters are sharded over the data axes.
+        tensor: How layers are sharded over the tensor-parallel ranks.
         meta_init: Whether ``configure_model`` builds without memory, to be filled part by part.
         arguments: Arguments of :class:`.DistributedStrategy`.
     """
@@ -91,7 +91,7 @@ class ShardedPlacement(DataParallelStrategy):
         return mesh
 
     def describe(self) -> WrapSummary | TensorSummary:
-        """Describes how the model is spread: which modules are units, or a rank's shards of layers.
+        """Describes how the model is sharded: the FSDP units, or a rank's shards of layers.
 
         The description exists once a run has been set up. As text, it is the plan that was found,
         and a table.
@@ -125,7 +125,7 @@ class ShardedPlacement(DataParallelStrategy):
 
     @override
     def print_summary(self) -> None:
-        """Prints how the model is spread, on rank 0. Collective: every rank must call it."""
+        """Prints how the model is sharded, on rank 0. Collective: every rank must call it."""
         if self.mesh.pp == 1 or self.mesh.dp_shard * self.mesh.tp > 1:
             rank_zero_info(self.sharded.layout_line(self.mesh, is_manual=self._policy.is_manual))
         if self.mesh.pp == 1:  # with stages, the first batch tells
@@ -233,7 +233,7 @@ class ShardedPlacement(DataParallelStrategy):
 
     @property
     def sharded(self) -> ShardedModule:
-        """The user's module as it is spread; exists once a run has been set up."""
+        """The user's module as it is sharded; exists once a run has been set up."""
         assert self._sharded is not None, "the model has not been sharded yet"
         return self._sharded
 

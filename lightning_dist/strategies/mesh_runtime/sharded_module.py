@@ -42,7 +42,7 @@ StepContext = Callable[[], AbstractContextManager[None]]
 
 
 class ShardedModule:
-    """A module whose parameters are spread over a mesh.
+    """A module whose parameters are sharded over a mesh.
 
     Args:
         composed: The user's module, made parallel.
@@ -50,7 +50,7 @@ class ShardedModule:
 
     Attributes:
         early: The module's parameters before sharding; None where no optimizer can have them.
-        plan: The plan that was found: which layers are spread, and why the others are not.
+        plan: The plan that was found: which layers are sharded, and why the others are not.
     """
 
     early: EarlyParameters | None = None
@@ -88,13 +88,13 @@ class ShardedModule:
 
     @property
     def tensor_summary(self) -> TensorSummary | None:
-        """This rank's shard of each layer; None if no layers are spread."""
+        """This rank's shard of each layer; None without tensor parallelism."""
         return (
             None if self._spread is None else summarise(self.module, self._spread.styles, self.plan)
         )
 
     def layout_line(self, mesh: MeshShape, *, is_manual: bool) -> str:
-        """Describes in one line how the model is spread.
+        """Describes in one line how the model is sharded.
 
         Args:
             mesh: All ranks.

@@ -1,4 +1,4 @@
-"""The user's module cut into stages, each of which is spread over the other axes of the mesh.
+"""The user's module cut into stages, each of which is sharded over the other axes of the mesh.
 
 Micro-batches are run by the same :class:`.Pipeline` that
 :class:`~lightning_dist.PipelineStrategy` uses. Only the backward differs: FSDP2 gets gradients

@@ -99,7 +99,7 @@ def stop_training_together(
         group: A gloo group of all ranks.
         lag: By how many batches one rank can be ahead of another.
         post: Posts a vote behind a batch, together with the vote before the next batch.
-        end_batch: Called behind each training batch, ahead of a validation.
+        end_batch: Called after each training batch, before a validation.
     """
     stop = JointDecision(group, lag, post)
 

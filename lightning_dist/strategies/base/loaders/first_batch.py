@@ -1,4 +1,4 @@
-"""Read the first batch of a run ahead of it, so that the run does not notice.
+"""Read the first batch of a run before it begins, so that the run does not notice.
 
 The hooks that build loaders are called, and called again when the run begins: the run reads the
 loaders of the second call. A loader of known length is read anew. Any other may be a stream that is
