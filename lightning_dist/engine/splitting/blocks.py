@@ -78,7 +78,7 @@ class Blocks(Layers):
             ],
         )
         self._path = path
-        self._route = BlockRoute(module, path, before, after)
+        self._route = BlockRoute(module, path=path, before=before, after=after)
 
     @property
     @override

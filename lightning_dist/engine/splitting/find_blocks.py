@@ -111,7 +111,7 @@ def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
             is_before = sides.get(name, runs_before(holder, child, step))
             (before if is_before else after).append(name)
         holder_name = prefix + step
-    return Blocks(model, list_path, before, after)
+    return Blocks(model, path=list_path, before=before, after=after)
 
 
 def _sides(plan: Plan, list_path: str) -> dict[str, bool]:

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_dist.engine.sharding.deferred_init.operation import Operation, Reference
-from lightning_dist.engine.sharding.deferred_init.tape import Tape
+from lightning_dist.engine.sharding.deferred_init.tape import Operation, Reference, Tape
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
 CPU = torch.device("cpu")
@@ -104,9 +103,19 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = _written(func, args, kwargs)
         if any(not tensor.is_meta for tensor in written):
-            return self._write_to_real(func, written, args, kwargs)
+            if any(tensor.is_meta for tensor in written):
+                raise ValueError(
+                    f"{func} writes to tensors of which some are made from data and others are"
+                    f" deferred. {FIX}"
+                )
+            args, kwargs = map_tensors(self.value, (args, kwargs))
+            return func(*args, **kwargs)
         operation = self._operation(func, args, kwargs, written)
-        real = None if operation.generator is None else self._draw(operation)
+        real = None
+        if operation.generator is not None and self._only_shapes:
+            torch.rand((), generator=operation.generator)  # the next draw must differ
+        elif operation.generator is not None:  # only to advance the generator
+            real = self.tape.run_now(operation, keep=False)
         try:
             returned = func(*on_meta(args), **on_meta(kwargs))
         except RuntimeError:  # needs values, or is a mistake that is raised again here
@@ -115,24 +124,6 @@ class Recorder(TorchDispatchMode):
             returned = _stand_in(func, real, written, kwargs)
         self._append(operation, written, returned)
         return returned
-
-    def _draw(self, operation: Operation) -> Any:
-        """Runs a random operation, only to advance its generator."""
-        if not self._only_shapes:
-            return self.tape.run_now(operation, keep=False)
-        torch.rand((), generator=operation.generator)  # the next draw must differ
-        return None
-
-    def _write_to_real(
-        self, func: Any, written: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if any(tensor.is_meta for tensor in written):
-            raise ValueError(
-                f"{func} writes to tensors of which some are made from data and others are"
-                f" deferred. {FIX}"
-            )
-        args, kwargs = map_tensors(self.value, (args, kwargs))
-        return func(*args, **kwargs)
 
     def value(self, tensor: Tensor) -> Tensor:
         """Returns the values that a tensor has at this point of the constructor."""

@@ -80,7 +80,8 @@ def check_of(program: ExportedProgram, call: Call) -> CallCheck:
     ]
     # Private, without a public counterpart: `ExportedProgram.module()` asserts them.
     guards = getattr(program, "_guards_code", [])
-    return CallCheck(call, sizes, guards, {**SYMPY_INTERP, "inf": float("inf")})
+    namespace = {**SYMPY_INTERP, "inf": float("inf")}
+    return CallCheck(example=call, sizes=sizes, guards=guards, namespace=namespace)
 
 
 class _FunctionError(Exception):

@@ -11,19 +11,22 @@ memory that is written in place, for a value sent to another stage is a copy.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-
-from lightning_dist.engine.splitting.tracing.effects import memory_of, written_by
+from torch.utils import _pytree as pytree
 
 # Checks of the example's dtype and device, which would fail under autocast or on a GPU.
 _DROPPED = (torch.ops.aten._assert_tensor_metadata.default,)
+
+# These write running statistics, which their schemas do not declare.
+_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+_STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
@@ -256,3 +259,39 @@ def _line_of(node: fx.Node) -> str:
     """Names the line of the user's code that an operation comes from, as torch has noted it."""
     found = re.findall(r'File "(.+)", line (\d+), .*\n\s*(.+)', node.meta.get("stack_trace") or "")
     return " at {}:{}, `{}`".format(*found[-1]) if found else ""
+
+
+def memory_of(node: fx.Node) -> set[int]:
+    """Returns the ids of the storages of a graph's node; a view has the storage of its base."""
+    return {
+        value.untyped_storage()._cdata
+        for value in pytree.tree_leaves(node.meta.get("val"))
+        if isinstance(value, Tensor)
+    }
+
+
+def written_by(node: fx.Node) -> set[int]:
+    """Returns the ids of the storages that the operation of a graph's node writes to."""
+    return {memory for argument in _written_arguments(node) for memory in memory_of(argument)}
+
+
+def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        # A block, under `no_grad` or autocast say, is a graph within the graph.
+        if any(_writes_inside(argument) for argument in node.all_input_nodes):
+            yield from node.all_input_nodes
+    elif isinstance(node.target, torch._ops.OpOverload):
+        for position, parameter in enumerate(node.target._schema.arguments):
+            is_written = parameter.alias_info is not None and parameter.alias_info.is_write
+            if is_written or (node.target in _NORMS and parameter.name in _STATISTICS):
+                given = node.args[position : position + 1] or (node.kwargs.get(parameter.name),)
+                yield from (a for a in pytree.tree_leaves(given[0]) if isinstance(a, fx.Node))
+
+
+def _writes_inside(node: fx.Node) -> bool:
+    if node.op != "get_attr":
+        return False
+    inner = getattr(node.graph.owning_module, str(node.target), None)
+    if not isinstance(inner, fx.GraphModule):
+        return False
+    return any(any(True for _ in _written_arguments(n)) for n in inner.graph.nodes)

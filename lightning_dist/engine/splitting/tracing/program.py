@@ -4,13 +4,14 @@ Training and evaluation have different graphs: dropout and norms compute other t
 the user's branches on ``self.training``. The graph in training decides where the layers begin. The
 graph for any other mode, of the whole module or of single parts (frozen norms, say), is traced when
 it is first needed, on a kept structure without values. It is cut by the parameters of the layers.
-All ranks do so alike, for each has all parts of the module, if not all tensors.
+All ranks do so alike, for each has all parts of the module, if not all tensors. Attributes that the
+forward reads, such as the rate of a dropout, are constants of a graph, so graphs are keyed by them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +21,6 @@ from torch.utils import _pytree as pytree
 
 from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.splitting.tracing.call import CallCheck, bind, example_of
-from lightning_dist.engine.splitting.tracing.effects import (
-    Mode,
-    changed_attributes,
-    mode_of,
-    set_mode,
-)
 from lightning_dist.engine.splitting.tracing.export import check_of, export
 from lightning_dist.engine.splitting.tracing.graph import (
     TraceGraph,
@@ -41,6 +36,10 @@ from lightning_dist.engine.tensors.patch import hooks_of
 
 _TRACED_ON = torch.device("cpu")
 _MAX_GRAPHS = 8  # enough unless a number changes at each step
+_BUILT_IN = frozenset({bool, int, float, str, type(None)})
+
+Mode = tuple[tuple[Any, ...], ...]
+"""Names and values of each part's attributes, in the order of ``modules()``."""
 
 
 class TraceProgram:
@@ -199,3 +198,40 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     parameters = module.named_parameters(remove_duplicate=False)
     tensors = [*parameters, *module.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def mode_of(module: nn.Module) -> Mode:
+    """Returns the public numbers, strings and flags of a module's parts."""
+    return tuple(_public(part) for part in module.modules())
+
+
+def set_mode(module: nn.Module, mode: Mode) -> None:
+    """Sets the mode of a copy's parts to that of the original module."""
+    for part, attributes in zip(module.modules(), mode, strict=True):
+        for name in _public(part)[::2]:
+            del part.__dict__[name]
+        part.__dict__.update(_pairs(attributes))
+
+
+def changed_attributes(module: nn.Module, mode: Mode) -> list[str]:
+    """Names a module's attributes that differ from an earlier mode."""
+    pairs = zip(module.named_modules(), mode, strict=True)
+    return [
+        f"{path}.{name}" if path else name
+        for (path, part), attributes in pairs
+        for name, _ in {*_pairs(_public(part))} ^ {*_pairs(attributes)}
+    ]
+
+
+def _public(part: nn.Module) -> tuple[Any, ...]:
+    """Returns names and values in one flat tuple, for speed: it runs at each call."""
+    return tuple(
+        entry
+        for item in part.__dict__.items()
+        if type(item[1]) in _BUILT_IN and item[0][0] != "_"
+        for entry in item
+    )
+
+
+def _pairs(attributes: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    return zip(attributes[::2], attributes[1::2], strict=True)

@@ -47,7 +47,9 @@ class Segment:
         """
         taken = values if self.takes is None else [values[index] for index in self.takes]
         own = [tensors[name] for name in self.names]
-        outputs = self.code(*taken, *own, _device_of([*own, *taken]))
+        tensors_of_call = [t for t in pytree.tree_leaves([*own, *taken]) if isinstance(t, Tensor)]
+        device = tensors_of_call[0].device if tensors_of_call else torch.device("cpu")
+        outputs = self.code(*taken, *own, device)
         return outputs if self.out_spec is None else pytree.tree_unflatten(outputs, self.out_spec)
 
 
@@ -72,7 +74,8 @@ def cut_graph(graph: TraceGraph, starts: Sequence[int], device: torch.device) ->
         code = _compile(graph, operations, [*alive[index], *held], returned, device)
         takes = tuple(graph.inputs.index(n) for n in alive[0]) if index == 0 else None
         names = tuple(graph.names[n] for n in held)
-        segments.append(Segment(code, names, takes, graph.out_spec if is_last else None))
+        out_spec = graph.out_spec if is_last else None
+        segments.append(Segment(code=code, names=names, takes=takes, out_spec=out_spec))
     return segments
 
 
@@ -119,8 +122,3 @@ def _compile(
         copies[node] = copy
     code.output(fx.node.map_arg(returned, copy_of))
     return fx.GraphModule(root, code)
-
-
-def _device_of(values: Sequence[Any]) -> torch.device:
-    found = [leaf.device for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, Tensor)]
-    return found[0] if found else torch.device("cpu")
