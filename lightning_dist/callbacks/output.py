@@ -21,7 +21,12 @@ from lightning_dist.engine.schedules.timeline import Timeline
 from lightning_dist.plotting import plot_profile, write_page
 from lightning_dist.plotting.chrome_trace import write_chrome_trace
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _WIDEST = 1000
+_MOST_SPANS = 5_000
+_NAME = "step_profile"
 
 
 @rank_zero_only
@@ -49,12 +54,6 @@ def print_tables(tables: Iterable[Table], *conclusions: str) -> None:
         console.print(drawn)
     for line in conclusions:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_MOST_SPANS = 5_000
 
 
 class Media:
@@ -116,9 +115,6 @@ def _pixels(figure: Figure) -> Any:
     canvas: Any = figure.canvas
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())
-
-
-_NAME = "step_profile"
 
 
 def publish(report: ProfileReport, directory: Path, loggers: Iterable[Logger]) -> None:

@@ -33,7 +33,7 @@ from lightning_dist.engine.planning.balance import Balance, find_balance, memory
 from lightning_dist.engine.planning.layer_costs import StepCosts
 from lightning_dist.plotting import plot_balance
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
-from lightning_dist.strategies.base.rank_view import LayerMover, RankView, view_of
+from lightning_dist.strategies.base.rank_view import RankView, view_of
 
 
 def print_balance(
@@ -140,7 +140,9 @@ class StageBalancer(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._num_batches = 0
         if self._moves_layers:
-            _layers_of(trainer).check_layers_can_move()
+            layers = _view_of(trainer).layers
+            assert layers is not None, "checked before"
+            layers.check_layers_can_move()
 
     @override
     def on_train_batch_start(
@@ -202,7 +204,9 @@ class StageBalancer(pl.Callback):
             self._move(trainer, module, balance.better_cut)
 
     def _move(self, trainer: pl.Trainer, module: pl.LightningModule, cut: tuple[int, ...]) -> None:
-        done = _layers_of(trainer).repartition(cut)
+        layers = _view_of(trainer).layers
+        assert layers is not None, "checked before"
+        done = layers.repartition(cut)
         seconds = trainer.strategy.broadcast(done.seconds)
         moved = float(len(done.moves))
         metrics = {"balance/moved_layers": moved, "balance/move_seconds": seconds}
@@ -258,12 +262,6 @@ def _pipeline_of(trainer: pl.Trainer) -> Pipeline:
     pipeline = _view_of(trainer).pipeline
     assert pipeline is not None, "checked before"
     return pipeline
-
-
-def _layers_of(trainer: pl.Trainer) -> LayerMover:
-    layers = _view_of(trainer).layers
-    assert layers is not None, "checked before"
-    return layers
 
 
 def _check_stages(strategy: Strategy, moves_layers: bool) -> None:

@@ -18,6 +18,13 @@ from lightning_dist.engine.schedules.timeline import Timeline
 from lightning_dist.plotting.style import OF_MEMORY, OF_USES, clear_frame, new_figure
 from lightning_dist.plotting.timelines import draw_timeline, legend_of
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH_INCHES = 11.0
+_DRAWN_STEPS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Bars:
@@ -62,14 +69,6 @@ def _bytes_by_kind(memory: RankMemory) -> dict[str, float]:
 
 def _named(kind: str) -> str:
     return kind.replace("_", " ")
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_WIDTH_INCHES = 11.0
-_DRAWN_STEPS = 2
 
 
 def plot_profile(report: ProfileReport, path: str | os.PathLike[str] | None = None) -> Figure:

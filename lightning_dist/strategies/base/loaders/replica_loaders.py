@@ -22,14 +22,7 @@ from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 
 
 class SendingLoader(LoaderProxy):
-    """Reads the user's loader and sends each batch.
-
-    Args:
-        loader: The user's loader.
-        number: Number of the loader.
-        channel: The channel to the replica's other ranks.
-        lengths: Returns the length of each loader, by number.
-    """
+    """Reads the user's loader, and sends each batch under the loader's number."""
 
     def __init__(
         self,
@@ -68,14 +61,7 @@ class SendingLoader(LoaderProxy):
 class ReceivingLoader(LoaderProxy):
     """Yields the batches of the replica's first rank, with the attributes of this rank's loader.
 
-    Args:
-        loader: The user's loader on this rank.
-        number: Number of the loader.
-        channel: The channel from the replica's first rank.
-        note_lengths: Called with the length of each loader, by number.
-
-    Attributes:
-        length: Batches of an epoch on the first rank, if known.
+    ``length`` is the number of batches of an epoch on the first rank, if known.
     """
 
     def __init__(
@@ -123,11 +109,7 @@ class ReceivingLoader(LoaderProxy):
 
 
 class ReplicaLoaders:
-    """Puts one rank's loaders in the place of the user's.
-
-    Args:
-        channel: This rank's place in its replica.
-    """
+    """Puts one rank's loaders in the place of the user's, by the rank's end of the channel."""
 
     def __init__(self, channel: ReplicaChannel) -> None:
         self.channel = channel

@@ -113,7 +113,13 @@ class UnevenInputs:
         everyone = gather_objects(own, self._group)
         lengths = [length for length, _ in everyone]
         _check_lengths(lengths)
-        _check_states([has_state for _, has_state in everyone])
+        with_state = [rank for rank, (_, has_state) in enumerate(everyone) if has_state]
+        if with_state:
+            raise ValueError(
+                f"uneven_inputs=True: the training loaders of ranks {with_state} have a"
+                " `load_state_dict`, by which they would go on inside of an epoch, each where it"
+                " was itself. Use loaders without."
+            )
         self._lengths = lengths
         # The sets of ranks with data, from all ranks to those with the most batches.
         for position in sorted({0, *lengths})[:-1]:
@@ -185,14 +191,4 @@ def _check_lengths(lengths: list[int | None]) -> None:
             f"uneven_inputs=True: the ranks' training loaders have {lengths} batches. Each must"
             " have at least one: its last one is what hooks see beside the others' further batches."
             " Share the samples out otherwise, or train on fewer ranks."
-        )
-
-
-def _check_states(have_state: list[bool]) -> None:
-    with_state = [rank for rank, has_state in enumerate(have_state) if has_state]
-    if with_state:
-        raise ValueError(
-            f"uneven_inputs=True: the training loaders of ranks {with_state} have a"
-            " `load_state_dict`, by which they would go on inside of an epoch, each where it was"
-            " itself. Use loaders without."
         )
