@@ -114,7 +114,7 @@ def find_balance(
     Args:
         costs: Measured costs.
         shape: Shape of the present pipeline.
-        measured_step_seconds: Measured time of a training batch.
+        measured_step_seconds: As for :class:`Balance`.
         memory: Limit that no stage of the better partition may exceed.
 
     Raises:
@@ -142,13 +142,7 @@ def find_balance(
 
 
 def step_seconds(costs: StepCosts, shape: PipelineShape, cut: tuple[int, ...]) -> float:
-    """Predicts the time of a training batch.
-
-    Args:
-        costs: Costs of the layers.
-        shape: Shape of the pipeline.
-        cut: Layers per stage, in place of the shape's own.
-    """
+    """Predicts the time of a training batch with a cut in place of the shape's own."""
     of_stages = costs.of_stages(cut)
     if not shape.family.update_rule.is_asynchronous:
         return simulate(shape.build(1), of_stages).makespan_seconds + costs.update_seconds

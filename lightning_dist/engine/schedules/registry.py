@@ -69,10 +69,8 @@ def build_schedule(
     Args:
         name: One of :data:`SCHEDULE_NAMES`, or ``"file:"`` and the path of a CSV file.
         num_stages: Number of stages of the pipeline, on all ranks together.
-        num_microbatches: Number of micro-batches per batch; for ``"pipedream"``, whose batches are
-            its micro-batches, the number between two drains.
-        stages_per_rank: Number of stages on each rank; None takes the fewest that the schedule
-            needs.
+        num_microbatches: Number of micro-batches per batch; for ``"pipedream"`` between two drains.
+        stages_per_rank: Number of stages on each rank; None takes the fewest that are possible.
         num_batches: Number of batches between two drains, for ``"pipedream_2bw"``.
 
     Raises:
@@ -92,14 +90,11 @@ def build_schedule(
 
 
 def build_forward_schedule(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Schedule:
-    """Builds a schedule without backwards, for evaluation.
-
-    Args:
-        rank_of_stage: The rank of each stage.
-        num_microbatches: Number of micro-batches of the batch.
-    """
+    """Builds a schedule without backwards, for the evaluation of a batch."""
     ranks = ranks_from(forward_only, rank_of_stage, num_microbatches)
-    return Schedule("forward", len(rank_of_stage), num_microbatches, ranks)
+    return Schedule(
+        "forward", num_stages=len(rank_of_stage), num_microbatches=num_microbatches, ranks=ranks
+    )
 
 
 @dataclass(frozen=True, slots=True)

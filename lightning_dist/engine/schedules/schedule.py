@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
@@ -56,14 +56,11 @@ class Schedule:
         return tuple(homes[stage] for stage in range(self.num_stages))
 
     def validate(self) -> Schedule:
-        """Checks that each action occurs once, on one rank, and that all actions are possible.
-
-        Returns:
-            The schedule itself.
+        """Checks the schedule and returns it.
 
         Raises:
-            ScheduleError: An action is missing, doubled or impossible, or ranks wait for each
-                other; the message names the actions.
+            ScheduleError: An action is missing, doubled, on several ranks or impossible, or ranks
+                wait for each other; the message names the actions.
         """
         self._check_ranges()
         self._check_counts()
@@ -137,12 +134,8 @@ class Schedule:
         """Draws the compute actions as a table, a row per rank and a column per time slot.
 
         Args:
-            mark: An action to put between ``>`` and ``<``; a send or receive marks its forward or
-                backward.
+            mark: Action to put between ``>`` and ``<``; a send or receive marks what it belongs to.
             max_columns: Largest number of slots to draw, around the mark.
-
-        Returns:
-            Several lines of text.
         """
         slots = self._slots()
         marked = None if mark is None else self._compute_action_of(mark)
@@ -151,12 +144,14 @@ class Schedule:
         first = min(max(0, place - max_columns // 2), max(0, width - max_columns))
         columns = range(first, min(width, first + max_columns))
 
+        shares_ranks = len(self.ranks) < self.num_stages
+
         def text(row: dict[int, Action], slot: int) -> str:
             action = row.get(slot)
             if action is None:
                 return "."
-            short = f"{action.kind.value}{action.microbatch_index}"
-            short = f"{action.stage_index}{short}" if self._shares_ranks else short
+            # With one stage per rank, a row's number is its stage's.
+            short = str(action) if shares_ranks else f"{action.kind.value}{action.microbatch_index}"
             return f">{short}<" if action == marked else short
 
         cells = [[text(row, slot) for slot in columns] for row in slots]
@@ -168,10 +163,6 @@ class Schedule:
         if len(columns) < width:
             lines.append(f"(slots {columns.start} to {columns.stop - 1} of {width})")
         return "\n".join(lines)
-
-    @property
-    def _shares_ranks(self) -> bool:
-        return len(self.ranks) < self.num_stages
 
     def _compute_action_of(self, action: Action) -> Action:
         forward = action.kind in (F, ActionKind.SEND_F, ActionKind.RECV_F)
@@ -194,57 +185,49 @@ class Schedule:
         return rows
 
 
-@dataclass
 class Execution:
     """Plays a schedule by its dependencies.
 
-    Attributes:
+    Args:
         schedule: The schedule to play.
-        done: Actions done so far.
     """
 
-    schedule: Schedule
-    done: set[Action] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        """Starts at the first action of each rank."""
-        self._next = [0] * len(self.schedule.ranks)
-        self._present = {action for actions in self.schedule.ranks for action in actions}
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._next = [0] * len(schedule.ranks)
+        self._present = {action for actions in schedule.ranks for action in actions}
+        self._done: set[Action] = set()
 
     def run(self) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
         """Yields rank, action and the actions it depends on, in an order that respects these."""
         waiting: dict[Action, list[int]] = {}
-        ready = list(range(len(self.schedule.ranks)))
+        ready = list(range(len(self._schedule.ranks)))
         while ready:
             rank = ready.pop()
             while (action := self._peek(rank)) is not None:
                 needed = self._needs(action)
-                blocker = next((other for other in needed if other not in self.done), None)
+                blocker = next((other for other in needed if other not in self._done), None)
                 if blocker is not None:
                     waiting.setdefault(blocker, []).append(rank)
                     break
                 self._next[rank] += 1
-                self.done.add(action)
+                self._done.add(action)
                 ready.extend(waiting.pop(action, ()))
                 yield rank, action, needed
 
     def raise_if_stuck(self) -> None:
-        """Checks that all ranks have finished.
-
-        Raises:
-            ScheduleError: A rank has not; the message names the actions that such ranks wait for.
-        """
+        """Raises ScheduleError if a rank has not finished, and names the actions it waits for."""
         stuck = []
-        for rank in range(len(self.schedule.ranks)):
+        for rank in range(len(self._schedule.ranks)):
             action = self._peek(rank)
             if action is not None:
-                missing = [str(other) for other in self._needs(action) if other not in self.done]
+                missing = [str(other) for other in self._needs(action) if other not in self._done]
                 stuck.append(f"rank {rank} waits with {action} for {', '.join(missing)}")
         if stuck:
-            raise ScheduleError(f"Schedule {self.schedule.name!r} deadlocks: {'; '.join(stuck)}.")
+            raise ScheduleError(f"Schedule {self._schedule.name!r} deadlocks: {'; '.join(stuck)}.")
 
     def _peek(self, rank: int) -> Action | None:
-        actions, place = self.schedule.ranks[rank], self._next[rank]
+        actions, place = self._schedule.ranks[rank], self._next[rank]
         return actions[place] if place < len(actions) else None
 
     def _needs(self, action: Action) -> tuple[Action, ...]:
@@ -265,7 +248,7 @@ class Execution:
             return (received_f,) if received_f in self._present else (at(stage - 1, F),)
         if action.kind in (B, I):
             own = at(stage, F)
-            if stage == self.schedule.num_stages - 1:
+            if stage == self._schedule.num_stages - 1:
                 return (own,)
             return (own, received_b if received_b in self._present else backward_of(stage + 1))
         return {

@@ -41,28 +41,16 @@ class StageCosts:
         transfer_seconds: float = 0.0,
         update_seconds: float = 0.0,
     ) -> StageCosts:
-        """Creates the costs of equal stages.
-
-        Args:
-            num_stages: Number of stages of the pipeline.
-            forward_seconds: Time of each stage's forward.
-            backward_seconds: Time of each stage's backward.
-            transfer_seconds: Time of each transfer.
-            update_seconds: Time of each update.
-        """
+        """Creates the costs of ``num_stages`` equal stages, from the times of each."""
         return cls(
-            (forward_seconds,) * num_stages,
-            (backward_seconds,) * num_stages,
-            transfer_seconds,
-            update_seconds,
+            forward_seconds=(forward_seconds,) * num_stages,
+            backward_seconds=(backward_seconds,) * num_stages,
+            transfer_seconds=transfer_seconds,
+            update_seconds=update_seconds,
         )
 
     def duration_seconds(self, action: Action) -> float:
-        """Returns the time for which an action occupies its rank.
-
-        Args:
-            action: Any action; sends, receives and reductions take no time themselves.
-        """
+        """Returns the time of an action on its rank; sends, receives and reductions take none."""
         if action.kind is ActionKind.FORWARD:
             return self.forward_seconds[action.stage_index]
         share = {

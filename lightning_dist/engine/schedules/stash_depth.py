@@ -21,15 +21,12 @@ synchronous schedules                       0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.lowering import add_updates
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.update_rule import BackwardWeights, WeightVersions
-
-_Count = Callable[[Sequence[Action]], int]
 
 
 def num_copies(
@@ -54,10 +51,10 @@ def num_copies(
     schedule = add_updates(shape.build(num_batches))
 
     def of_stage(stage: int) -> int:
-        count: _Count = partial(_most_stashed, age=used[stage].age)
+        actions = [a for a in schedule.ranks[homes[stage]] if a.stage_index == stage]
         if predicts:
-            count = partial(_most_predicted, size=schedule.microbatches_per_update)
-        return count([a for a in schedule.ranks[homes[stage]] if a.stage_index == stage])
+            return _most_predicted(actions, schedule.microbatches_per_update)
+        return _most_stashed(actions, used[stage].age)
 
     return tuple(map(of_stage, range(shape.num_stages)))
 

@@ -109,12 +109,7 @@ class Recorder:
 
     @contextmanager
     def span(self, kind: SpanKind, action: Action) -> Iterator[None]:
-        """Records what happens inside, if it ends well.
-
-        Args:
-            kind: What the rank does.
-            action: The action of the schedule.
-        """
+        """Returns a context manager that records an action, if it ends well."""
         start = self.mark()
         yield
         self.record(kind, action, start)
@@ -143,24 +138,31 @@ class Recorder:
 
     def stretches(self) -> dict[int, tuple[Span, ...]]:
         """Returns the recorded spans in seconds since the epoch, oldest first, by stretch."""
-        seconds = self._clock.seconds
         found: dict[int, list[Span]] = {}
-        for stretch, kind, action, start, end in self._marks:
-            span = Span(self.rank, kind, action, seconds(start), seconds(end))
-            found.setdefault(stretch, []).append(span)
+        for stretch, *marks in self._marks:
+            found.setdefault(stretch, []).append(self._span(*marks))
         return {stretch: tuple(spans) for stretch, spans in found.items()}
 
     def since(self, start: Any) -> tuple[Span, ...]:
         """Returns the spans that began after a mark, in seconds since the epoch, oldest first."""
-        begin, seconds = self.seconds(start), self._clock.seconds
+        begin = self.seconds(start)
         found: list[Span] = []
-        for _, kind, action, first, last in reversed(self._marks):
-            span = Span(self.rank, kind, action, seconds(first), seconds(last))
+        for _, *marks in reversed(self._marks):
+            span = self._span(*marks)
             if span.end_seconds < begin:
                 break
             if span.start_seconds >= begin:
                 found.append(span)
         return tuple(reversed(found))
+
+    def _span(self, kind: SpanKind, action: Action, start: Any, end: Any) -> Span:
+        return Span(
+            self.rank,
+            kind,
+            action,
+            start_seconds=self.seconds(start),
+            end_seconds=self.seconds(end),
+        )
 
     def clear(self) -> None:
         """Forgets all spans."""

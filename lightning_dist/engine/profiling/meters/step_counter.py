@@ -9,13 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.planning.traffic import Traffic, TrafficLedger
+from lightning_dist.engine.planning.traffic import TrafficLedger
 from lightning_dist.engine.profiling.meters.flops import FlopCounter
 from lightning_dist.engine.profiling.meters.memory import ActivationMeter, WeightsInUse
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
@@ -66,15 +67,12 @@ class StepCounter:
 
     def count(self, num_steps: int, num_forwards: int) -> StepCount:
         """Returns the counts per step, for a number of counted steps and of forwards in each."""
-        meter = self._activations
         return StepCount(
-            self._flops.flops // num_steps,
-            tuple(_per_step(traffic, num_steps) for traffic in self._ledger.traffic),
-            meter.peak_bytes,
-            meter.total_bytes // (num_steps * num_forwards),
+            flops=self._flops.flops // num_steps,
+            traffic=tuple(
+                replace(each, count=each.count // num_steps, num_bytes=each.num_bytes // num_steps)
+                for each in self._ledger.traffic
+            ),
+            activation_bytes=self._activations.peak_bytes,
+            forward_bytes=self._activations.total_bytes // (num_steps * num_forwards),
         )
-
-
-def _per_step(traffic: Traffic, num_steps: int) -> Traffic:
-    count, num_bytes = traffic.count // num_steps, traffic.num_bytes // num_steps
-    return Traffic(traffic.kind, traffic.axes, count, num_bytes)
