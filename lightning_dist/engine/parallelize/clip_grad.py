@@ -117,8 +117,8 @@ def _total_norm(
     squared = [_squared_norm(own) for own in gradients if own]
     stays = group is None and squared  # the norm moves to the CPU only for an all-reduce
     total = torch.zeros((), dtype=torch.float64, device=squared[0].device if stays else "cpu")
-    for summand in squared:
-        total += summand.to(total.device)
+    for part in squared:
+        total += part.to(total.device)
     if group is not None:
         dist.all_reduce(total, group=group)
     return total.sqrt()
@@ -129,5 +129,5 @@ def _squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     first = gradients[0]
     if not isinstance(first, DTensor):
         return own
-    summands = [Replicate() if p.is_replicate() else Partial() for p in first.placements]
-    return DTensor.from_local(own, first.device_mesh, summands, run_check=False).full_tensor()
+    placements = [Replicate() if p.is_replicate() else Partial() for p in first.placements]
+    return DTensor.from_local(own, first.device_mesh, placements, run_check=False).full_tensor()

@@ -38,7 +38,7 @@ from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.splitting.tracing.call import CallExample
 from lightning_dist.engine.splitting.tracing.split import UncutError, find_traced_split, is_traced
-from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, refuse_spread
+from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, check_not_sharded
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
@@ -136,7 +136,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
     if asked.is_manual:
         check_called(module, [unit.name for unit in units])
     recomputed = _choose_recomputed(module, units, asked.shard)
-    spread, plan = _spread(module, axis(mesh, "tp"), asked.tensor, split)
+    spread, plan = _shard_layers(module, axis(mesh, "tp"), asked.tensor, split)
     data_mesh = None if asked.shard is None else axis(mesh, "dp_replicate", "dp_shard")
     if split is not None and spread is not None:
         refuse_ties(_ties_sharded_differently(split, spread.cuts), _OTHER_PIECES)
@@ -270,10 +270,10 @@ def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | 
     if asked.is_manual:
         policy = WithCalled(policy)
     units = BesideKept(policy, asked.half, is_possible).select(module)
-    astray = [u.name for u in units if split is not None and not split.is_in_a_layer(u.name)]
-    if split is not None and astray:
+    outside = [u.name for u in units if split is not None and not split.is_in_a_layer(u.name)]
+    if split is not None and outside:
         raise ValueError(
-            f"wrap={policy} selects {astray}, which are no part of one layer of the pipelined"
+            f"wrap={policy} selects {outside}, which are no part of one layer of the pipelined"
             f" module {split.path!r} and would be on several stages. Choose modules inside of its"
             " layers, or the layers themselves."
         )
@@ -291,12 +291,12 @@ def _choose_recomputed(
     return [] if mode == "none" else units
 
 
-def _spread(
+def _shard_layers(
     module: nn.Module, mesh: DeviceMesh | None, config: TensorConfig, split: PipelineSplit | None
 ) -> tuple[TensorParallelModule | None, PlanSummary | None]:
     """Applies tensor parallelism, if the mesh has it; returns the summary of an automatic plan."""
     if mesh is not None:
-        refuse_spread(module)
+        check_not_sharded(module)
     styles: Mapping[str, Style] = {}
     if config.plan != "auto":
         styles = resolve_plan(module, config.plan)

@@ -115,11 +115,11 @@ class TensorParallelModule:
                 module.get_submodule(name), style, stacks_in[name]
             ).items()
         }
-        summands = find_partial_gradients(module, styles, self._is_in_block)
-        check_shared(module, summands, self.cuts)
+        would_be_partial = find_partial_gradients(module, styles, self._is_in_block)
+        check_shared(module, would_be_partial, self.cuts)
         check_tied(module, styles, self.cuts)
-        self._summands = frozenset(summands)
-        partial = [name for name in summands if is_kept(name)]
+        self._would_be_partial = frozenset(would_be_partial)
+        partial = [name for name in would_be_partial if is_kept(name)]
         self._entries: dict[str, Entry] = {}
         for name, style in kept.items():
             self._shard(name, style, stacks_in[name])
@@ -134,7 +134,7 @@ class TensorParallelModule:
                 cut_sequence(blocks[0], blocks[-1], mesh, self._randomness, self.crossings)
         for part in module.modules():
             if isinstance(part, nn.TransformerEncoder):
-                part.use_nested_tensor = False  # in evaluation, with padding; none can be spread
+                part.use_nested_tensor = False  # in evaluation, with padding; none can be sharded
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self._partial = [name for name in partial if not is_spread(parameters[name])]
 
@@ -162,7 +162,7 @@ class TensorParallelModule:
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if is_spread(parameter):
                 continue
-            if name not in self._summands:
+            if name not in self._would_be_partial:
                 whole.others[id(parameter)] = name
             elif self._is_in_block(name):
                 whole.in_blocks[id(parameter)] = name
@@ -231,7 +231,7 @@ class TensorParallelModule:
             setattr(holder, attribute, part)
 
 
-def refuse_spread(module: nn.Module) -> None:
+def check_not_sharded(module: nn.Module) -> None:
     """Checks that no parameter of a module is a DTensor already."""
     name = next((name for name, p in module.named_parameters() if is_spread(p)), None)
     if name is not None:

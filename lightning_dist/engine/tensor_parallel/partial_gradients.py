@@ -33,7 +33,7 @@ def find_partial_gradients(
     return found
 
 
-def check_shared(module: nn.Module, summands: list[str], cuts: Collection[str]) -> None:
+def check_shared(module: nn.Module, would_be_partial: list[str], cuts: Collection[str]) -> None:
     """Checks that no gradient is partial at one of a parameter's uses, and whole at another.
 
     In the sum of both, the partial part could not be separated.
@@ -44,8 +44,8 @@ def check_shared(module: nn.Module, summands: list[str], cuts: Collection[str]) 
     for shared in names.values():
         if any(name in cuts for name in shared):
             continue
-        partial = [name for name in shared if name in summands]
-        whole = [name for name in shared if name not in summands]
+        partial = [name for name in shared if name in would_be_partial]
+        whole = [name for name in shared if name not in would_be_partial]
         if partial and whole:
             raise ValueError(
                 "Untie two layers, or leave sequence_parallel or the style 'local' out:"

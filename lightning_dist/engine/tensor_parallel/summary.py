@@ -77,9 +77,8 @@ def left_whole(
     module: nn.Module, styles: Mapping[str, Style], reasons: Mapping[str, str]
 ) -> list[WholePart]:
     """Lists the parts that a plan leaves whole, in the order of the model."""
-    spread = {p for name in styles for p in module.get_submodule(name).parameters(recurse=False)}
+    counted = {p for name in styles for p in module.get_submodule(name).parameters(recurse=False)}
     sizes: dict[tuple[str, str], int] = {}  # by pattern and reason
-    counted = set(spread)
     for name, part in module.named_modules():
         own = set(part.parameters(recurse=False)) - counted
         if name in styles or not own:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_dist.engine.tensor_parallel.apply import (
     TensorParallelModule,
-    refuse_spread,
+    check_not_sharded,
 )
 from lightning_dist.engine.tensor_parallel.layers.activations import add_up_gradients
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
@@ -121,7 +121,7 @@ def kept_on_a_parameter() -> tuple[int, float, str]:
     loss_of(network).backward()
     assert float(local_part(part.grad).abs().max()) > 0, "its handle is good"
     try:
-        refuse_spread(spread.module)
+        check_not_sharded(spread.module)
     except ValueError as error:
         return part.rate, zero, str(error)
     return part.rate, zero, ""

@@ -76,7 +76,13 @@ def change_activation(module: nn.Module, change: Callable[[Tensor], Tensor]) -> 
         candidates = [*args[:1], *(kwargs.get(keyword) for keyword in _ACTIVATION_KEYWORDS)]
         activation = next((value for value in candidates if isinstance(value, Tensor)), None)
         if activation is not None:
-            _check_others(module, activation, (args, kwargs))
+            # The gradient of a second tensor would be partial on each rank.
+            if any(t.requires_grad and t is not activation for t in flatten((args, kwargs))[0]):
+                raise ValueError(
+                    f"sequence_parallel=True cuts the sequence for a {type(module).__name__}, but"
+                    " it is called with a second tensor that has a gradient, as for"
+                    " cross-attention. Leave sequence_parallel out."
+                )
             new = change(activation)
             # It can be query, key and value at once.
             args = tuple(new if value is activation else value for value in args)
@@ -88,17 +94,6 @@ def change_activation(module: nn.Module, change: Callable[[Tensor], Tensor]) -> 
         )
 
     module.register_forward_pre_hook(changed, with_kwargs=True)
-
-
-def _check_others(module: nn.Module, activation: Tensor, arguments: Any) -> None:
-    tensors, _ = flatten(arguments)
-    # Its gradient would be partial on each rank.
-    if any(tensor.requires_grad and tensor is not activation for tensor in tensors):
-        raise ValueError(
-            f"sequence_parallel=True cuts the sequence for a {type(module).__name__}, but it is"
-            " called with a second tensor that has a gradient, as for cross-attention. Leave"
-            " sequence_parallel out."
-        )
 
 
 def check_blocks(module: nn.Module, blocks: list[str], styles: Mapping[str, Style]) -> None:

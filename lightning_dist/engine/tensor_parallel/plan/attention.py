@@ -113,7 +113,7 @@ def find_attention(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[s
 
 
 def flaw_of_heads(
-    attention: nn.Module, features: int, spread_parts: Collection[nn.Module]
+    attention: nn.Module, features: int, sharded_parts: Collection[nn.Module]
 ) -> str | None:
     """Returns the reason why an attention may compute something else with some of its heads."""
     if count_heads(attention, features) is None:
@@ -121,7 +121,7 @@ def flaw_of_heads(
     kind = type(attention).__name__
     if kind in _ODD_LAYOUTS:
         return f"a {kind} lays queries, keys and values out in a way of its own"
-    own = {tensor for part in spread_parts for tensor in part.parameters()}
+    own = {tensor for part in sharded_parts for tensor in part.parameters()}
     foreign = [name for name, p in attention.named_parameters() if p not in own]
     if foreign:
         return f"its {foreign[0]} is no projection's, and may be of some heads, or of all features"

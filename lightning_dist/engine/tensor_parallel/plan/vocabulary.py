@@ -38,7 +38,7 @@ def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> 
     found = {name: Style.VOCAB for name, part in tables.items() if part.weight is table.weight}
     if head is not None:
         found[head] = Style.COLWISE_GATHER
-    # One weight is spread in one way: for all layers that have it, or for none.
+    # One weight is sharded in one way: for all layers that have it, or for none.
     users = {
         name
         for name, part in module.named_modules()
