@@ -20,7 +20,6 @@ import torch.distributed as dist
 from lightning_dist.engine.comms.channel import MemoryChannel, Receiver, Sender
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.pipeline.links import Links, PeerLinks
-from lightning_dist.engine.pipeline.rebalance.relocation import Relocation
 
 # A receive is posted all the time, also while nothing is sent for hours. A thread that waits for a
 # message has its own time limit.
@@ -149,49 +148,13 @@ def connect(
         return DistributedReceiver(group, peer, device, timeout_seconds)
 
     others = [peer for peer in ranks if peer != last]
+    senders = [DistributedSender(results, peer) for peer in others] if rank == last else []
     return Channels(
-        wire(
-            homes,
-            rank,
-            _GroupEnds(activations, receiver),
-            _GroupEnds(gradients, receiver),
-        ),
-        tuple(DistributedSender(results, peer) for peer in others) if rank == last else (),
-        None if rank == last else receiver(results, last),
-        own,
-        _tie_links(ranks, pairs, of_ties, receiver),
-    )
-
-
-def connect_moves(
-    relocation: Relocation,
-    ranks: Sequence[int],
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-    device: torch.device,
-    timeout_seconds: float,
-) -> PeerLinks:
-    """Opens this rank's channels for layers that move. Collective: the pipeline's ranks call it.
-
-    Args:
-        relocation: Names the ranks to send to and to receive from.
-        ranks: Global ranks of the pipeline, in order.
-        groups: One communicator to later ranks, and one to earlier ranks.
-        device: Device of received tensors.
-        timeout_seconds: How long a receive waits.
-    """
-    own = ranks.index(dist.get_rank())
-    later, earlier = groups
-    return PeerLinks(
-        {
-            peer: DistributedSender(later if peer > own else earlier, ranks[peer])
-            for peer in relocation.targets
-        },
-        {
-            peer: DistributedReceiver(
-                later if peer < own else earlier, ranks[peer], device, timeout_seconds
-            )
-            for peer in relocation.sources
-        },
+        links=wire(homes, rank, _GroupEnds(activations, receiver), _GroupEnds(gradients, receiver)),
+        results_out=tuple(senders),
+        results_in=None if rank == last else receiver(results, last),
+        groups=own,
+        ties=_tie_links(ranks, pairs, of_ties, receiver),
     )
 
 

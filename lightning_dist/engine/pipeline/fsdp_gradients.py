@@ -83,9 +83,6 @@ class StageBackwards:
             self._root.set_requires_gradient_sync(is_last and self._sends())
 
 
-def _look_away(_: Sequence[Tensor]) -> None: ...
-
-
 class ParamGradAccumulator(HeldGradients):
     """Accumulates a stage's gradients in ``p.grad`` for a round, and holds them afterwards.
 
@@ -103,7 +100,7 @@ class ParamGradAccumulator(HeldGradients):
         self,
         layers: nn.Module,
         listener: StageBackwards,
-        look: Callable[[Sequence[Tensor]], None] = _look_away,
+        look: Callable[[Sequence[Tensor]], None] = lambda _: None,
     ) -> None:
         super().__init__()
         self._look = look

@@ -104,11 +104,11 @@ class LayerProfiler:
             )
             of_layers[part.layer_index].append(costs)
         return RankProfile(
-            {layer: LayerCosts.of_parts(parts) for layer, parts in of_layers.items()},
-            {stage: _median(seconds) for stage, seconds in own_forwards.items()},
-            {stage: _median(seconds) for stage, seconds in own_backwards.items()},
-            _median([span.duration_seconds for span in updates]),
-            median(steps) if steps else float("nan"),
+            layers={layer: LayerCosts.of_parts(parts) for layer, parts in of_layers.items()},
+            own_forward_seconds={stage: _median(s) for stage, s in own_forwards.items()},
+            own_backward_seconds={stage: _median(s) for stage, s in own_backwards.items()},
+            update_seconds=_median([span.duration_seconds for span in updates]),
+            step_seconds=median(steps) if steps else float("nan"),
         )
 
     # --- hooks -------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ class Pipeline:
                 stage.policy.restart()
         self._loss_scales[self.batches_since_drain if self.asynchronous else 0] = loss_scale
         with python_state_kept():
-            work = Work(numbered, step, gradient_scale, name, loss_scale)
+            work = Work(numbered, step, gradient_scale, seed=name, loss_scale=loss_scale)
             results = self._run(actions, work, on_results)
         self.batches_since_drain += 1
         self.num_batches += 1

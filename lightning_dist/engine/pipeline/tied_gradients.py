@@ -12,7 +12,6 @@ On a mesh, ranks in the same place of two stages have the same shard, and exchan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +19,6 @@ from torch import Tensor, nn
 from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.dtensor import from_shard, local_part
-
-
-def keep(_: str, gradient: Tensor) -> Tensor:
-    """Returns the gradient unchanged."""
-    return gradient
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A copy on this rank."""
-
-    name: str
-    ranks: tuple[int, ...]
-
-    @property
-    def adder(self) -> int:
-        return self.ranks[0]
 
 
 class TiedSums:
@@ -49,6 +31,9 @@ class TiedSums:
         links: This rank's channels.
         change: Called on the summing rank with a parameter's name and its sum; returns the
             gradient to use instead.
+
+    Attributes:
+        names: Names of the copies on this rank, in the pipelined module.
     """
 
     def __init__(
@@ -57,30 +42,24 @@ class TiedSums:
         rank_of_stage: Sequence[int],
         rank: int,
         links: PeerLinks,
-        change: Callable[[str, Tensor], Tensor | None] = keep,
+        change: Callable[[str, Tensor], Tensor | None] = lambda _, gradient: gradient,
     ) -> None:
         self._change = change
-        holders = [(tie, tie.ranks(rank_of_stage)) for tie in ties]
-        held = [
-            _Held(tie.name_on(rank, rank_of_stage), ranks)
-            for tie, ranks in holders
-            if rank in ranks and len(ranks) > 1
-        ]
         self._links = links
-        self._elsewhere: dict[int, list[str]] = {}
-        self._here: dict[int, list[str]] = {}
-        for copy in held:
-            if copy.adder != rank:
-                self._elsewhere.setdefault(copy.adder, []).append(copy.name)
-            for peer in copy.ranks[1:] if copy.adder == rank else ():
-                self._here.setdefault(peer, []).append(copy.name)
-        self._names = frozenset(copy.name for copy in held)
+        self._elsewhere: dict[int, list[str]] = {}  # by the rank that sums
+        self._here: dict[int, list[str]] = {}  # by the other ranks, if this one sums
+        names = []
+        for tie in ties:
+            adder, *others = tie.ranks(rank_of_stage)
+            if rank not in (adder, *others) or not others:
+                continue
+            names.append(name := tie.name_on(rank, rank_of_stage))
+            if adder != rank:
+                self._elsewhere.setdefault(adder, []).append(name)
+            for peer in others if adder == rank else ():
+                self._here.setdefault(peer, []).append(name)
+        self.names = frozenset(names)
         self._sums: dict[int, dict[str, Tensor | None]] = {}
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the copies on this rank, in the pipelined module."""
-        return self._names
 
     @property
     def sent(self) -> dict[int, list[str]]:

@@ -133,10 +133,10 @@ class MovableLayers(StageUpdates):
     def _open_exchange(self) -> LayerExchange:
         if self._exchange is None:  # most runs move nothing, and groups take time
             self._exchange = LayerExchange(
-                dist.get_process_group_ranks(self.group("pp")),
-                (self.group("pp", purpose="later"), self.group("pp", purpose="earlier")),
-                self.root_device,
-                self.timeout_seconds,
+                ranks=dist.get_process_group_ranks(self.group("pp")),
+                groups=(self.group("pp", purpose="later"), self.group("pp", purpose="earlier")),
+                device=self.root_device,
+                timeout_seconds=self.timeout_seconds,
             )
         return self._exchange
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +18,7 @@ from lightning_dist.engine.pipeline.connect import Channels, connect
 from lightning_dist.engine.pipeline.gradients import HeldGradients, ReplicaWeights
 from lightning_dist.engine.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
-from lightning_dist.engine.pipeline.tied_gradients import TiedSums, keep
+from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.ties import find_ties
@@ -155,8 +154,15 @@ def open_session(
     )
     with ExitStack() as if_it_fails:
         if_it_fails.callback(channels.close)
-        change = partial(_run_hooks, found.module) if wrapped is None else keep
-        tied = TiedSums(ties, shape.rank_of_stage, shape.rank, channels.ties, change)
+        runs_hooks = wrapped is None
+
+        def change(name: str, gradient: Tensor) -> Tensor | None:
+            parameter = found.module.get_parameter(name)
+            return with_hooks(parameter, gradient) if runs_hooks else gradient
+
+        tied = TiedSums(
+            ties, rank_of_stage=homes, rank=shape.rank, links=channels.ties, change=change
+        )
         tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
         half = half_precision_of(strategy.precision_plugin)
         weights = None
@@ -188,7 +194,13 @@ def open_session(
         log = None if logged is None else StalenessLog(module, pipeline, logged)
         last_rank = dist.get_process_group_ranks(stages)[homes[-1]]
         has_last = pipeline.stages.has_last
-        metrics = StageMetrics(module, stages, replicas, last_rank, has_last)
+        metrics = StageMetrics(
+            module,
+            pipeline_group=stages,
+            data_group=replicas,
+            source=last_rank,
+            is_source=has_last,
+        )
         runner = StepRunner(
             module,
             pipeline,
@@ -220,7 +232,3 @@ def open_session(
         )
         if_it_fails.pop_all()
         return session
-
-
-def _run_hooks(module: nn.Module, name: str, gradient: Tensor) -> Tensor | None:
-    return with_hooks(module.get_parameter(name), gradient)

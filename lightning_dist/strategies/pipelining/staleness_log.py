@@ -25,13 +25,6 @@ DISCREPANCY = "weight_discrepancy"
 
 
 @dataclass(frozen=True, slots=True)
-class _Posted:
-    batch: int
-    work: dist.Work
-    values: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class LoggedStaleness:
     """The values to log.
 
@@ -63,7 +56,7 @@ class StalenessLog:
         self._group = logged.group
         self._names = [STALENESS, STASH_BYTES] * logged.staleness
         self._names += [DISCREPANCY] * logged.discrepancy
-        self._posted: deque[_Posted] = deque()
+        self._posted: deque[tuple[int, dist.Work, Tensor]] = deque()  # with the batch
         self._newest: Tensor | None = None
 
     def post(self) -> None:
@@ -75,11 +68,11 @@ class StalenessLog:
             values[stage] = values.new_tensor([by_name[name] for name in self._names])
         work = dist.all_reduce(values, group=self._group, async_op=True)
         assert work is not None
-        self._posted.append(_Posted(self._pipeline.gradients_of_batch, work, values))
+        self._posted.append((self._pipeline.gradients_of_batch, work, values))
 
     def log(self) -> None:
         """Logs the newest numbers that all stages have; to be called at the end of each batch."""
-        while self._posted and self._is_everywhere(self._posted[0].batch):
+        while self._posted and self._is_everywhere(self._posted[0][0]):
             self._take()
         if self._newest is None:
             return
@@ -93,9 +86,8 @@ class StalenessLog:
             self._take()
 
     def _take(self) -> None:
-        posted = self._posted.popleft()
-        posted.work.wait()
-        self._newest = posted.values
+        _, work, self._newest = self._posted.popleft()
+        work.wait()
 
     def _is_everywhere(self, batch: int) -> bool:
         """Returns whether each stage has surely updated for a batch, some time ago."""

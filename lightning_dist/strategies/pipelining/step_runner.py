@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -97,7 +98,8 @@ class StepRunner:
         stopped_before, trainer.should_stop = trainer.should_stop, False
 
         def publish(results: list[Any]) -> None:
-            scalars = [_without_dims(r) for r in _scalars_of(results)]
+            # A loss of shape (1,) is averaged too, and not concatenated.
+            scalars = [map_tensors(lambda t: t.reshape(()), r) for r in _scalars_of(results)]
             self._publish(scalars, batch, ("training_step",), trainer.should_stop)
 
         self._steps.append(logged_step(trainer))
@@ -197,7 +199,9 @@ class StepRunner:
             self._outcomes.publish(None)
             return
         log = self._log.take(_size_of(batch), step)
-        result = _merged([_cut_from_graph(r) for r in results], self._pipeline.microbatch_sizes)
+        result = _merged(
+            [map_tensors(torch.detach, r) for r in results], self._pipeline.microbatch_sizes
+        )
         self._outcomes.publish(Outcome(log, result, should_stop))
 
     def _deliver(self, num_held_back: int, *, in_batch: bool = False) -> None:
@@ -242,10 +246,6 @@ def _merged(results: list[Any], sizes: Sequence[int]) -> Any:
     return {**merge(results, sizes, weights), "weight": total}
 
 
-def _cut_from_graph(result: Any) -> Any:
-    return map_tensors(lambda t: t.detach(), result)
-
-
 def _scalars_of(results: list[Any]) -> list[Any]:
     """Keeps the loss, and of dicts the values that are single numbers in all micro-batches."""
     # With one sample in a micro-batch any value may look like a number.
@@ -260,8 +260,3 @@ def _scalars_of(results: list[Any]) -> list[Any]:
 
 def _is_scalar(value: Any) -> bool:
     return (isinstance(value, Tensor) and value.numel() == 1) or not flatten(value)[0]
-
-
-def _without_dims(result: Any) -> Any:
-    """Reshapes a loss of shape (1,) to a scalar, so that it is averaged and not concatenated."""
-    return map_tensors(lambda t: t.reshape(()), result)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.planning.partition import find_moves
-from lightning_dist.engine.splitting.cut import recut, structure_of
+from lightning_dist.engine.splitting.cut import recut, stage_of_layers, structure_of
 from lightning_dist.engine.splitting.layers import Layers
 
 
@@ -59,11 +59,13 @@ def values_of(modules: nn.Module, *, with_gradients: bool) -> LayerValues:
     parameters = dict(modules.named_parameters(remove_duplicate=False))
     gradients = {n: p.grad for n, p in parameters.items() if with_gradients and p.grad is not None}
     return LayerValues(
-        {name: p.detach().requires_grad_(p.requires_grad) for name, p in parameters.items()},
-        {name: b.detach() for name, b in modules.named_buffers(remove_duplicate=False)},
-        gradients,
-        {name: part.training for name, part in modules.named_modules()},
-        {
+        parameters={
+            name: p.detach().requires_grad_(p.requires_grad) for name, p in parameters.items()
+        },
+        buffers={name: b.detach() for name, b in modules.named_buffers(remove_duplicate=False)},
+        gradients=gradients,
+        is_training={name: part.training for name, part in modules.named_modules()},
+        extra_states={
             name: part.get_extra_state()
             for name, part in modules.named_modules()
             if type(part).get_extra_state is not nn.Module.get_extra_state
@@ -218,7 +220,8 @@ class Relocation:
             links.outgoing[move.target].send(parcel)
         self._forget(states)
         coming = {move.layer_index for move in self._coming}
-        own = self._own_layers()
+        stages = enumerate(stage_of_layers(self._after))
+        own = [layer for layer, stage in stages if stage in self._own_stages]
         # Before a wait that may raise, so that no layer without values stands in the module.
         recut(self._layers, self._after, [layer for layer in own if layer not in coming])
         exchanged, beside = Exchanged(self._device), dict[str, Tensor]()
@@ -268,14 +271,6 @@ class Relocation:
                 key: _moved(value, parameter.device if is_beside else torch.device("cpu"))
                 for key, (value, is_beside) in entries.items()
             }
-
-    def _own_layers(self) -> list[int]:
-        ends = [sum(self._after[: stage + 1]) for stage in range(len(self._after))]
-        return [
-            layer
-            for stage in self._own_stages
-            for layer in range(ends[stage] - self._after[stage], ends[stage])
-        ]
 
 
 def _located(value: Any, parameter: Tensor) -> tuple[Any, bool]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_dist.engine.pipeline.connect import connect_moves
+from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.rebalance.relocation import Relocation
@@ -103,7 +103,7 @@ class LayerExchange:
 
     Args:
         ranks: Global ranks of the pipeline, in order.
-        groups: Two gloo groups of these ranks, used for layers only.
+        groups: Two gloo groups of these ranks for layers only: to later ranks, to earlier ranks.
         device: Device on which this rank computes.
         timeout_seconds: How long a rank waits for another.
     """
@@ -153,9 +153,7 @@ class LayerExchange:
             rank=pipeline.shape.rank,
             device=self._device,
         )
-        self._links = connect_moves(
-            relocation, self._ranks, self._groups, self._device, self._timeout_seconds
-        )
+        self._links = self._connect(relocation)
         if self._interruption is not None:  # while the channels were opened, or before
             self._links.interrupt(self._interruption)
         with pipeline.detached():
@@ -165,6 +163,25 @@ class LayerExchange:
         self._links.close()
         self._links = PeerLinks()
         return relocation.moves
+
+    def _connect(self, relocation: Relocation) -> PeerLinks:
+        """Opens this rank's channels. Collective: every rank of the pipeline must call it."""
+        rank = self._ranks.index(dist.get_rank())
+        later, earlier = self._groups
+
+        def receiver(peer: int) -> DistributedReceiver:
+            group = later if peer < rank else earlier
+            return DistributedReceiver(
+                group, self._ranks[peer], self._device, self._timeout_seconds
+            )
+
+        return PeerLinks(
+            {
+                peer: DistributedSender(later if peer > rank else earlier, self._ranks[peer])
+                for peer in relocation.targets
+            },
+            {peer: receiver(peer) for peer in relocation.sources},
+        )
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error in this rank's present or next wait for a layer.

@@ -118,17 +118,17 @@ def slow_down(strategy: PipelineStrategy, where: str) -> None:
     """Lets a rank come to the exchange of layers, or to its channels, when the other has failed."""
     module, name = {
         "exchange": (movable_layers, "LayerExchange"),
-        "channels": (repartition, "connect_moves"),
+        "channels": (repartition.LayerExchange, "_connect"),
     }[where]
     own = getattr(module, name)
 
-    def late(*args: Any) -> Any:
+    def late(*args: Any, **options: Any) -> Any:
         setattr(module, name, own)
         deadline = time.monotonic() + 10
         while strategy.guard.is_sound and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.1)  # the news is interrupting whatever waits
-        return own(*args)
+        return own(*args, **options)
 
     setattr(module, name, late)
 
