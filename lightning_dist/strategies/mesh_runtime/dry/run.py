@@ -129,19 +129,11 @@ class DryRun:
         ledger = TrafficLedger()
         with fake_rank(rank, self.mesh.world_size):
             composed = parallelize(module, build_mesh(self.mesh, _CPU.type), asked)
-            context = self.precision.train_step_context
-            step = DryStep(
-                composed=composed,
-                asked=asked,
-                mesh=self.mesh,
-                rank=rank,
-                context=context,
-                ledger=ledger,
-            )
+            step = DryStep(run=self, composed=composed, rank=rank, ledger=ledger)
             with without_values(TrafficCounter(ledger, self.mesh)):
                 tensors = named_tensors(module)  # from meta to the CPU, without memory either
                 fill(module, tensors, lambda name: _without_values(tensors[name]), _CPU)
-                known |= step.run(map_tensors(_without_values, self.batch), known)
+                known |= step.train(map_tensors(_without_values, self.batch), known)
                 return self._kind_of(place, module, ledger.traffic)
 
     def _kind_of(
@@ -164,27 +156,23 @@ class DryStep:
     """One training step of a rank, without the Trainer's work around it: hooks, logging, update.
 
     Attributes:
+        run: The dry run.
         composed: The user's module, made parallel.
-        asked: How the module was made parallel.
-        mesh: The sizes of the mesh.
         rank: The rank that runs the step.
-        context: Creates the context manager that the step runs in.
         ledger: Records the bytes that this rank sends to other stages.
     """
 
+    run: DryRun
     composed: ParallelModule
-    asked: Parallelism
-    mesh: MeshShape
     rank: int
-    context: StepContext
     ledger: TrafficLedger
 
-    def run(self, batch: Any, known: Mapping[int, Sent]) -> Mapping[int, Sent]:
+    def train(self, batch: Any, known: Mapping[int, Sent]) -> Mapping[int, Sent]:
         """Runs forward and backward on a loader's batch.
 
         Args:
             batch: A loader's batch.
-            known: The messages that stages of other ranks send to the next stages, by stage.
+            known: The messages that other ranks' stages send to the next stages, by stage.
 
         Returns:
             The messages that this rank's stages send to the next stages, by stage.
@@ -201,12 +189,16 @@ class DryStep:
             raise
 
     @property
+    def _context(self) -> StepContext:
+        return self.run.precision.train_step_context
+
+    @property
     def _training_step(self) -> Any:
         return self.composed.module.training_step
 
     def _run_whole(self, batch: Any, rest: tuple[int, ...]) -> None:
         sharded = ShardedModule(self.composed, None)
-        loss = _loss_of(sharded.train(self._training_step, self.context, batch, *rest))
+        loss = _loss_of(sharded.train(self._training_step, self._context, batch, *rest))
 
         def differentiate() -> Tensor:
             loss.backward()
@@ -219,12 +211,12 @@ class DryStep:
         self, batch: Any, rest: tuple[int, ...], known: Mapping[int, Sent]
     ) -> Mapping[int, Sent]:
         split = self.composed.split
-        config = self.asked.pipeline
+        config = self.run.asked.pipeline
         assert split is not None
         assert config is not None
         staged = StagedModule(self.composed, None, config)
         note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
-        shape = config.shape(self.mesh, self.rank, split.layers_per_stage)
+        shape = config.shape(self.run.mesh, self.rank, split.layers_per_stage)
         links, sent = dry_links(split.rank_of_stage, shape.rank, known, note)
         pipeline = Pipeline(
             split.layers,
@@ -234,11 +226,11 @@ class DryStep:
         )
         step = staged.wrap_step(self._training_step)
 
-        def run(microbatch: Microbatch) -> Any:
-            with self.context():
+        def train(microbatch: Microbatch) -> Any:
+            with self._context():
                 return _loss_of(step(microbatch.content, *rest))
 
-        pipeline.train_batch(batch, run)
+        pipeline.train_batch(batch, train)
         pipeline.install_gradients()
         staged.add_gradients()
         gradients = pipeline.stages.named_parameters()
