@@ -120,11 +120,11 @@ class HeldGradients:
         """
         with (
             _in_leaves(inputs, [None] * len(inputs)) as of_inputs,
-            _in_leaves([*parameters.values()], self._to_lend(parameters, update)) as found,
+            _in_leaves([*parameters.values()], self._held_before(parameters, update)) as found,
         ):
             if outputs:
                 backward(outputs, gradients)
-        self._take_back(parameters, found, [*gradients, *of_inputs], update)
+        self._keep_new(parameters, found, [*gradients, *of_inputs], update)
         return of_inputs
 
     def parting(
@@ -148,25 +148,25 @@ class HeldGradients:
             given: Gradients that the part begins with, whose memory other code may hold.
             update: Index of the update that the gradients are for.
         """
-        with _in_leaves([*parameters.values()], self._to_lend(parameters, update)) as found:
+        with _in_leaves([*parameters.values()], self._held_before(parameters, update)) as found:
             yield
-        self._take_back(parameters, found, given, update)
+        self._keep_new(parameters, found, given, update)
 
-    def _to_lend(self, parameters: Mapping[str, Tensor], update: int) -> list[Tensor | None]:
+    def _held_before(self, parameters: Mapping[str, Tensor], update: int) -> list[Tensor | None]:
         if self._dtype is not None:  # autograd adds gradients of the leaf's own dtype only
             return [None] * len(parameters)
         return [self.held(update).get(name) for name in parameters]
 
-    def _take_back(
+    def _keep_new(
         self,
         parameters: Mapping[str, Tensor],
         found: Sequence[Tensor | None],
         others: Sequence[Tensor | None],
         update: int,
     ) -> None:
-        lent = self._to_lend(parameters, update)
-        new = [None if g is before else g for g, before in zip(found, lent, strict=True)]
-        for name, before, sum_of_both in zip(parameters, lent, new, strict=True):
+        held_before = self._held_before(parameters, update)
+        new = [None if g is before else g for g, before in zip(found, held_before, strict=True)]
+        for name, before, sum_of_both in zip(parameters, held_before, new, strict=True):
             if before is not None and sum_of_both is not None:
                 # autograd has not added in place: one gradient is sparse, the other is not
                 del self._held[update][name]

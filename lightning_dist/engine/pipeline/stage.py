@@ -66,12 +66,12 @@ class ForwardInterceptor:
 
     Args:
         module: The pipelined module.
-        sight: What a step sees of the remote layers.
+        remote: What a step sees of the remote layers.
         is_whole: Whether all layers are on this rank, so that the module may be called at any time.
     """
 
-    def __init__(self, module: nn.Module, sight: RemoteLayersView, *, is_whole: bool) -> None:
-        self._sight = sight
+    def __init__(self, module: nn.Module, remote: RemoteLayersView, *, is_whole: bool) -> None:
+        self._remote = remote
         self._is_whole = is_whole
         self._own_forward: Callable[..., Any] = module.forward
         self._layers: Callable[..., Any] | None = None
@@ -82,7 +82,7 @@ class ForwardInterceptor:
     def detach(self) -> None:
         """Restores the module's own forward."""
         self._undo()
-        self._sight.end()
+        self._remote.end()
 
     def run(self, step: Callable[[], Any], layers: Callable[..., Any], *, leaves: bool) -> Any:
         """Runs a step; returns the layers' output if the step ends there, else the step's result.
@@ -98,7 +98,7 @@ class ForwardInterceptor:
         self._layers, self._leaves, self._outputs = layers, leaves, []
         result = None
         try:
-            with self._sight.in_step():
+            with self._remote.in_step():
                 result = step()
         except StopForward:
             (result,) = self._outputs
@@ -180,7 +180,7 @@ class Stage:
         self._seed = seed
         self._device = device
         self.in_flight: dict[int, InFlight] = {}
-        self._parted: dict[int, SplitBackward] = {}
+        self._split_backwards: dict[int, SplitBackward] = {}
         self._has_looked = False
         self._trained: dict[str, nn.Parameter] | None = None
 
@@ -292,9 +292,9 @@ class Stage:
         assert flight.weights.index == self.policy.num_steps, "only synchronous schedules do that"
         outputs, gradients = self._roots(flight, flight.weights, gradients)
         with self.gradients.parting(self._trainable(flight.weights)) as trainable:
-            parted = SplitBackward(outputs, gradients, flight.inputs, trainable)
-            self._parted[index] = parted
-            return self._swapped.run(flight.weights, parted.run_inputs)
+            split = SplitBackward(outputs, gradients, flight.inputs, trainable)
+            self._split_backwards[index] = split
+            return self._swapped.run(flight.weights, split.run_inputs)
 
     def backward_weight(self, index: int, update: int = 0) -> None:
         """Runs the rest of a backward after :meth:`backward_input`, and holds the gradients.
@@ -304,9 +304,9 @@ class Stage:
             update: As for :meth:`backward`.
         """
         flight = self.in_flight.pop(index)
-        parted = self._parted.pop(index)
-        with self.gradients.adding(self._trainable(flight.weights), parted.given, update):
-            self._swapped.run(flight.weights, parted.run_weights)
+        split = self._split_backwards.pop(index)
+        with self.gradients.adding(self._trainable(flight.weights), split.given, update):
+            self._swapped.run(flight.weights, split.run_weights)
         self.meter.end_backward(flight.weights, update)
 
     def begin_update(self, update: int) -> None:
@@ -328,7 +328,7 @@ class Stage:
     def clear(self) -> None:
         """Drops the micro-batches in flight and the held gradients, after a failure."""
         self.in_flight.clear()
-        self._parted.clear()
+        self._split_backwards.clear()
         self.gradients.clear()
         self.meter.clear()
 

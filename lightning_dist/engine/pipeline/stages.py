@@ -184,8 +184,8 @@ class OwnStages(Mapping[int, Stage]):
     def _make_interceptor(self) -> ForwardInterceptor | StepInterceptor:
         if isinstance(self.found, WholeStep):
             return StepInterceptor()
-        sight = RemoteLayersView(self.found, self.options.device)
-        return ForwardInterceptor(self.found.module, sight, is_whole=self.shape.num_stages == 1)
+        remote = RemoteLayersView(self.found, self.options.device)
+        return ForwardInterceptor(self.found.module, remote, is_whole=self.shape.num_stages == 1)
 
     def _make_stage(
         self,

@@ -249,13 +249,13 @@ class SwappedWeights(nn.Module):
             return function()
         # Not by torch's `tie_weights`: if a module has two names, that takes the alias set under
         # the first name for the module's own weight, and leaves the alias there.
-        lent = {
+        swapped = {
             f"layers.{place}": alias
             for name, alias in version.aliases.items()
             for place in self._places.get(name, [name])
         }
-        with _lent_elsewhere(self._elsewhere, version.aliases):
-            result: T = torch.func.functional_call(self, lent, (function,), tie_weights=False)
+        with _swapped_elsewhere(self._elsewhere, version.aliases):
+            result: T = torch.func.functional_call(self, swapped, (function,), tie_weights=False)
         return result
 
     def backward(
@@ -303,12 +303,12 @@ def _places_elsewhere(layers: nn.Module, root: nn.Module) -> list[Place]:
 
 
 @contextmanager
-def _lent_elsewhere(places: Sequence[Place], aliases: Mapping[str, Tensor]) -> Iterator[None]:
-    lent = [(own, place, own[place], aliases[n]) for own, place, n in places if n in aliases]
-    for own, place, _, alias in lent:
+def _swapped_elsewhere(places: Sequence[Place], aliases: Mapping[str, Tensor]) -> Iterator[None]:
+    swapped = [(own, place, own[place], aliases[n]) for own, place, n in places if n in aliases]
+    for own, place, _, alias in swapped:
         own[place] = alias  # type: ignore[assignment]
     try:
         yield
     finally:
-        for own, place, parameter, _ in lent:
+        for own, place, parameter, _ in swapped:
             own[place] = parameter
