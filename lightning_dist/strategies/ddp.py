@@ -165,26 +165,21 @@ class DDPStrategy(DataParallelStrategy):
             self._undo += (partial(lightning_internals.revert_layer_sync, self, self.module),)
         self.model_to_device()
         broadcast_state([*self.module.parameters(), *self.module.buffers()], self.data_group)
-        asked = Parallelism(shard=None, replicas=self._replicas if self.is_fitting else None)
-        self._replica = parallelize(self.module, self.mesh_of_ranks, asked).replica
-
-    @property
-    def _replicas(self) -> ReplicaOptions:
         group = self.data_group
-        return ReplicaOptions(
-            self._exchange,
-            group,
-            partial(self.make_notes, group),
-            lambda: self.module.automatic_optimization,
+        replicas = ReplicaOptions(
+            exchange=self._exchange,
+            group=group,
+            make_notes=partial(self.make_notes, group),
+            is_automatic=lambda: self.module.automatic_optimization,
         )
+        how = Parallelism(shard=None, replicas=replicas if self.is_fitting else None)
+        self._replica = parallelize(self.module, self.mesh_of_ranks, how).replica
 
     @override
     def print_summary(self) -> None:
         number = sum(parameter.numel() for parameter in self.module.parameters())
-        warmup = self._sync_warmup_steps
-        rank_zero_info(
-            describe_replicas(self.mesh, number, self._exchange, self._sync_every, warmup)
-        )
+        local = (self._sync_every, self._sync_warmup_steps)
+        rank_zero_info(describe_replicas(self.mesh, number, self._exchange, *local))
         self.explain_batch_statistics()
 
     @override
@@ -201,19 +196,18 @@ class DDPStrategy(DataParallelStrategy):
     def open_session(self, trainer: pl.Trainer) -> None:
         if not self.is_fitting:
             return
-        group, every, warmup = self.data_group, self._sync_every, self._sync_warmup_steps
+        group = self.data_group
         if self._uneven_inputs:
             checks.check_uneven_module(self.module, has_layer_sync=self._layer_sync is not None)
             timeout = timedelta(seconds=self.timeout_seconds)
             self._uneven = UnevenInputs(self.module, group, timeout)
-        self._local = LocalSGD(self.module, group, every, warmup)
+        self._local = LocalSGD(self.module, group, self._sync_every, self._sync_warmup_steps)
 
     @override
     def drain(self) -> None:
-        """Averages the weights of local SGD's replicas, and broadcasts the buffers.
+        """Averages local SGD's weights and broadcasts buffers. Collective: every rank must call it.
 
-        Collective: every rank must call it. Validation, checkpoints and the end of training call it
-        by themselves.
+        Validation, checkpoints and the end of training call it by themselves.
         """
         if self._local is None:
             return

@@ -132,10 +132,8 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         """Predicts the memory and traffic of each rank in a training step, in a single process.
 
         The step runs on tensors without values, on one rank of each place in a pipeline; weights
-        take no memory. The docstring of
-        :mod:`.mesh_runtime.dry.run` says what is counted and what is not. The precision is
-        that of ``precision_plugin``, or, once a Trainer has been built with this strategy, the
-        Trainer's.
+        take no memory. :mod:`.mesh_runtime.dry.run` says what is counted. The precision is that of
+        ``precision_plugin``, or, once a Trainer has been built with this strategy, the Trainer's.
 
         Args:
             module: The module, as for ``trainer.fit``; not changed. It is built by
@@ -157,11 +155,6 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         shape = self.mesh_shape(world_size)
         checks.check_dry_run(self._policy.is_manual, optimizer_states_per_parameter)
         checks.check_precision(str(self.precision_plugin.precision), shape.tp)
-        run = DryRun(
-            shape,
-            self.parallelism(shape),
-            self.precision_plugin,
-            sample_batch,
-            optimizer_states_per_parameter,
-        )
-        return run.run(module)
+        how = self.parallelism(shape)
+        states = optimizer_states_per_parameter
+        return DryRun(shape, how, self.precision_plugin, sample_batch, states).run(module)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each layer's weights, and the work with them, spread over ranks.
+"""Tensor parallelism: each layer's weights, and the work with them, sharded over ranks.
 
 The user's own layers are cut as Megatron-LM cuts its layers by hand. A projection is cut by its
 output features, the next one by its input features. Between the two each rank has a shard of the

@@ -372,15 +372,15 @@ class Pipeline:
         work: Work | None,
         on_results: Callable[[list[Any]], None] = _ignore,
     ) -> list[Any]:
-        parted = self._rounds.parted(actions)
+        until_last_send, local_tail, of_optimizer = self._rounds.split(actions)
         backwards = Counter(a.stage_index for a in actions if a.kind in _COMPLETES_GRADIENTS)
         for number, count in backwards.items():
             self.stages[number].begin_round(count)
-        found = self._runtime.run(parted.until_last_send, work)
+        found = self._runtime.run(until_last_send, work)
         results = [found[index] for index in sorted(found)]
         on_results(results)
-        self._runtime.run(parted.local_tail, work)
+        self._runtime.run(local_tail, work)
         for number in backwards:
             self.stages[number].gradients.end_round()
-        self._due = parted.optimizer_actions[-1] if parted.optimizer_actions else None
+        self._due = of_optimizer[-1] if of_optimizer else None
         return results

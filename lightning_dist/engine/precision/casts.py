@@ -71,12 +71,7 @@ class HalfCasts:
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Casts the floating-point tensors of a tree.
-
-    Args:
-        tree: Any tree; returned as it is if there is nothing to cast.
-        dtype: Dtype of the result.
-    """
+    """Casts the floating-point tensors of a tree; returns the tree itself if none differs."""
 
     def is_other(tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.dtype != dtype
@@ -96,12 +91,7 @@ Copies = Mapping[nn.Parameter, Tensor]
 
 
 def half_copies(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> Copies:
-    """Casts parameters, in the autograd graph if gradients are enabled.
-
-    Args:
-        parameters: The masters.
-        dtype: Dtype of the copies.
-    """
+    """Casts master parameters, in the autograd graph if gradients are enabled."""
     return {parameter: parameter.to(dtype) for parameter in parameters}
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -109,13 +108,6 @@ class AsyncOverflow(LocalOverflow):
         return bool(found.item())
 
 
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    batch: int
-    work: dist.Work
-    found: Tensor
-
-
 class Progress(Protocol):
     """The progress of an asynchronous pipeline on this rank.
 
@@ -150,22 +142,22 @@ class PerStageOverflow:
     def __init__(self, group: dist.ProcessGroup, pipeline: Callable[[], Progress]) -> None:
         self._group = group
         self._pipeline = pipeline
-        self._posted: deque[_Posted] = deque()
+        self._posted: deque[tuple[int, dist.Work, Tensor]] = deque()
 
     def decide(self, gradients: Iterable[Tensor]) -> bool:
         """Returns whether this stage has a gradient that is not finite; see :class:`Overflow`."""
         found = _vote(gradients)
         decided = bool(found.item())
         work, found = _post(found, self._group)
-        self._posted.append(_Posted(self._pipeline().gradients_of_batch, work, found))
+        self._posted.append((self._pipeline().gradients_of_batch, work, found))
         return decided
 
     def outcomes(self) -> Iterator[bool]:
         """Reports the batches for which all stages have updated; see :class:`Overflow`."""
-        while self._posted and self._is_everywhere(self._posted[0].batch):
-            posted = self._posted.popleft()
-            posted.work.wait()
-            yield bool(posted.found.item())
+        while self._posted and self._is_everywhere(self._posted[0][0]):
+            _, work, found = self._posted.popleft()
+            work.wait()
+            yield bool(found.item())
 
     def _is_everywhere(self, batch: int) -> bool:
         """Whether all stages have updated for a batch: each rank decides alike, without waiting."""

@@ -54,8 +54,7 @@ class HalfPrecision:
         A module is matched only if it has parameters of its own or no children: a class such as
         ``NormalizingFlow`` is a model and no norm.
 
-        Args:
-            root: The user's module; its own class is not matched.
+        The root's own class is not matched.
         """
         found: dict[str, nn.Module] = {}
         for name, module in root.named_modules():

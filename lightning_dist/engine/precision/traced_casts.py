@@ -46,17 +46,11 @@ class TracedCasts:
 
 @contextmanager
 def as_in_step(module: nn.Module, half: HalfPrecision) -> Iterator[None]:
-    """Returns a context manager in which a module computes in half precision, as in steps.
-
-    Args:
-        module: The user's module.
-        half: Chooses the modules that compute in half precision.
-    """
+    """Returns a context manager in which a module computes in half precision, as in steps."""
     casts = HalfCasts(module, half)
     try:
-        with swapped_parameters(
-            module, half_copies(half.half_parameters(module).values(), half.dtype)
-        ):
+        copies = half_copies(half.half_parameters(module).values(), half.dtype)
+        with swapped_parameters(module, copies):
             yield
     finally:
         casts.remove()

@@ -78,8 +78,8 @@ def measured_costs(spans: Sequence[Span], num_stages: int) -> StageCosts | None:
     whole = _medians(spans, ActionKind.BACKWARD)
     inputs = _medians(spans, ActionKind.BACKWARD_INPUT)
     weights = _medians(spans, ActionKind.BACKWARD_WEIGHT)
-    parted = {s: inputs.get(s, 0.0) + weights[s] for s in weights}
-    backward = {**whole, **parted}
+    split = {s: inputs.get(s, 0.0) + weights[s] for s in weights}
+    backward = {**whole, **split}
     stages = range(num_stages)
     if any(s not in forward or s not in backward for s in stages):
         return None
@@ -88,7 +88,7 @@ def measured_costs(spans: Sequence[Span], num_stages: int) -> StageCosts | None:
         tuple(forward[s] for s in stages),
         tuple(backward[s] for s in stages),
         update_seconds=median(updates) if updates else 0.0,
-        input_share=sum(inputs.values()) / sum(parted.values()) if parted else 0.5,
+        input_share=sum(inputs.values()) / sum(split.values()) if split else 0.5,
     )
 
 

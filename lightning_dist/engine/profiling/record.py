@@ -149,15 +149,15 @@ class RankRecord:
 
     def on_clock(self, offset: ClockOffset) -> RankRecord:
         """Returns the same record on a clock from which this rank's has the given offset."""
-        ahead = offset.seconds
 
         def moved(item: _Timed) -> _Timed:
-            start, end = item.start_seconds - ahead, item.end_seconds - ahead
+            start = item.start_seconds - offset.seconds
+            end = item.end_seconds - offset.seconds
             return replace(item, start_seconds=start, end_seconds=end)
 
         return replace(
             self,
-            steps=tuple((start - ahead, end - ahead) for start, end in self.steps),
+            steps=tuple((a - offset.seconds, b - offset.seconds) for a, b in self.steps),
             spans=tuple(map(moved, self.spans)),
             phases=tuple(map(moved, self.phases)),
         )

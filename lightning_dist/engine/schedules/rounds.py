@@ -11,7 +11,6 @@ them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
@@ -108,21 +107,6 @@ def _after_each_step(actions: Sequence[Action]) -> tuple[Round, ...]:
     return tuple(tuple(actions[start:end]) for start, end in zip([0, *ends], ends, strict=False))
 
 
-@dataclass(frozen=True, slots=True)
-class PartedRound:
-    """A round, split by whether other ranks wait for the actions.
-
-    Attributes:
-        until_last_send: Actions up to the last send and the last forward.
-        local_tail: The remaining actions of this rank: weights' parts of backwards, often none.
-        optimizer_actions: Actions of the optimizer's owner.
-    """
-
-    until_last_send: Round
-    local_tail: Round
-    optimizer_actions: Round
-
-
 class Rounds:
     """One rank's rounds of actions.
 
@@ -193,15 +177,20 @@ class Rounds:
         """Returns the rounds that remain after some batches since the last drain."""
         return self._stream.drain(num_batches)
 
-    def parted(self, actions: Round) -> PartedRound:
-        """Splits a round by whether other ranks wait for the actions."""
+    def split(self, actions: Round) -> tuple[Round, Round, Round]:
+        """Splits a round by whether other ranks wait for the actions.
+
+        Returns:
+            The actions up to the last send and forward; the rest of this rank's, namely weights'
+            parts of backwards, often none; and those of the optimizer's owner.
+        """
         early = self.update_rule.completes_early
         kinds = {ActionKind.STEP} if early else {ActionKind.REDUCE_GRAD, ActionKind.STEP}
         end = len(actions) - _num_at_the_end(actions, lambda action: action.kind in kinds)
         rest = _num_at_the_end(
             actions[:end], lambda a: not a.kind.is_send and a.kind is not ActionKind.FORWARD
         )
-        return PartedRound(actions[: end - rest], actions[end - rest : end], actions[end:])
+        return actions[: end - rest], actions[end - rest : end], actions[end:]
 
     def _stream_of(self, num_microbatches: int) -> Stream:
         return Stream(

@@ -167,9 +167,9 @@ class Schedule:
     def _compute_action_of(self, action: Action) -> Action:
         forward = action.kind in (F, ActionKind.SEND_F, ActionKind.RECV_F)
         whole = replace(action, kind=F if forward else B)
-        parted = replace(action, kind=W if action.kind is W else I)
+        split = replace(action, kind=W if action.kind is W else I)
         present = {a for actions in self.ranks for a in actions}
-        return parted if whole not in present and parted in present else whole
+        return split if whole not in present and split in present else whole
 
     def _slots(self) -> list[dict[int, Action]]:
         """Places each compute action in the first unit of time in which it can be done."""
@@ -238,8 +238,8 @@ class Execution:
             return Action(other_stage, kind, index)
 
         def backward_of(other_stage: int) -> Action:
-            parted = at(other_stage, I)
-            return parted if parted in self._present else at(other_stage, B)
+            split = at(other_stage, I)
+            return split if split in self._present else at(other_stage, B)
 
         received_f, received_b = at(stage, ActionKind.RECV_F), at(stage, ActionKind.RECV_B)
         if action.kind is F:

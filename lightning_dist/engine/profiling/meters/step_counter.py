@@ -37,7 +37,7 @@ class StepCounter:
         self._ledger = TrafficLedger()
         self._traffic = TrafficCounter(self._ledger, mesh)
         self._flops = FlopCounter()
-        self._told: dict[Any, list[Watch]] = {}
+        self._counters: dict[Any, list[Watch]] = {}
         self._operations = OperationWatch(self._look)
         self._weights = WeightsInUse()
         own = (local_part(p.detach()) for p in parameters)
@@ -54,11 +54,11 @@ class StepCounter:
             self._stack.enter_context(part)
 
     def _look(self, func: Any, *call: Any) -> None:
-        told = self._told.get(func)
-        if told is None:  # most operations are of no interest, and there are thousands
-            told = [c for c in (self._traffic, self._flops) if c.counts(func)]
-            self._told[func] = told
-        for counter in told:
+        counters = self._counters.get(func)
+        if counters is None:  # most operations are of no interest, and there are thousands
+            counters = [c for c in (self._traffic, self._flops) if c.counts(func)]
+            self._counters[func] = counters
+        for counter in counters:
             counter(func, *call)
 
     def stop(self) -> None:

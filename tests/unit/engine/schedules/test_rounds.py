@@ -21,18 +21,16 @@ def test_parts_of_a_round_are_the_round(schedule: str) -> None:
     for shape in shapes_of(schedule, 4, LAYERS[schedule]):
         rounds = Rounds(shape)
         actions = rounds.training(0, 4)
-        parted = rounds.parted(actions)
-        assert (*parted.until_last_send, *parted.local_tail, *parted.optimizer_actions) == tuple(
-            actions
-        )
-        assert not any(action.kind.is_send for action in parted.local_tail)
+        until_last_send, local_tail, of_optimizer = rounds.split(actions)
+        assert (*until_last_send, *local_tail, *of_optimizer) == tuple(actions)
+        assert not any(action.kind.is_send for action in local_tail)
 
 
 def test_the_last_rank_of_a_zero_bubble_ends_with_what_nobody_waits_for() -> None:
     rounds = Rounds(PipelineShape("zb_h1", 4, (1, 1), 1))
-    parted = rounds.parted(rounds.training(0, 4))
-    assert parted.until_last_send[-1].kind is SEND
-    assert {action.kind for action in parted.local_tail} == {WEIGHT}
+    until_last_send, local_tail, _ = rounds.split(rounds.training(0, 4))
+    assert until_last_send[-1].kind is SEND
+    assert {action.kind for action in local_tail} == {WEIGHT}
 
 
 def make() -> nn.Sequential:
