@@ -39,7 +39,9 @@ class UsedParts:
         if composed.split is None and composed.shards:
             (root,) = composed.shards
             if UnusedParameters.are_supported_by(root):
-                self._unused = UnusedParameters(composed.module, root, composed.units, groups[0])
+                self._unused = UnusedParameters(
+                    composed.module, root=root, units=composed.units, group=groups[0]
+                )
 
     def begin_step(self) -> None:
         """Records the sharded parameters; call it before each training step."""

@@ -58,9 +58,6 @@ from lightning_dist.engine.tensor_parallel.plan.trial_run import (
 )
 from lightning_dist.engine.tensors.module_tree import original_class
 
-# Style and number of stacked matrices of a module's layers, by their names in the module.
-_Cuts = Mapping[str, tuple[Style, int]]
-
 _BATCH, _LENGTH = 2, 4
 _LARGEST_MODEL = 2**25  # parameters of a whole model to copy; parts of a model are always copied
 
@@ -73,17 +70,17 @@ def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str
     met = {layer for layers in all_holders.values() for layer in layers}
     alone = {n: style for n, style in styles.items() if style.sums_up and n not in met}
     for name, layers in all_holders.items():
-        cuts = {layer: (styles[layer], stacked_in(module, styles, layer)) for layer in layers}
-        inner = {_inside(name, layer): cut for layer, cut in cuts.items()}
-        inner |= {_inside(name, n): (Style.LOCAL, 1) for n in local_in(name, styles, all_holders)}
-        inner |= {_inside(name, n): (s, 1) for n, s in alone.items() if _is_in(n, name)}
+        stacks = {_inside(name, n): stacked_in(module, styles, n) for n in layers}
+        inner = {_inside(name, n): styles[n] for n in layers}
+        inner |= {_inside(name, n): Style.LOCAL for n in local_in(name, styles, all_holders)}
+        inner |= {_inside(name, n): style for n, style in alone.items() if _is_in(n, name)}
         holder = module.get_submodule(name)
         kind = (*kind_of(holder), *inner)
         if not name and sum(p.numel() for p in holder.parameters()) > _LARGEST_MODEL:
-            known[kind] = _unproven(name, holder, _styles(inner), tp_size)
+            known[kind] = _unproven(name, holder, inner, tp_size)
         elif kind not in known:
             with on_the_side():
-                known[kind] = _find_flaw(name, holder, inner, tp_size)
+                known[kind] = _find_flaw(name, holder, inner, stacks, tp_size)
         flaw = known.get(kind)
         if flaw is not None:
             found[name] = flaw
@@ -162,23 +159,24 @@ def _label_of(name: str, holder: nn.Module) -> str:
     return repr(name or original_class(holder).__name__)
 
 
-def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str | None:
+def _find_flaw(
+    name: str, holder: nn.Module, styles: Styles, stacks: Mapping[str, int], tp_size: int
+) -> str | None:
     label = _label_of(name, holder)
-    for layer in cuts:
+    for layer in styles:
         if has_own_forward(holder.get_submodule(layer)):
             return f"{layer!r} of {label} has a forward of its own, which would be lost"
-    styles = _styles(cuts)
     try:
         for parent in attentions(styles):
             check_heads(parent, holder.get_submodule(parent), tp_size)
         copy = random_copy(holder)
-        activations = _activations(copy, cuts)
+        activations = _activations(copy, styles)
         calls = list(trial_calls(copy, styles, _LENGTH))
     except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
         return _unproven(name, holder, styles, tp_size)
     for x, call in product(activations, calls):
         inner: list[str] = []
-        run = partial(_Run, cuts=cuts, call=call, x=x, inner=inner)
+        run = partial(_Run, styles=styles, call=call, x=x, inner=inner)
         try:
             train_if_possible(copy, partial(call.run, copy, x))
             whole = run(shared_copy(copy))
@@ -186,7 +184,7 @@ def _find_flaw(name: str, holder: nn.Module, cuts: _Cuts, tp_size: int) -> str |
             continue
         try:
             parts = [
-                run(_part(name, copy, cuts, tp_size, rank), whole=whole.sums)
+                run(_part(name, copy, styles, stacks, tp_size, rank), whole=whole.sums)
                 for rank in range(tp_size)
             ]
         except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
@@ -246,18 +244,18 @@ class _Run:
     def __init__(
         self,
         module: nn.Module,
-        cuts: _Cuts,
+        styles: Styles,
         call: TrialCall,
         x: Tensor,
         inner: list[str],
         whole: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> None:
-        names = [name for name, (style, _) in cuts.items() if style.sums_up]
+        names = [name for name, style in styles.items() if style.sums_up]
         self.sums: dict[str, list[Tensor]] = {name: [] for name in names}
         for name in names:
             given = None if whole is None else whole[name]
             _note_sums(_layer(module, name), self.sums[name], given)
-        local = [name for name, (style, _) in cuts.items() if style is Style.LOCAL]
+        local = [name for name, style in styles.items() if style is Style.LOCAL]
         self.met: dict[str, list[int]] = {name: [] for name in local}
         # On the whole and on the parts, for torch runs other code without hooks.
         hooks = [
@@ -282,14 +280,21 @@ def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | N
     layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def _part(name: str, copy: nn.Module, cuts: _Cuts, tp_size: int, rank: int) -> nn.Module:
+def _part(
+    name: str,
+    copy: nn.Module,
+    styles: Styles,
+    stacks: Mapping[str, int],
+    tp_size: int,
+    rank: int,
+) -> nn.Module:
     """Returns one rank's part of a module, which shares the module's values."""
     part = shared_copy(copy)
-    styles = _styles(cuts)
     features = {parent: head_features(part, styles, parent) for parent in attentions(styles)}
-    for own_name, (style, num_stacked) in cuts.items():
+    for own_name, style in styles.items():
         if not style.cuts_a_matrix:
             continue
+        num_stacked = stacks.get(own_name, 1)
         layer = _layer(part, own_name)
         dim = input_dim(layer) if style.sums_up else output_dim(layer)
         weight = _piece(layer.weight, dim, num_stacked, tp_size, rank)
@@ -322,13 +327,9 @@ def _piece(tensor: Tensor, dim: int, num_stacked: int, tp_size: int, rank: int) 
     return matrices.chunk(tp_size, dim + 1)[rank].flatten(dim, dim + 1)
 
 
-def _styles(cuts: _Cuts) -> dict[str, Style]:
-    return {name: style for name, (style, _) in cuts.items()}
-
-
-def _activations(module: nn.Module, cuts: _Cuts) -> list[Tensor]:
+def _activations(module: nn.Module, styles: Styles) -> list[Tensor]:
     """Creates sequences and batches of vectors, the likeliest first; each as wide as some layer."""
-    first = next(name for name, (style, _) in cuts.items() if style.takes_whole_input)
+    first = next(name for name, style in styles.items() if style.takes_whole_input)
     layers = [_layer(module, first), *filter(is_projection, module.modules())]
     widths = dict.fromkeys(map(input_size, layers))
     sequences = [torch.randn(_BATCH, _LENGTH, width) for width in widths]
