@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_dist.engine.tensors.dtensor import is_spread
+from lightning_dist.engine.tensors.dtensor import is_dtensor
 
 _WAYS = ("foreach", "fused")
 
@@ -53,7 +53,7 @@ def update_mixed_groups_singly(optimizer: Optimizer) -> None:
 
 def _ways_that_fail(group: dict[str, Any]) -> list[str]:
     asked_for = [way for way in _WAYS if group.get(way)]
-    if not asked_for or len({is_spread(parameter) for parameter in group["params"]}) < 2:
+    if not asked_for or len({is_dtensor(parameter) for parameter in group["params"]}) < 2:
         return []
     return asked_for
 

@@ -54,7 +54,7 @@ from lightning_dist.engine.tensor_parallel.plan.regions import (
     stacked_in,
 )
 from lightning_dist.engine.tensor_parallel.plan.verify_sequence import check_positions
-from lightning_dist.engine.tensors.dtensor import cut, is_spread
+from lightning_dist.engine.tensors.dtensor import cut, is_dtensor
 from lightning_dist.engine.tensors.patch import set_user_state, user_state
 
 
@@ -136,7 +136,7 @@ class TensorParallelModule:
             if isinstance(part, nn.TransformerEncoder):
                 part.use_nested_tensor = False  # in evaluation, with padding; none can be sharded
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        self._partial = [name for name in partial if not is_spread(parameters[name])]
+        self._partial = [name for name in partial if not is_dtensor(parameters[name])]
 
     @torch.no_grad()
     def add_gradients(self) -> None:
@@ -160,7 +160,7 @@ class TensorParallelModule:
     def _whole_parameters(self) -> Whole:
         whole = Whole({}, {}, {})
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if is_spread(parameter):
+            if is_dtensor(parameter):
                 continue
             if name not in self._would_be_partial:
                 whole.others[id(parameter)] = name
@@ -217,7 +217,7 @@ class TensorParallelModule:
 
     def _place(self, layer: nn.Module, name: str, placement: Placement) -> None:
         whole = getattr(layer, name)
-        if is_spread(whole):  # tied to one that came before
+        if is_dtensor(whole):  # tied to one that came before
             if whole.placements != (placement,):
                 raise ValueError(
                     "Use 'vocab' for an embedding and 'colwise_gather' for a head that share a"
@@ -233,7 +233,7 @@ class TensorParallelModule:
 
 def check_not_sharded(module: nn.Module) -> None:
     """Checks that no parameter of a module is a DTensor already."""
-    name = next((name for name, p in module.named_parameters() if is_spread(p)), None)
+    name = next((name for name, p in module.named_parameters() if is_dtensor(p)), None)
     if name is not None:
         raise ValueError(
             f"{name!r} is spread over ranks already, as part of another LightningModule. Go on with"

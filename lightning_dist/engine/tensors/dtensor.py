@@ -73,7 +73,7 @@ def _behind(dim: int, placement: Placement) -> Placement:
     return placement
 
 
-def is_spread(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Returns whether a value is a DTensor."""
     return isinstance(tensor, DTensor)
 

@@ -81,23 +81,19 @@ def written_by_forward(kind: type) -> frozenset[str]:
                 nodes = list(ast.walk(code))
                 written.update(attribute for node in nodes for attribute in _written_at(node))
                 waiting += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
-    return frozenset(written)
+    return frozenset(written - {""})
 
 
 def _written_at(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
         return [node.attr]
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-        return _attribute(node.value)
+        return [_attribute_name(node.value)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         method = node.func.attr
         in_place = method.endswith("_") and not method.startswith("_")
-        return _attribute(node.func.value) if in_place or method in _CHANGES else []
+        return [_attribute_name(node.func.value)] if in_place or method in _CHANGES else []
     return []
-
-
-def _attribute(node: ast.AST) -> list[str]:
-    return [node.attr] if isinstance(node, ast.Attribute) else []
 
 
 _LAST = (-1, 2)  # of batch, sequence and features
@@ -187,17 +183,17 @@ def _widths_in_use(code: ast.AST) -> Iterator[str]:
 
 def _widths_asked(code: ast.AST, name: str) -> Iterator[ast.AST]:
     """Lists ``x.size(-1)``, ``x.shape[-1]``, and uses of a whole shape."""
-    taken_apart = [node.value for node in ast.walk(code) if isinstance(node, ast.Subscript)]
-    taken_apart += [node.value for node in ast.walk(code) if isinstance(node, ast.Assign)]
+    unpacked = [node.value for node in ast.walk(code) if isinstance(node, ast.Subscript)]
+    unpacked += [node.value for node in ast.walk(code) if isinstance(node, ast.Assign)]
     for node in ast.walk(code):
         if isinstance(node, ast.Call) and _is_of(node.func, name, "size"):
             asked = [*node.args, *(keyword.value for keyword in node.keywords)]
-            if any(map(_is_last, asked)) or (not asked and node not in taken_apart):
+            if any(map(_is_last, asked)) or (not asked and node not in unpacked):
                 yield node
         elif isinstance(node, ast.Subscript) and _is_of(node.value, name, "shape"):
             if _is_last(node.slice):
                 yield node
-        elif _is_of(node, name, "shape") and node not in taken_apart:
+        elif _is_of(node, name, "shape") and node not in unpacked:
             yield node
 
 

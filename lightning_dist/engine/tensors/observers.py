@@ -82,11 +82,13 @@ class SavedTensorsWatch:
     def __init__(self, watch: SavedTensorWatch) -> None:
         self._watch = watch
         self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept.unpack(kept.packed))
-        self._outer: _Hooks = (_detached, _same)
+        self._outer: _Hooks = (_detached, lambda packed: packed)
 
     def __enter__(self) -> SavedTensorsWatch:
         """Begins."""
-        self._outer = _hooks_in_force() or (_detached, _same)
+        # torch has no public name for the hooks in force.
+        in_force: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._outer = in_force or (_detached, lambda packed: packed)
         self._hooks.__enter__()
         return self
 
@@ -111,15 +113,6 @@ class _Kept:
 def _detached(tensor: Tensor) -> Tensor:
     # An operation's own result, saved by the operation, would keep its own autograd graph alive.
     return tensor if tensor.is_leaf else tensor.detach()
-
-
-def _same(packed: Tensor) -> Tensor:
-    return packed
-
-
-def _hooks_in_force() -> _Hooks | None:
-    """Returns the active saved-tensor hooks, for which torch has no public name."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 Before = Callable[[nn.Module, Any], None]

@@ -59,7 +59,8 @@ class RemoteTensor(Tensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         asks = func in _OF_THE_KIND or func in _MAKE_ONE_LIKE_IT
         if asks or (func in _MAKE_ANOTHER_LIKE_IT and not isinstance(args[0], RemoteTensor)):
-            return func(*map(_sample_of, args), **kwargs)
+            samples = (a._sample if isinstance(a, RemoteTensor) else a for a in args)
+            return func(*samples, **kwargs)
         if func in _ONLY_LOOK and args[0].dtype.is_floating_point:
             (seen,) = args
             return torch.full(seen.shape, torch.nan, dtype=seen.dtype, device=seen.device)
@@ -127,10 +128,6 @@ def absent_value(reason: str) -> Tensor:
 def _has_no_values(made: Tensor) -> bool:
     """Whether this is a dry run, whose tensors have a subclass of their own and no values."""
     return type(made) is not Tensor
-
-
-def _sample_of(value: Any) -> Any:
-    return value._sample if isinstance(value, RemoteTensor) else value
 
 
 def _refusal(given: Any) -> ValueError:

@@ -38,7 +38,7 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     to_numbers,
 )
 from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names, fold
-from lightning_dist.engine.tensors.dtensor import gather, is_spread, shard_like
+from lightning_dist.engine.tensors.dtensor import gather, is_dtensor, shard_like
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.model_checks import check_group_values
 from lightning_dist.strategies.base.part_warning import warn_of_part, without_warning
@@ -87,7 +87,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     @property
     def has_plain_state(self) -> bool:
         """Whether this rank's state dicts are those of a single device."""
-        return self.holds_whole_model and not any(map(is_spread, self.module.parameters()))
+        return self.holds_whole_model and not any(map(is_dtensor, self.module.parameters()))
 
     # --- this rank's part --------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
 
 from lightning_dist.engine.stashing.learning_rates import group_values
-from lightning_dist.engine.tensors.dtensor import is_spread
+from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 from lightning_dist.strategies.base.process_mesh import gather_objects
 
@@ -73,7 +73,7 @@ def check_sharded_optimizers(optimizers: Sequence[Optimizer], group: dist.Proces
 def _find_unshardable(optimizers: Sequence[Optimizer]) -> str:
     for optimizer in optimizers:
         groups = optimizer.param_groups
-        kinds = [(group, set(map(is_spread, group["params"]))) for group in groups]
+        kinds = [(group, set(map(is_dtensor, group["params"]))) for group in groups]
         sharded = [group for group, kind in kinds if True in kind]
         # Groups of both kinds are updated without kernels for many parameters.
         pure = [group for group, kind in kinds if kind == {True}]

@@ -15,7 +15,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.parallelize.shard_config import Offload, ShardConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.tensors.dtensor import is_spread
+from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.patch import gradient_hooks_of, has_gradient_hooks
 
 
@@ -46,7 +46,7 @@ def check_hooks(module: pl.LightningModule) -> None:
     """Checks that no hook waits for the gradient of a parameter that FSDP2 replaces."""
     for name, parameter in module.named_parameters():
         before, behind = gradient_hooks_of(parameter)
-        if before or (behind and not is_spread(parameter)):
+        if before or (behind and not is_dtensor(parameter)):
             _refuse_hook(name, "which its shards or replicas would not call")
 
 
@@ -104,7 +104,7 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
     """Checks that a module can be sharded."""
     is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
     # If one unit is the whole module, an earlier run's unit is around the module, not in it.
-    if not is_manual and (is_sharded or any(is_spread(p) for p in module.parameters())):
+    if not is_manual and (is_sharded or any(is_dtensor(p) for p in module.parameters())):
         raise ValueError(
             "The module is sharded already, as part of another LightningModule that was trained, or"
             " by its own `configure_model`. Go on with that LightningModule, load its checkpoint"

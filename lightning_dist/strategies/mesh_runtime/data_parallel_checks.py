@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.data_parallel.ddp_options import Compression
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
-from lightning_dist.engine.tensors.dtensor import is_spread
+from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.strategies.base.process_mesh import gather_objects
 
 
@@ -155,7 +155,7 @@ def check_static_graph(static_graph: bool, num_optimizers: int) -> None:
 
 def check_whole(module: nn.Module) -> None:
     """Checks that no earlier Trainer has left a module in shards."""
-    if any(map(is_spread, module.parameters())):
+    if any(map(is_dtensor, module.parameters())):
         raise ValueError(
             "The module is sharded already, by an earlier Trainer's strategy, and this one computes"
             " with whole parameters. Give both Trainers the same strategy, or load a checkpoint of"

@@ -35,7 +35,7 @@ from lightning_dist.engine.splitting.config import (
 )
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary
-from lightning_dist.engine.tensors.dtensor import is_spread
+from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import first_ranks_numbers
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
@@ -189,7 +189,7 @@ class ShardedPlacement(DataParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.module)
         self.synchronise_layers()
         state = [*self.module.parameters(), *self.module.buffers()]
-        broadcast_state([t for t in state if not t.is_meta and not is_spread(t)], everyone)
+        broadcast_state([t for t in state if not t.is_meta and not is_dtensor(t)], everyone)
         sharded = self._composed()
         self._deferred.fill(self.module, self.root_device)
         sharded.tie_again()

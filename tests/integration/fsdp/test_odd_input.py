@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
 
 from lightning_dist import FSDPStrategy
-from lightning_dist.engine.tensors.dtensor import is_spread
+from lightning_dist.engine.tensors.dtensor import is_dtensor
 from tests.helpers.networks.models import (
     Classifier,
     make_loader,
@@ -101,7 +101,7 @@ def end_badly(kind: Any) -> tuple[str, str, bool]:
     module = make_module(kind)
     with pytest.raises((KeyError, RuntimeError)) as caught:
         fit(module, num_sanity_val_steps=0)
-    return caught.type.__name__, str(caught.value), all(is_spread(p) for p in module.parameters())
+    return caught.type.__name__, str(caught.value), all(is_dtensor(p) for p in module.parameters())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_dist import FSDPStrategy
-from lightning_dist.engine.tensors.dtensor import is_spread, local_part
+from lightning_dist.engine.tensors.dtensor import is_dtensor, local_part
 from lightning_dist.wrap import AnyOf, ByClass, ByName, BySize
 from tests.helpers.networks.models import (
     Classifier,
@@ -126,7 +126,7 @@ def fit(name: str, options: dict[str, Any] | None, accumulate: int = 1) -> Any:
     strategy = FSDPStrategy(**options)
     trainer = make_trainer(devices=2, strategy=strategy, accumulate_grad_batches=accumulate)
     trainer.fit(module, share_of(int(os.environ["RANK"]), NUM_SAMPLES), make_loader(8))
-    assert all(is_spread(p) for p in module.parameters())
+    assert all(is_dtensor(p) for p in module.parameters())
     units = [n for n, m in module.named_modules() if isinstance(m, FSDPModule)]
     return state_of(module), units
 

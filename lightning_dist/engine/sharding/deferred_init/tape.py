@@ -28,21 +28,10 @@ Memory = dict[int, torch.UntypedStorage]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """A tensor, as the place of its elements.
+    """A tensor, as the place of its elements in a storage of the tape."""
 
-    Attributes:
-        storage: Number of its storage on the tape.
-        num_bytes: Size of the storage.
-        dtype: Type of an element.
-        size: Elements per dimension.
-        stride: Elements from one index to the next, per dimension.
-        offset: Elements before the first.
-        is_conj: Whether the elements stand for their conjugates.
-        is_neg: Whether the elements stand for their negatives.
-    """
-
-    storage: int
-    num_bytes: int
+    storage: int  # its number on the tape
+    num_bytes: int  # of the storage
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,19 +29,12 @@ _NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.defaul
 _STATISTICS = ("running_mean", "running_var")
 
 
-@dataclass(frozen=True)
-class Together:
-    """Operations that must stay in one layer.
-
-    Attributes:
-        first: Position of the first operation.
-        last: Position of the last operation.
-        reason: The reason, in words for the user.
-    """
+class Together(NamedTuple):
+    """Operations, from a first to a last position, that must stay in one layer."""
 
     first: int
     last: int
-    reason: str
+    reason: str  # in words for the user
 
     def spans(self, start: int) -> bool:
         """Returns whether a layer that begins at a position would separate the operations."""
@@ -97,7 +90,9 @@ class TraceGraph:
         """Lists the operations on written memory, from its creation to its last write."""
         # After it a value may be copied. A buffer may not, so there the last use counts.
         first: dict[int, int] = {m: 0 for node in self.inputs for m in memory_of(node)}
-        kept = {m: self._title(n) for n in (*self.names, *self.constants) for m in memory_of(n)}
+        titles = {node: repr(name) for node, name in self.names.items()}
+        titles |= {node: f"the tensor {node.name!r}" for node in self.constants}
+        kept = {memory: title for node, title in titles.items() for memory in memory_of(node)}
         last: dict[int, tuple[int, fx.Node]] = {}
         uses: dict[int, int] = {}
         for position, node in enumerate(self.body):
@@ -113,11 +108,6 @@ class TraceGraph:
             )
             for memory, (position, node) in last.items()
         ]
-
-    def _title(self, placeholder: fx.Node) -> str:
-        if placeholder in self.constants:
-            return f"the tensor {placeholder.name!r}"
-        return f"{self.names[placeholder]!r}"
 
 
 def graph_of(program: ExportedProgram, canonical: Mapping[str, str]) -> TraceGraph:

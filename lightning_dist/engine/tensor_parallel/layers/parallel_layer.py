@@ -29,7 +29,7 @@ from lightning_dist.engine.tensor_parallel.layers.projection import (
 from lightning_dist.engine.tensor_parallel.layers.rng import RegionRandomness
 from lightning_dist.engine.tensor_parallel.layers.sharded_logits import ShardedLogits, mark
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
-from lightning_dist.engine.tensors.dtensor import is_spread, local_part, stacked
+from lightning_dist.engine.tensors.dtensor import is_dtensor, local_part, stacked
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> 
     mesh = entry.region.mesh
 
     def bias() -> Tensor | None:
-        if layer.bias is None or is_spread(layer.bias):
+        if layer.bias is None or is_dtensor(layer.bias):
             return None if layer.bias is None else local_part(layer.bias)
         parts = layer.bias.view(num_stacked, mesh.size(), -1)
         return parts[:, mesh.get_local_rank()].reshape(-1)
