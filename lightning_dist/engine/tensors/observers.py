@@ -86,9 +86,7 @@ class SavedTensorsWatch:
 
     def __enter__(self) -> SavedTensorsWatch:
         """Begins."""
-        # torch has no public name for the hooks in force.
-        in_force: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._outer = in_force or (_detached, lambda packed: packed)
+        self._outer = _hooks_in_force() or (_detached, lambda packed: packed)
         self._hooks.__enter__()
         return self
 
@@ -113,6 +111,11 @@ class _Kept:
 def _detached(tensor: Tensor) -> Tensor:
     # An operation's own result, saved by the operation, would keep its own autograd graph alive.
     return tensor if tensor.is_leaf else tensor.detach()
+
+
+def _hooks_in_force() -> _Hooks | None:
+    """Returns the active saved-tensor hooks, for which torch has no public name."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 Before = Callable[[nn.Module, Any], None]
