@@ -35,13 +35,7 @@ class Move:
 def find_moves(
     before: Sequence[int], after: Sequence[int], rank_of_stage: Sequence[int]
 ) -> tuple[Move, ...]:
-    """Returns the moves between two partitions, in the order of the layers.
-
-    Args:
-        before: Layers per stage now.
-        after: Layers per stage afterwards, for as many layers and stages.
-        rank_of_stage: The rank of each stage.
-    """
+    """Returns the moves of layers between two partitions on the same ranks, in order."""
 
     def ranks_of_layers(partition: Sequence[int]) -> list[int]:
         counts = zip(rank_of_stage, partition, strict=True)

@@ -94,12 +94,7 @@ class AsyncOverflow(LocalOverflow):
         self._pending: dict[int, tuple[dist.Work, Tensor]] = {}
 
     def post(self, update: int, gradients: Iterable[Tensor]) -> None:
-        """Starts the all-reduce of this rank's vote; does not wait for other ranks.
-
-        Args:
-            update: Index of the update, counted since the last drain.
-            gradients: This rank's complete gradients.
-        """
+        """Starts the all-reduce of this rank's vote; does not wait for other ranks."""
         self._pending[update] = _post(_vote(gradients), self._group)
 
     def _look(self, gradients: Iterable[Tensor]) -> bool:

@@ -62,9 +62,6 @@ def account_for(record: RankRecord) -> Account:
 
     A part of the step that is timed as a whole, such as a DDP backward, contains collectives. Its
     share of communication is the exposed share of the same part in the traced step.
-
-    Args:
-        record: Record of the rank, with at least one step.
     """
     count = len(record.steps)
     validation = [

@@ -46,9 +46,6 @@ def steady(timeline: Timeline) -> Timeline:
 
     The pipeline is full from when each rank has begun its first backward until one rank has done
     its last forward.
-
-    Args:
-        timeline: Timeline of the pipeline.
     """
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}

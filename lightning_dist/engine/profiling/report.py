@@ -100,13 +100,7 @@ class ProfileReport:
     def join(
         cls, records: Sequence[RankRecord], offsets: Sequence[ClockOffset], first_batch: int
     ) -> ProfileReport:
-        """Creates the report, with all ranks' records on one clock.
-
-        Args:
-            records: Records by rank, each on the rank's own clock.
-            offsets: Offset of each rank's clock from that of rank 0.
-            first_batch: Index of the first step's batch.
-        """
+        """Creates the report of records by rank, each on its own clock, on the clock of rank 0."""
         pairs = zip(records, offsets, strict=True)
         moved = tuple(record.on_clock(offset) for record, offset in pairs)
         return cls(moved, tuple(offsets), first_batch)

@@ -119,13 +119,7 @@ class Recorder:
         return self._clock.mark()
 
     def record(self, kind: SpanKind, action: Action, start: Any) -> None:
-        """Records a span that ends now.
-
-        Args:
-            kind: What the rank did.
-            action: The action of the schedule.
-            start: Mark from :meth:`mark` at the begin of the span.
-        """
+        """Records a span that began at a mark from :meth:`mark` and ends now."""
         self._marks.append((self._stretch, kind, action, start, self.mark()))
 
     def seconds(self, mark: Any) -> float:

@@ -35,12 +35,7 @@ class CollectiveTrace:
         self._profile: autograd_profile | None = None
 
     def start(self, barrier: Callable[[], None]) -> None:
-        """Begins the trace.
-
-        Args:
-            barrier: Waits for all ranks, since some take longer to begin, and the others would wait
-                in their first collective.
-        """
+        """Begins the trace, then waits at a barrier: some ranks take longer to begin it."""
         on_device = self._device.type == "cuda"
         self._profile = autograd_profile(use_kineto=True, use_device="cuda" if on_device else None)
         self._profile.__enter__()
