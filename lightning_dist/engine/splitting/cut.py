@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +46,7 @@ class ForeignLayer(nn.Module):
         self.stage_index = stage_index
         # In a tuple, where nn.Module does not look for submodules.
         self._skeleton = (skeleton,)
-        self.dtype_of = lambda parameter: parameter.dtype
+        self.dtype_of = attrgetter("dtype")  # not a lambda: modules are pickled
         self._description: tuple[nn.Module, ...] = ()
         self.is_in_sight = False
 
