@@ -33,7 +33,8 @@ from lightning_dist.engine.sharding.wrap import ByClass, Unit, WrapPolicy
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary, describe
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import layers_of
-from lightning_dist.engine.splitting.find_layers import LayersNotFoundError, refuse_ties
+from lightning_dist.engine.splitting.find_blocks import LayersNotFoundError, SeveralListsError
+from lightning_dist.engine.splitting.find_layers import refuse_ties
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.splitting.tracing.call import CallExample
@@ -193,6 +194,8 @@ def _find_split(
         except LayersNotFoundError as error:
             not_found = error
     if asked.example is None:
+        if isinstance(not_found, SeveralListsError):
+            raise ValueError(str(not_found))
         raise ValueError(
             f"Use PipelineStrategy(num_stages={size}), which finds layers in other modules by"
             f" tracing them, or leave out pp={size}. To cut it on a mesh: {not_found}"

@@ -22,6 +22,14 @@ Plan = Mapping[str, tuple[list[str], list[str]]]
 """Names of the inputs and outputs of each part of a model."""
 
 
+class LayersNotFoundError(ValueError):
+    """A module has no layers that can be found without a trace."""
+
+
+class SeveralListsError(LayersNotFoundError):
+    """A model has several lists of blocks, of which the user has to name one."""
+
+
 def find_model(module: nn.Module) -> str | None:
     """Returns the path of the Hugging Face model that holds all trainable parameters.
 
@@ -78,7 +86,7 @@ def find_blocks(model: nn.Module, path: str) -> Blocks:
         )
     if len(lists) > 1:
         choices = " or ".join(f"layers='{path}.{name}'" for name in lists)
-        raise ValueError(
+        raise SeveralListsError(
             f"Pass {choices}: {type(model).__name__} has several lists of blocks. What runs before"
             " the blocks of the list goes to the first stage, what runs behind them to the last."
         )

@@ -14,6 +14,7 @@ from lightning_dist.engine.planning.partition import partition_layers, uniform_p
 from lightning_dist.engine.splitting.block_loop import loops_over
 from lightning_dist.engine.splitting.cut import ForeignLayer, layer_parameter_counts, whole
 from lightning_dist.engine.splitting.find_blocks import (
+    LayersNotFoundError,
     blocks_of,
     find_blocks,
     find_model,
@@ -25,10 +26,6 @@ from lightning_dist.engine.splitting.find_blocks import (
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.module_tree import outermost
-
-
-class LayersNotFoundError(ValueError):
-    """A module has no layers that can be found without a trace."""
 
 
 def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
@@ -52,6 +49,8 @@ def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
     if layers == "auto":
         try:
             return _find_layers(module)
+        except LayersNotFoundError:
+            raise
         except ValueError as error:
             raise LayersNotFoundError(str(error)) from None
     with whole(module):
