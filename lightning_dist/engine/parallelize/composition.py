@@ -200,6 +200,13 @@ def _find_split(
             f"Use PipelineStrategy(num_stages={size}), which finds layers in other modules by"
             f" tracing them, or leave out pp={size}. To cut it on a mesh: {not_found}"
         )
+    tensor = axis(mesh, "tp")
+    if asked.shard is not None or (tensor is not None and tensor.size() > 1):
+        raise ValueError(
+            "Pass Parallelism(shard=None) and a mesh without 'tp' for a model that is traced, or"
+            " name its list of layers with PipelineConfig(layers=...): the layers of a trace are"
+            " graphs, which have no modules to shard."
+        )
     try:
         return find_traced_split(module, config, size, rank, asked.half, asked.example)
     except ValueError as error:

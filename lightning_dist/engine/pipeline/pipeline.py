@@ -264,9 +264,7 @@ class Pipeline:
         update = 0 if self._due is None else self._due.microbatch_index
         completes_early = self.update_rule.completes_early
         hooked: dict[nn.Parameter, Tensor] = {}
-        named = (item for s in self.stages.values() for item in s.named_parameters().items())
-        # Parameters, not names: two stages may name the same one.
-        shared = {parameter for name, parameter in named if name in self._shared}
+        shared = self._shared_parameters()
         for stage in self.stages.values():
             taken = stage.gradients.take(update)
             if not completes_early:
@@ -294,6 +292,12 @@ class Pipeline:
             action = replace(self._due, kind=ActionKind.REDUCE_GRAD)
             with self.recorder.span(SpanKind.COMMUNICATION, action):
                 reduce()
+
+    def _shared_parameters(self) -> set[nn.Parameter]:
+        # Parameters, not names: two stages may name the same one.
+        stages = self.stages.values() if self._shared else ()
+        named = (item for stage in stages for item in stage.named_parameters().items())
+        return {parameter for name, parameter in named if name in self._shared}
 
     def begin_update(self) -> None:
         """Stashes the weights; the optimizer's writes must come next."""

@@ -22,6 +22,7 @@ from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap import AnyOf, ByClass, ByName
 from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.tracing.call import CallExample
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 from recipes.gpt import GPT
@@ -239,3 +240,11 @@ def test_what_is_compiled(
     monkeypatch.setattr(torch, "compile", note)
     with made(shape, rank, ShardConfig(wrap=wrap, compile=True)):
         assert found == compiled
+
+
+def test_a_trace_is_not_sharded() -> None:
+    asked = Parallelism(PipelineConfig(layers="trace"), example=CallExample())
+    with fake_rank(0, 2):
+        mesh = build_mesh(MeshShape(pp=2), "cpu")
+        with pytest.raises(ValueError, match=r"^Pass Parallelism\(shard=None\)"):
+            parallelize(Module(), mesh, asked)
