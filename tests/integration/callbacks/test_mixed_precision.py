@@ -364,6 +364,7 @@ def trace_in_two_precisions() -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_a_graph_is_of_one_precision(workers: WorkerPool) -> None:
     for message in workers.run(2, trace_in_two_precisions):
         assert "'model' was traced for an earlier run" in message

@@ -81,9 +81,7 @@ def fitted(workers: WorkerPool) -> Callable[[str], list[dict[tuple[str, str], An
     return cache(lambda name: workers.run(ENTRIES[name].devices, fit_each, name, timeout=120.0))
 
 
-@pytest.mark.some(
-    "pipeline-gpipe-2-*", "ddp-2-[pac]*", "fsdp-2-[pac]*", "tp-2-*", "pp-2-shard-2-[pac]*"
-)
+@pytest.mark.some("pipeline-gpipe-2-*", "fsdp-2-[pac]*", "tp-2-*", "pp-2-shard-2-[pac]*")
 @pytest.mark.parametrize(("name", "options", "optimizer"), CASES)
 def test_equals_a_single_device(
     fitted: Callable[[str], list[dict[tuple[str, str], Any]]],

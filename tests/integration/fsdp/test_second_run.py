@@ -39,7 +39,7 @@ def fit_twice(name: str, moves: bool) -> dict[str, Tensor]:
     return state_of(module)
 
 
-@pytest.mark.some("pp-2-shard-2")
+@pytest.mark.some("fsdp-2")
 @pytest.mark.parametrize("name", ["fsdp-2", "pp-2-shard-2"])
 def test_trains_on_parameters_that_lie_elsewhere(workers: WorkerPool, name: str) -> None:
     devices = ENTRIES[name].devices

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.some("pp 2 x tp 2, sequence", "shards 2", "tp 2")
+@pytest.mark.some("pp 2 x tp 2, sequence")
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_drop_alike_where_they_hold_the_same(workers: WorkerPool, name: str) -> None:
     sizes, tensor, is_shared = CASES[name]

@@ -206,7 +206,7 @@ def fit_sleepy(devices: int, schedule: str, sleepy: bool) -> Any:
     return {name.replace(".layer.", "."): value for name, value in state_of(module).items()}
 
 
-@pytest.mark.some("zbv", "interleaved_1f1b", "pipedream")
+@pytest.mark.some("interleaved_1f1b", "pipedream")
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_random_sleeps_change_nothing(workers: WorkerPool, schedule: str) -> None:
     awake = workers.run(3, fit_sleepy, 3, schedule, False)
@@ -275,7 +275,7 @@ def test_vertical_sync_holds_a_version_per_stage_on_each(workers: WorkerPool) ->
         assert stashes[stage] == 3 * num_bytes
 
 
-@pytest.mark.some("1f1b", "looped_bfs", "zbv", "pipedream_2bw")
+@pytest.mark.some("zbv", "pipedream_2bw")
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if name != "pipedream"])
 def test_no_more_activations_than_the_schedule_says(workers: WorkerPool, schedule: str) -> None:
     family = find_schedules(schedule)

@@ -293,8 +293,6 @@ def runs(
 @pytest.mark.some(
     "a_users_exception_*",
     "a_killed_launcher_*",
-    "sigterm_*",
-    "ctrl_c_*",
     "a_rank_that_waits_for_a_file_*",
     "a_rank_that_cannot_save_*",
 )

@@ -86,7 +86,7 @@ def fit_within(strategy: str) -> list[dict[str, Any]]:
     return states
 
 
-@pytest.mark.some("fsdp", "pipeline")
+@pytest.mark.some("pipeline")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "mesh", "pipeline", "pipedream"])
 def test_runs_and_runs_within_runs_do_not_disturb_each_other(
     workers: WorkerPool, strategy: str

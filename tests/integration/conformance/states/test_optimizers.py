@@ -218,7 +218,7 @@ def single_device(optimizer: str) -> dict[str, Tensor]:
         return state
 
 
-@pytest.mark.some("fsdp-*", "pipedream-*")
+@pytest.mark.some("pipedream-*")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trains_and_resumes_as_on_one_device(

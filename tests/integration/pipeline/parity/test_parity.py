@@ -149,7 +149,7 @@ def fit_replicas(devices: int, schedule: str | None) -> Any:
     return state_of(module), metrics
 
 
-@pytest.mark.some("1f1b", "zbv", "looped_bfs")
+@pytest.mark.some("1f1b", "zbv")
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_two_replicas_of_two_ranks_equal_a_single_device(
     workers: WorkerPool, schedule: str
@@ -210,7 +210,7 @@ def predict(devices: int, schedule: str | None) -> Any:
     return predictions, tested, validated
 
 
-@pytest.mark.some("1f1b", "zbv", "pipedream_2bw")
+@pytest.mark.some("zbv", "pipedream_2bw")
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_predictions_are_whole_and_in_order_on_each_rank(
     workers: WorkerPool, schedule: str
