@@ -1,6 +1,7 @@
 """Fine-tuning of a pretrained BERT that classifies texts, and its LightningModule.
 
-No code here depends on other processes: replicas, shards and spread layers are the strategy's.
+No code here depends on other processes: replicas, shards and tensor-parallel layers are the
+strategy's.
 """
 
 from __future__ import annotations

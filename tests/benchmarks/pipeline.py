@@ -230,18 +230,18 @@ def main() -> None:
             else throughput(workers, options.rounds, options.batches, options.only)
         )
         replicas = {name: values for name, values in times.items() if name in d.REFERENCES}
-        spread = {name: values for name, values in times.items() if name in t.REFERENCES}
+        sharded = {name: values for name, values in times.items() if name in t.REFERENCES}
         meshes = {name: values for name, values in times.items() if name in a.REFERENCES}
-        pipelines = {n: v for n, v in times.items() if n not in {*replicas, *spread, *meshes}}
+        pipelines = {n: v for n, v in times.items() if n not in {*replicas, *sharded, *meshes}}
         pipelines |= {n: v for n, v in times.items() if n == d.LIGHTNINGS_DDP}
         if pipelines.keys() - {d.LIGHTNINGS_DDP}:
             print_throughput(pipelines)
         if replicas:
             title = "The same GPT, data parallelism: batch 2 x 4 x 128, two processes of one thread"
             d.print_beside_references(replicas, d.REFERENCES, title)
-        if spread:
+        if sharded:
             title = "The same GPT, tensor parallelism: batch 8 x 128, two processes of one thread"
-            d.print_beside_references(spread, t.REFERENCES, title)
+            d.print_beside_references(sharded, t.REFERENCES, title)
         if meshes:
             title = "The same GPT, 2 shards x 2 tensor ranks: batch 2 x 4 x 128, four processes"
             d.print_beside_references(meshes, a.REFERENCES, title)

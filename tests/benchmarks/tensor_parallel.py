@@ -1,4 +1,4 @@
-"""Ways to spread the layers of one GPT over two processes, both on the whole batch.
+"""Ways to shard the layers of one GPT over two processes, both on the whole batch.
 
 torch's ``parallelize_module`` cannot cut a fused projection between heads, so queries, keys and
 values are layers of their own here, for all contestants.

@@ -1,6 +1,6 @@
 """Ways to train one GPT on two axes: two shards of layers that two processes share.
 
-The layers are spread as in :mod:`tests.benchmarks.tensor_parallel`, and the blocks sharded as in
+The layers are sharded as in :mod:`tests.benchmarks.tensor_parallel`, and the blocks sharded as in
 :mod:`tests.benchmarks.data_parallel`. Each pair of tensor-parallel processes takes half of a batch.
 """
 

@@ -58,7 +58,7 @@ FIXED: dict[str, Fixed] = {
     "hooks of gradients, replicas of stages": Fixed(
         Case("replicas_of_stages", parameter_hooks=("halve",)), refusal="on_before_optimizer_step"
     ),
-    "hooks of gradients, spread layers": Fixed(Case("tp", parameter_hooks=("halve",))),
+    "hooks of gradients, sharded layers": Fixed(Case("tp", parameter_hooks=("halve",))),
     "hooks of accumulated gradients, replicas": Fixed(Case("ddp", parameter_hooks=("mask",))),
     "hooks of gradients, pipedream": Fixed(Case("pipedream", parameter_hooks=("halve",))),
     "hooks of accumulated gradients, 2bw": Fixed(
@@ -166,7 +166,7 @@ FIXED: dict[str, Fixed] = {
     "drawn at random while read, pipedream": Fixed(
         Case("pipedream", data="augmented", callbacks=("draws",))
     ),
-    "drawn at random while read, spread layers": Fixed(Case("tp", data="augmented")),
+    "drawn at random while read, sharded layers": Fixed(Case("tp", data="augmented")),
     # --- each dimension --------------------------------------------------------------------------
     "stages, all hooks": Fixed(
         Case(
@@ -260,7 +260,7 @@ FIXED: dict[str, Fixed] = {
             hooks=True,
         )
     ),
-    "spread layers": Fixed(
+    "sharded layers": Fixed(
         Case(
             "tp",
             model="tied",

@@ -1,4 +1,4 @@
-"""Compare a model that is spread over ranks with a copy of it that is not."""
+"""Compare a model that is sharded over ranks with a copy of it that is not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def largest_difference(
     """Trains both for some steps and compares losses and gradients; all ranks must call it."""
     alone = deepcopy(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
-    spread = TensorParallelModule(model, styles, mesh, sequence_parallel=sequence_parallel)
+    sharded = TensorParallelModule(model, styles, mesh, sequence_parallel=sequence_parallel)
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (model, alone)]
     worst = 0.0
     for _ in range(steps):
@@ -34,7 +34,7 @@ def largest_difference(
         for loss, optimizer in zip(losses, optimizers, strict=True):
             optimizer.zero_grad()
             loss.backward()
-        spread.add_gradients()
+        sharded.add_gradients()
         worst = max([worst, abs(losses[0].item() - losses[1].item()), *_gradients(model, alone)])
         for optimizer in optimizers:
             optimizer.step()

@@ -97,7 +97,7 @@ class ParallelModule:
         module: The user's module.
         roots: The modules to call: with the step, or with the input of each stage of this rank.
         split: The pipeline split; None without a pipeline.
-        spread: The tensor-parallel module; None without tensor parallelism.
+        tensor_parallel: The tensor-parallel module; None without tensor parallelism.
         units: Names of the FSDP units on this rank.
         shards: The roots, if they are sharded; else empty.
         summary: Sizes of the units on this rank.
@@ -110,7 +110,7 @@ class ParallelModule:
     module: nn.Module
     roots: tuple[nn.Module, ...]
     split: PipelineSplit | None
-    spread: TensorParallelModule | None
+    tensor_parallel: TensorParallelModule | None
     units: list[str]
     shards: tuple[FSDPModule, ...]
     summary: WrapSummary
@@ -137,10 +137,10 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
     if asked.is_manual:
         check_called(module, [unit.name for unit in units])
     recomputed = _choose_recomputed(module, units, asked.shard)
-    spread, plan = _shard_layers(module, axis(mesh, "tp"), asked.tensor, split)
+    tensor_parallel, plan = _shard_layers(module, axis(mesh, "tp"), asked.tensor, split)
     data_mesh = None if asked.shard is None else axis(mesh, "dp_replicate", "dp_shard")
-    if split is not None and spread is not None:
-        refuse_ties(_ties_sharded_differently(split, spread.cuts), _OTHER_PIECES)
+    if split is not None and tensor_parallel is not None:
+        refuse_ties(_ties_sharded_differently(split, tensor_parallel.cuts), _OTHER_PIECES)
     if split is not None and data_mesh is not None:
         refuse_ties(split.ties_within_a_rank, _TWO_SHARDS)
 
@@ -169,7 +169,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         module=module,
         roots=roots,
         split=split,
-        spread=spread,
+        tensor_parallel=tensor_parallel,
         units=[unit.name for unit in own],
         shards=shards,
         summary=summary,
@@ -320,7 +320,7 @@ def _shard_layers(
         check_parts(module, styles, mesh.size())
     if config.loss_parallel:
         check_head(module, styles, mesh.size())
-    spread = TensorParallelModule(
+    tensor_parallel = TensorParallelModule(
         module,
         styles,
         mesh,
@@ -329,7 +329,7 @@ def _shard_layers(
         is_kept=_keep_all if split is None else split.keeps,
         stage_of=(lambda _: None) if split is None else split.stage_of,
     )
-    return spread, words
+    return tensor_parallel, words
 
 
 def _describe(module: nn.Module, units: list[Unit], sharding: ShardingOptions) -> WrapSummary:

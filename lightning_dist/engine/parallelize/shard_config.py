@@ -1,4 +1,4 @@
-"""How a model's parameters are spread over the data axes, as a user asks for it."""
+"""How a model's parameters are sharded over the data axes, as a user asks for it."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 
-from lightning_dist.engine.common.names import nearest
 from lightning_dist.engine.schedules.asynchronous import ASYNCHRONOUS
 from lightning_dist.engine.schedules.csv_file import ScheduleFile
 from lightning_dist.engine.schedules.family import ScheduleFamily, ranks_from
@@ -49,8 +49,10 @@ def find_schedules(name: str) -> ScheduleFamily:
     if name.startswith(_FILE):
         return ScheduleFile.read(name, name.removeprefix(_FILE))
     if name not in FAMILIES:
+        near = get_close_matches(name.casefold(), FAMILIES)
+        meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ValueError(
-            f"schedule={name!r} is unknown.{nearest(name, FAMILIES)} Use one of {list(FAMILIES)},"
+            f"schedule={name!r} is unknown.{meant} Use one of {list(FAMILIES)},"
             " or 'file:my_schedule.csv'."
         )
     return FAMILIES[name]

@@ -236,8 +236,8 @@ def check_not_sharded(module: nn.Module) -> None:
     name = next((name for name, p in module.named_parameters() if is_dtensor(p)), None)
     if name is not None:
         raise ValueError(
-            f"{name!r} is spread over ranks already, as part of another LightningModule. Go on with"
-            " that one, or build the model anew and load a checkpoint."
+            f"{name!r} is sharded over ranks already, as part of another LightningModule. Go on"
+            " with that one, or build the model anew and load a checkpoint."
         )
 
 

@@ -30,18 +30,18 @@ class PlanSummary:
     """A plan in a few lines.
 
     Attributes:
-        spread: For each kind of sharded layer, the layers and their styles.
+        sharded: For each kind of sharded layer, the layers and their styles.
         whole: For each reason why parts are left whole, the parts and their size.
         largest: The largest whole parts in one line; empty if they are small.
     """
 
-    spread: tuple[str, ...]
+    sharded: tuple[str, ...]
     whole: tuple[str, ...]
     largest: str
 
     def __str__(self) -> str:
         """Joins the lines."""
-        return "\n".join([*self.spread, *self.whole])
+        return "\n".join([*self.sharded, *self.whole])
 
 
 def describe_plan(
@@ -60,8 +60,8 @@ def describe_plan(
     small = [pattern for part in parts if part.share < _SMALL for pattern in part.patterns]
     if small:
         lines.append(f"left whole, less than {_SMALL:.0%} for each reason: {_list(small)}")
-    spread = [f"{kind}: {_list(names)}" for kind, names in entries.items()]
-    return PlanSummary(tuple(spread), tuple(lines), _describe_largest(parts))
+    sharded = [f"{kind}: {_list(names)}" for kind, names in entries.items()]
+    return PlanSummary(tuple(sharded), tuple(lines), _describe_largest(parts))
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ def _reason(module: nn.Module, name: str) -> str:
     if isinstance(part, nn.RNNBase | nn.RNNCellBase):
         return f"an {kind} needs all features of its state at each step"
     if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return "convolutions are not spread"
+        return "convolutions are not sharded"
     if isinstance(part, nn.Embedding):
-        return "only the embedding of a vocabulary is spread"
+        return "only the embedding of a vocabulary is sharded"
     if is_projection(part):
         return (
             "no other layer by whose name and size it belongs to an attention, an MLP or a"
             " vocabulary; name it and its partner in plan={...}"
         )
     if any(parameter.dim() > 1 for parameter in part.parameters(recurse=False)):
-        return f"a {kind} is not spread"
+        return f"a {kind} is not sharded"
     return f"a {kind} works on what all ranks have"
 
 

@@ -190,13 +190,13 @@ def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -
     if pipeline.is_traced:
         raise ValueError(
             f"layers={pipeline.layers!r} runs the operations of a module without calling its parts,"
-            " and parameters are gathered and spread where parts are called. Use"
+            " and parameters are gathered and resharded where parts are called. Use"
             " PipelineStrategy(layers='trace'), whose replicas hold whole stages."
         )
     if (pp > 1 or tp > 1) and shard.policy.is_manual:
         raise ValueError(
             f"wrap='manual' with pp={pp}, tp={tp}: `configure_model` would shard layers before they"
-            " are shared out among stages or spread. Use wrap='auto', or another policy."
+            " are shared out among stages or sharded. Use wrap='auto', or another policy."
         )
 
 

@@ -101,9 +101,9 @@ class ShardedPlacement(DataParallelStrategy):
         """
         if self._sharded is None:
             raise ValueError(
-                "describe() tells how a model has been spread, and no run has been set up yet. Call"
-                " it in a hook from on_fit_start on, or after the run; `MeshStrategy.dry_run` needs"
-                " none."
+                "describe() tells how a model has been sharded, and no run has been set up yet."
+                " Call it in a hook from on_fit_start on, or after the run; `MeshStrategy.dry_run`"
+                " needs none."
             )
         return self.sharded.tensor_summary or self.sharded.summary
 

@@ -62,9 +62,9 @@ class ShardedModule:
         self._sharding = composed.sharding
         self.plan = composed.plan
         self._roots = composed.roots
-        self._spread = composed.spread
+        self._tensor_parallel = composed.tensor_parallel
         self._shards = composed.shards
-        self._logits = None if composed.spread is None else composed.spread.logits
+        self._logits = None if composed.tensor_parallel is None else composed.tensor_parallel.logits
         self._entered: set[nn.Module] = set()
         for root in self._roots if self._shards else ():
             root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
@@ -89,9 +89,9 @@ class ShardedModule:
     @property
     def tensor_summary(self) -> TensorSummary | None:
         """This rank's shard of each layer; None without tensor parallelism."""
-        return (
-            None if self._spread is None else summarise(self.module, self._spread.styles, self.plan)
-        )
+        if self._tensor_parallel is None:
+            return None
+        return summarise(self.module, self._tensor_parallel.styles, self.plan)
 
     def layout_line(self, mesh: MeshShape, *, is_manual: bool) -> str:
         """Describes in one line how the model is sharded.
@@ -101,10 +101,12 @@ class ShardedModule:
             is_manual: Whether the user has chosen the units, and how they are treated.
         """
         parts = []
-        if self._spread is not None:
+        if self._tensor_parallel is not None:
             sizes = {name: p.numel() for name, p in self.module.named_parameters()}
-            cut = sum(size for name, size in sizes.items() if name in self._spread.cuts)
-            parts.append(describe_tensor(len(self._spread.styles), cut, sum(sizes.values())))
+            cut = sum(size for name, size in sizes.items() if name in self._tensor_parallel.cuts)
+            parts.append(
+                describe_tensor(len(self._tensor_parallel.styles), cut, sum(sizes.values()))
+            )
         if mesh.dp_shard > 1:
             parts.append(describe_shards(self.summary, self._sharding, is_manual=is_manual))
         return describe_layout(mesh, parts)
@@ -122,8 +124,8 @@ class ShardedModule:
         # Until a root was entered nothing is gathered, and FSDP2 not set up.
         for root in self._entered if failed else ():
             forget_step(root)
-        if failed and self._spread is not None:
-            self._spread.forget_step()
+        if failed and self._tensor_parallel is not None:
+            self._tensor_parallel.forget_step()
         self.end_check()
 
     def measure(self, group: dist.ProcessGroup) -> Measurements:
@@ -175,12 +177,12 @@ class ShardedModule:
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a step so that it forgets earlier steps and gathers sharded logits by itself."""
-        spread = self._spread
-        if spread is None:
+        tensor_parallel = self._tensor_parallel
+        if tensor_parallel is None:
             return step
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            spread.forget_step()
+            tensor_parallel.forget_step()
             if self._logits is None:
                 return step(*args, **kwargs)
             with self._logits:
@@ -192,8 +194,8 @@ class ShardedModule:
 
     def backward_context(self) -> AbstractContextManager[None]:
         """Returns the context manager that the backward of a step's loss runs in."""
-        if self._spread is not None:
-            self._spread.crossings.begin_backward()
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.crossings.begin_backward()
         return nullcontext() if self._logits is None else loss_parallel()
 
     def backward(
@@ -215,13 +217,13 @@ class ShardedModule:
 
     def check_graph(self, outputs: Iterable[Tensor]) -> None:
         """Raises ``ValueError`` if a layer was not used for the outputs as the plan says."""
-        if self._spread is not None:
-            self._spread.check_graph(outputs)
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.check_graph(outputs)
 
     def end_check(self) -> None:
         """Ends the record of activations that :meth:`check_graph` reads."""
-        if self._spread is not None:
-            self._spread.crossings.end()
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.crossings.end()
 
     def update(
         self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
@@ -231,8 +233,8 @@ class ShardedModule:
 
     def add_gradients(self) -> None:
         """All-reduces gradients that are partial on tensor-parallel ranks, once per update."""
-        if self._spread is not None:
-            self._spread.add_gradients()
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.add_gradients()
 
     def without_gradient(self) -> list[str]:
         """Lists parameters without a gradient at an update. Collective."""

@@ -108,11 +108,11 @@ def cases_of_products() -> Iterator[tuple[str, Case]]:
             yield f"{name}, accumulated", accumulated(case)
             continue
         for dials, tensor in TENSOR_DIALS.items():
-            spread = replace(case, tensor=tensor)
+            sharded = replace(case, tensor=tensor)
             if dials in ("", ", both"):
-                yield f"{name}{dials}", spread
+                yield f"{name}{dials}", sharded
             else:
-                yield f"{name}{dials}, accumulated", accumulated(spread)
+                yield f"{name}{dials}, accumulated", accumulated(sharded)
 
 
 FULL = {"activation_checkpointing": "full"}

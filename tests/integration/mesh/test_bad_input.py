@@ -94,7 +94,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
         8,
         ["wrap='manual'", "pp=2"],
     ),
-    "manual, spread": (
+    "manual, sharded": (
         make_gpt,
         {"tp": 2, "shard": ShardConfig(wrap="manual")},
         {},

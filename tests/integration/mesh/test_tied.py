@@ -1,4 +1,4 @@
-"""Parameters that stages share train as on one device where each stage is spread, too."""
+"""Parameters that stages share train as on one device where each stage is sharded, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told at the start of a run of how its model is spread is what was done to it."""
+"""What is told at the start of a run of how its model is sharded is what was done to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attentions as people write them, spread by the plan that is found, give what they give alone."""
+"""Attentions as people write them, sharded by the plan that is found, give what they give alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _compare(name: str, sequence_parallel: bool) -> float:
     model = GPT(ATTENTIONS[name]).double()
     tokens = torch.randint(VOCABULARY, (3, LENGTH))
     styles = find_plan(model, 2).styles
-    assert any(".attn." in spread for spread in styles)
+    assert any(".attn." in sharded for sharded in styles)
     return largest_difference(
         model, styles, lambda net: net(tokens), sequence_parallel=sequence_parallel
     )

@@ -165,16 +165,16 @@ def found_in(case: str, mesh: DeviceMesh, of_sequence: bool) -> str | float:
     if of_sequence:
         plan = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise_scatter"}
     styles = resolve_plan(together, plan)
-    spread = TensorParallelModule(together, styles, mesh, sequence_parallel=of_sequence)
+    sharded = TensorParallelModule(together, styles, mesh, sequence_parallel=of_sequence)
     tokens = torch.arange(8).view(2, 4) % 6
     try:
         loss = together(tokens)
-        spread.check_graph([loss])
+        sharded.check_graph([loss])
     except ValueError as error:
         return str(error)
     alone(tokens).backward()
     loss.backward()
-    spread.add_gradients()
+    sharded.add_gradients()
     pairs = zip(together.parameters(), alone.parameters(), strict=True)
     gradients = [(a.grad, b.grad) for a, b in pairs if b.grad is not None]
     return max(float((whole(a) - b).abs().max()) for a, b in gradients)
@@ -210,14 +210,14 @@ def test_what_is_right_is_equal_and_what_is_not_is_refused(
 def compiled() -> float:
     alone, together = Model(plain, Steep), Model(plain, Steep)
     styles = resolve_plan(together, {**MLP, "blocks.*.act": "local"})
-    spread = TensorParallelModule(together, styles, ranks())
+    sharded = TensorParallelModule(together, styles, ranks())
     for block in together.blocks:
         block.compile(backend="eager")
     tokens = torch.arange(8).view(2, 4) % 6
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         loss = together(tokens)
-    spread.check_graph([loss])
+    sharded.check_graph([loss])
     return abs(loss.item() - alone(tokens).item())
 
 

@@ -1,4 +1,4 @@
-"""Models of transformers, spread by the plan that is found, give what they give alone.
+"""Models of transformers, sharded by the plan that is found, give what they give alone.
 
 Transformers is no dependency of the package, only of its tests.
 """
@@ -23,7 +23,7 @@ TOLERANCE = 1e-9
 
 # A norm over all heads, a fused weight with grouped heads, a bias for each head.
 WHOLE_ATTENTION = ("Olmo2ForCausalLM", "Phi3ForCausalLM", "T5ForConditionalGeneration")
-REFUSED = dict.fromkeys(WHOLE_ATTENTION, "is not spread and may look at all of it")
+REFUSED = dict.fromkeys(WHOLE_ATTENTION, "is not sharded and may look at all of it")
 REFUSED["OPTForCausalLM"] = "a OPTDecoderLayer, which computes something else with a part of it"
 
 

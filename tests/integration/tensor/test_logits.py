@@ -103,7 +103,7 @@ APART = {"cross-entropy", "scaled", "shifted"}
 
 
 def differences() -> tuple[dict[str, float], set[str]]:
-    """Takes each step's loss and gradients alone and spread.
+    """Takes each step's loss and gradients alone and sharded.
 
     Gives the largest difference of each, and those that have joined the logits.
     """
@@ -113,7 +113,7 @@ def differences() -> tuple[dict[str, float], set[str]]:
     alone = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)).double()
     together = deepcopy(alone)
     styles = {"0": Style.VOCAB, "1": Style.COLWISE_GATHER}
-    spread = TensorParallelModule(together, styles, mesh, loss_parallel=True)
+    sharded = TensorParallelModule(together, styles, mesh, loss_parallel=True)
     x, y = torch.randint(ROWS, (2, 3, LENGTH))
     assert type(together(x)) is Tensor, "outside of a step nobody knows what to do with parts"
     found, joins = {}, set()
@@ -126,8 +126,8 @@ def differences() -> tuple[dict[str, float], set[str]]:
 
     for name, step in STEPS.items():
         expected = _slopes(alone, step(alone(x), y))
-        assert spread.logits is not None
-        with spread.logits, pytest.MonkeyPatch.context() as patch:
+        assert sharded.logits is not None
+        with sharded.logits, pytest.MonkeyPatch.context() as patch:
             patch.setattr(logits_module, "whole", noticed)
             loss = joined(step(together(x), y))
         with loss_parallel():

@@ -1,4 +1,4 @@
-"""Layers that are written or called in less usual ways, spread, do what they do alone."""
+"""Layers that are written or called in less usual ways, sharded, do what they do alone."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_second_activation_cannot_be_cut(workers: WorkerPool) -> None:
 def test_a_layer_that_may_need_the_whole_sequence_must_be_spread(workers: WorkerPool) -> None:
     plan = {pattern: style for pattern, style in PLAN.items() if "attention" not in pattern}
     for message in workers.run(2, case_refused, Attention, False, plan):
-        assert "'blocks.0.attention.out' is not spread and may look at all of it" in message
+        assert "'blocks.0.attention.out' is not sharded and may look at all of it" in message
 
 
 def test_a_wrong_width_is_explained(workers: WorkerPool) -> None:

@@ -1,4 +1,4 @@
-"""A model spread over tensor-parallel ranks computes what it computes alone."""
+"""A model sharded over tensor-parallel ranks computes what it computes alone."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def loss_of(network: nn.Module) -> Tensor:
 
 def differences(sequence_parallel: bool) -> list[float]:
     alone, together = gpt(), gpt()
-    spread = TensorParallelModule(
+    sharded = TensorParallelModule(
         together, resolve_plan(together, PLAN), ranks(), sequence_parallel=sequence_parallel
     )
     optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (alone, together)]
@@ -69,7 +69,7 @@ def differences(sequence_parallel: bool) -> list[float]:
         for loss, optimizer in zip(losses, optimizers, strict=True):
             optimizer.zero_grad()
             loss.backward()
-        spread.add_gradients()
+        sharded.add_gradients()
         pairs = list(zip(together.parameters(), alone.parameters(), strict=True))
         found += [float((whole(a.grad) - b.grad).abs().max()) for a, b in pairs]
         found.append(abs(losses[0].item() - losses[1].item()))
@@ -111,7 +111,7 @@ def kept_on_a_parameter() -> tuple[int, float, str]:
     weight = network.get_parameter("1.attention.qkv.weight")
     weight.rate = 3  # type: ignore[attr-defined]
     handle = weight.register_hook(zeroed)
-    spread = TensorParallelModule(network, resolve_plan(network, PLAN), ranks())
+    sharded = TensorParallelModule(network, resolve_plan(network, PLAN), ranks())
     with user_state_kept(network):
         network.to("cpu")  # torch swaps the parameters for others
     part: Any = network.get_parameter("1.attention.qkv.weight")
@@ -121,7 +121,7 @@ def kept_on_a_parameter() -> tuple[int, float, str]:
     loss_of(network).backward()
     assert float(local_part(part.grad).abs().max()) > 0, "its handle is good"
     try:
-        check_not_sharded(spread.module)
+        check_not_sharded(sharded.module)
     except ValueError as error:
         return part.rate, zero, str(error)
     return part.rate, zero, ""
@@ -132,7 +132,7 @@ def test_what_users_put_on_parameters_stays_and_nothing_is_spread_twice(
 ) -> None:
     for rate, zero, text in workers.run(2, kept_on_a_parameter):
         assert (rate, zero) == (3, 0.0)
-        assert "is spread over ranks already" in text
+        assert "is sharded over ranks already" in text
 
 
 def summed_where_there_are_some() -> list[Any]:

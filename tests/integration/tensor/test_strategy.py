@@ -53,7 +53,7 @@ def fit_spread(devices: int, options: dict[str, Any]) -> Fitted:
 
 
 def fit_fused() -> tuple[Fitted, Fitted, list[str]]:
-    """Updates what is spread and what is not in one group, and a model of which all is spread."""
+    """Updates what is sharded and what is not in one group, and a model of which all is sharded."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mixed = fit(2, TensorParallelStrategy(plan=PLAN), fused=True)

@@ -117,7 +117,7 @@ class _SpreadForward:
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise ValueError(
-            "A module that is spread over tensor-parallel ranks cannot be copied. Copy it before"
+            "A module that is sharded over tensor-parallel ranks cannot be copied. Copy it before"
             " the strategy sets it up; for an average of the weights use ShardedWeightAveraging,"
             " and for the whole model load a checkpoint with"
             " `lightning_dist.checkpoint.load_full`."

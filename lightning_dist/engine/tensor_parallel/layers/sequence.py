@@ -105,6 +105,6 @@ def check_blocks(module: nn.Module, blocks: list[str], styles: Mapping[str, Styl
             if has_matrix and not is_known:
                 raise ValueError(
                     f"sequence_parallel=True cuts the sequence in {block!r}, but {inner!r} is not"
-                    " spread and may look at all of it. Spread it, or name it 'replicate' if it"
+                    " sharded and may look at all of it. Shard it, or name it 'replicate' if it"
                     " treats each position by itself, or leave sequence_parallel out."
                 )

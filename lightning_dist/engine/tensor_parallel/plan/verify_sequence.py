@@ -55,7 +55,7 @@ def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp
             raise ValueError(
                 f"sequence_parallel=True cuts the sequence for {name!r}, a {type(block).__name__},"
                 f" which {known[kind]}, as a copy with random weights has shown. Something beside"
-                " the spread layers looks at more than one position: a norm over the batch, a"
+                " the sharded layers looks at more than one position: a norm over the batch, a"
                 " shift, a mean, a table of positions. Do that outside of the blocks, or leave"
                 " sequence_parallel out."
             )
@@ -121,7 +121,7 @@ def _shard_output(_: nn.Module, __: object, whole: Tensor, *, tp_size: int, rank
 
 
 def _gathering(block: nn.Module, styles: Styles) -> list[str]:
-    """Names the modules that are given the whole sequence, as they are when a model is spread."""
+    """Names the modules that are given the whole sequence, as they are when a model is sharded."""
     found = []
     for name, style in styles.items():
         if style is Style.COLWISE:
@@ -152,7 +152,7 @@ def _give(met: Sequence[Tensor], tp_size: int, rank: int) -> _Change:
     def give(x: Tensor) -> Tensor:
         whole = next(calls)
         if differ(x, whole.chunk(tp_size, SEQUENCE_DIM)[rank]):
-            raise ValueError("a spread layer is given something else")
+            raise ValueError("a sharded layer is given something else")
         return whole.clone()
 
     return give

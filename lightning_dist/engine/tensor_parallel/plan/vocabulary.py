@@ -81,7 +81,7 @@ def check_head(module: nn.Module, styles: Mapping[str, Style], tp_size: int) -> 
     )
     raise ValueError(
         "Leave loss_parallel out, or name the head 'colwise_gather' in plan={...}:"
-        " loss_parallel=True leaves each rank its part of the logits, but no head is spread as"
+        " loss_parallel=True leaves each rank its part of the logits, but no head is sharded as"
         f" 'colwise_gather'.{reason}"
     )
 

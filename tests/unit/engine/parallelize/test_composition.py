@@ -87,8 +87,8 @@ def test_a_plan_that_was_found_says_why_a_part_is_left_whole(shape: MeshShape) -
         asked = Parallelism(None, own, shard, shard.options(None))
         assert parallelize(Spread(), build_mesh(shape, "cpu"), asked).plan is None
     assert words is not None
-    (spread,), (whole,) = words.spread, words.whole
-    assert spread == "mlp: mlp.* (colwise), mlp.* (rowwise)"
+    (sharded,), (whole,) = words.sharded, words.whole
+    assert sharded == "mlp: mlp.* (colwise), mlp.* (rowwise)"
     assert whole.startswith(
         "left whole: other (14% of the parameters): no other layer by whose name"
     )

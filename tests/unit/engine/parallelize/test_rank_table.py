@@ -55,7 +55,7 @@ def alone() -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.fixture
-def spread() -> nn.Linear:
+def sharded() -> nn.Linear:
     """A layer of 6 x 4 and 6 parameters; of the weight this rank has a half."""
     module = nn.Linear(4, 6)
     with fake_rank(1, 2):
@@ -64,9 +64,9 @@ def spread() -> nn.Linear:
     return module
 
 
-def test_a_rank_counts_what_it_holds(spread: nn.Linear, alone: dist.ProcessGroup) -> None:
+def test_a_rank_counts_what_it_holds(sharded: nn.Linear, alone: dist.ProcessGroup) -> None:
     mesh = MeshShape()
-    (row,) = gather_rank_table(spread, mesh, "all", alone).rows
+    (row,) = gather_rank_table(sharded, mesh, "all", alone).rows
     assert row == RankRow(0, socket.gethostname(), mesh.coordinates(0), "all", 12 + 6, 18 * 4)
 
 

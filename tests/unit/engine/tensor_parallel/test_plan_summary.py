@@ -1,4 +1,4 @@
-"""The first table of a run: what is spread, and why the rest is whole."""
+"""The first table of a run: what is sharded, and why the rest is whole."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_an_attention_that_is_left_whole_has_its_reason(name: str) -> None:
 
 
 class Two(nn.Module):
-    """What is spread in any case, and something else."""
+    """What is sharded in any case, and something else."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
@@ -152,10 +152,10 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "uneven MLP": (lambda: mlp(taken=40), "fc1 do not give what fc2 takes"),
     "odd vocabulary": (lambda: vocabulary(31), "its 31 rows do not divide by tp_size=2; pad them"),
     "no head": (lambda: vocabulary(30), "no layer has an output for each of its 30 rows"),
-    "convolution": (lambda: nn.Conv2d(3, 8, 3), "convolutions are not spread"),
+    "convolution": (lambda: nn.Conv2d(3, 8, 3), "convolutions are not sharded"),
     "LSTM": (lambda: nn.LSTM(4, 4), "an LSTM needs all features of its state"),
     "linear": (lambda: nn.Linear(9, 5), "name it and its partner in plan={...}"),
-    "bilinear": (lambda: nn.Bilinear(9, 5, 3), "a Bilinear is not spread"),
+    "bilinear": (lambda: nn.Bilinear(9, 5, 3), "a Bilinear is not sharded"),
     "norm": (lambda: nn.BatchNorm1d(99), "a BatchNorm1d works on what all ranks have"),
 }
 

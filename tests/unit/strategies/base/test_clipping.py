@@ -42,16 +42,16 @@ def test_a_norm_that_is_known_is_not_computed() -> None:
 
 
 def test_values_are_clipped_whether_they_are_spread_or_not(mesh: DeviceMesh) -> None:
-    spread = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False))
+    sharded = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False))
     plain = nn.Parameter(torch.zeros(2))
     far = torch.tensor([-3.0, 0.5])
-    spread.grad = DTensor.from_local(far.clone(), mesh, [Shard(0)], run_check=False)
+    sharded.grad = DTensor.from_local(far.clone(), mesh, [Shard(0)], run_check=False)
     plain.grad = far.clone()
     precision = Precision()
-    optimizer = torch.optim.SGD([spread, plain, nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer = torch.optim.SGD([sharded, plain, nn.Parameter(torch.zeros(1))], lr=1.0)
     undo = clip_whole_gradient(precision, clip_grad_norm_)
     precision.clip_gradients(optimizer, 1.0, GradClipAlgorithmType.VALUE)
-    assert spread.grad.to_local().tolist() == plain.grad.tolist() == [-1.0, 0.5]
+    assert sharded.grad.to_local().tolist() == plain.grad.tolist() == [-1.0, 0.5]
     undo()
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         precision.clip_gradients(optimizer, 1.0, GradClipAlgorithmType.VALUE)

@@ -1,4 +1,4 @@
-"""What a run that has failed leaves in a module that is spread, on a rank that is alone."""
+"""What a run that has failed leaves in a module that is sharded, on a rank that is alone."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def sharded() -> ShardedModule:
     return ShardedModule(composed, None)
 
 
-def dropped_by(spread: ShardedModule) -> Tensor:
+def dropped_by(sharded: ShardedModule) -> Tensor:
     seen: list[Tensor] = []
-    model = spread.module.model
+    model = sharded.module.model
     handles = [
         model[place].register_forward_hook(lambda _, __, output: seen.append(output == 0))
         for place in (1, 3)
     ]
     torch.manual_seed(3)
-    spread.train(spread.module.training_step, nullcontext, torch.ones(2, 8))
+    sharded.train(sharded.module.training_step, nullcontext, torch.ones(2, 8))
     for handle in handles:
         handle.remove()
     return torch.cat([mask.flatten() for mask in seen])
@@ -61,15 +61,15 @@ def draw_and_fail(*_: Any) -> None:
 def test_a_failure_inside_of_a_region_does_not_reach_the_next_run() -> None:
     with fake_rank(1, 2):
         expected = dropped_by(sharded())
-        spread = sharded()
-        handle = spread.module.model[1].register_forward_pre_hook(draw_and_fail)
+        parallel = sharded()
+        handle = parallel.module.model[1].register_forward_pre_hook(draw_and_fail)
         torch.manual_seed(5)
         with pytest.raises(RuntimeError, match="between the two projections"):
-            spread.train(spread.module.training_step, nullcontext, torch.ones(2, 8))
+            parallel.train(parallel.module.training_step, nullcontext, torch.ones(2, 8))
         handle.remove()
-        spread.close(failed=True)
+        parallel.close(failed=True)
         shared = torch.rand(())
-        assert torch.equal(dropped_by(spread), expected)
+        assert torch.equal(dropped_by(parallel), expected)
         torch.manual_seed(5)
         torch.randint(2**62, ())  # what a region draws outside
         assert torch.equal(torch.rand(()), shared)

@@ -1,4 +1,4 @@
-"""Blocks that treat each position by itself, but for their spread layers, and others."""
+"""Blocks that treat each position by itself, but for their sharded layers, and others."""
 
 from __future__ import annotations
 
