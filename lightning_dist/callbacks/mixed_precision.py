@@ -18,11 +18,11 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.precision.gradient_range import Ranges, merge
 from lightning_dist.engine.precision.loss_scale import LossScale
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
-from lightning_dist.strategies.base.process_mesh import gather_objects
 from lightning_dist.strategies.base.rank_view import Viewable, view_of
 
 Compute = Literal["bf16", "fp16"]

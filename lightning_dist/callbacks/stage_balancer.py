@@ -26,8 +26,8 @@ from typing_extensions import override
 from lightning_dist.callbacks import output
 from lightning_dist.callbacks.output import Media
 from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
-from lightning_dist.engine.pipeline.measurements import gather_profiles
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.balance import Balance, find_balance, memory_limit, step_seconds
 from lightning_dist.engine.planning.layer_costs import StepCosts
@@ -182,7 +182,7 @@ class StageBalancer(pl.Callback):
     ) -> None:
         pipeline, optimizers = _pipeline_of(trainer), trainer.strategy.optimizers
         states = optimizers[0].state if optimizers else {}
-        profiles = gather_profiles(profiler.profile(states), _view_of(trainer).group_of_all(""))
+        profiles = gather_objects(profiler.profile(states), _view_of(trainer).group_of_all(""))
         steps = [p.step_seconds for p in profiles if p.step_seconds == p.step_seconds]
         measured = median(steps) if steps else float("nan")
         last = self._num_batches - 1

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_dist.callbacks.output import publish
 from lightning_dist.callbacks.rank_watch import RankWatch
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.profiling.meters.clock_sync import exchange_pings
 from lightning_dist.engine.profiling.meters.torch_trace import TorchTrace
 from lightning_dist.engine.profiling.record import ClockOffset, PhaseKind, RankRecord
@@ -27,7 +28,6 @@ from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.engine.profiling.step_plan import Role, StepPlan
 from lightning_dist.engine.schedules.timeline import Timeline
 from lightning_dist.strategies.base.lightning_internals import callbacks_of, profiler_of
-from lightning_dist.strategies.base.process_mesh import gather_objects
 
 
 class StepProfiler(pl.Callback):

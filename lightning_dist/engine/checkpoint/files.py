@@ -36,6 +36,7 @@ from lightning_dist.engine.checkpoint import directory, tied_names
 from lightning_dist.engine.checkpoint.joint_save import JointSave
 from lightning_dist.engine.checkpoint.metadata import ShardReader, reason_of
 from lightning_dist.engine.checkpoint.optimizer_state import to_numbers
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.tensors.dtensor import is_storable, storable
 
 _METADATA_FILE = "lightning.pt"
@@ -258,8 +259,7 @@ def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[
     sections = sorted(SECTIONS.keys() & rest.keys())
     own = [rest[key] for key in sections]
     own += [state["state"] for state in rest.get("optimizer_states", [])]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
+    everyone = gather_objects(own, group)
     entries = [
         {name: value for part in parts for name, value in part.items()}
         for parts in zip(*everyone, strict=True)

@@ -26,6 +26,7 @@ from lightning_dist.engine.checkpoint.directory import (
     remove,
     resolve,
 )
+from lightning_dist.engine.common.gather import gather_objects
 
 _SEEN_SECONDS = 5.0  # how long a network file system may take to show a new file elsewhere
 
@@ -113,9 +114,7 @@ class JointSave:
             own = _Report(host, None, failure, rank, is_storage_error(cause))
         if self._group is None:
             return [own], cause
-        reports: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(reports, own, group=self._group)
-        return reports, cause
+        return gather_objects(own, self._group), cause
 
 
 def path_to_read(path: str, group: dist.ProcessGroup) -> str:
@@ -130,11 +129,9 @@ def path_to_read(path: str, group: dist.ProcessGroup) -> str:
     Raises:
         ValueError: Some ranks have a checkpoint to read, and others see none.
     """
-    paths: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(paths, path, group=group)
+    paths = gather_objects(path, group)
     seen = [candidate for candidate in (paths[0], path) if resolve(candidate).exists()]
-    reports: list[Any] = [None] * len(paths)
-    dist.all_gather_object(reports, _Report(socket.gethostname(), bool(seen)), group=group)
+    reports = gather_objects(_Report(socket.gethostname(), bool(seen)), group)
     blind = [(rank, report.host) for rank, report in enumerate(reports) if not report.result]
     if blind and len(blind) < len(paths):
         host = next(report.host for report in reports if report.result)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import AXES, MeshShape
 from lightning_dist.engine.common.table import draw_table
 from lightning_dist.engine.tensors.dtensor import local_part
@@ -90,6 +90,4 @@ def gather_rank_table(
         num_parameters=sum(part.numel() for part in held),
         num_bytes=sum(part.nbytes for part in held),
     )
-    rows: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(rows, own, group=group)
-    return RankTable(mesh, tuple(rows))
+    return RankTable(mesh, tuple(gather_objects(own, group)))

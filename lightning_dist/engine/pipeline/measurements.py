@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.planning.layer_costs import RankProfile
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, pipelined
 from lightning_dist.engine.schedules.registry import find_schedules
 from lightning_dist.engine.schedules.timeline import Span, Timeline
@@ -102,8 +101,7 @@ def gather_measurements(
     own_stages = pipeline.stages
     stages = {s: (own_stages.peak_stash_bytes[s], own_stages.staleness[s]) for s in own_stages}
     own = (pipeline.recorder.stretches(), stages)
-    everyone: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(everyone, own, group=group)
+    everyone = gather_objects(own, group)
     of_stages: dict[int, tuple[int, tuple[int, ...]]] = {}
     for rank, (_, by_stage) in enumerate(everyone):
         of_stages |= {} if mesh.data_index(rank) else by_stage
@@ -113,18 +111,6 @@ def gather_measurements(
         tuple(peak_stash_bytes for peak_stash_bytes, _ in in_order),
         tuple(staleness for _, staleness in in_order),
     )
-
-
-def gather_profiles(profile: RankProfile, group: dist.ProcessGroup) -> list[RankProfile]:
-    """Gathers all ranks' profiles of their layers. Collective: every rank must call it.
-
-    Args:
-        profile: This rank's profile.
-        group: A gloo group of all ranks.
-    """
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, profile, group=group)
-    return everyone
 
 
 def predict_memory(pipeline: Pipeline, part: TrainedPart) -> RankMemory:

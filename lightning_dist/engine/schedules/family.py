@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_dist.engine.schedules.actions import Action
@@ -36,18 +36,21 @@ def round_robin(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     return tuple(range(num_ranks)) * stages_per_rank
 
 
+def stages_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Returns the stages of a rank, in ascending order."""
+    return tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
+
+
 def ranks_from(
     order: Order, rank_of_stage: tuple[int, ...], count: int
 ) -> tuple[tuple[Action, ...], ...]:
     """Returns each rank's actions in an order, for some micro-batches."""
     num_ranks = max(rank_of_stage) + 1
-    stages = [
-        tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
+    places = [
+        RankStages(rank, num_ranks, stages_of_rank(rank_of_stage, rank))
         for rank in range(num_ranks)
     ]
-    return tuple(
-        tuple(order(RankStages(rank, num_ranks, own), count)) for rank, own in enumerate(stages)
-    )
+    return tuple(tuple(order(place, count)) for place in places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from types import MappingProxyType
 
 from lightning_dist.engine.schedules.asynchronous import ASYNCHRONOUS
 from lightning_dist.engine.schedules.csv_file import ScheduleFile
-from lightning_dist.engine.schedules.family import ScheduleFamily, ranks_from
+from lightning_dist.engine.schedules.family import ScheduleFamily, ranks_from, stages_of_rank
 from lightning_dist.engine.schedules.orders import SYNCHRONOUS, forward_only
 from lightning_dist.engine.schedules.schedule import Schedule
 
@@ -145,7 +145,7 @@ class PipelineShape:
     @property
     def stages(self) -> tuple[int, ...]:
         """This rank's stages, in ascending order."""
-        return tuple(s for s, home in enumerate(self.rank_of_stage) if home == self.rank)
+        return stages_of_rank(self.rank_of_stage, self.rank)
 
     def build(self, num_batches: int | None = None) -> Schedule:
         """Builds the schedule of compute actions.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.schedules.family import stages_of_rank
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import cut, foreign_state_names, stage_of_layers, whole
 from lightning_dist.engine.splitting.find_layers import (
@@ -151,8 +151,3 @@ def find_split(
         rank_of_stage=rank_of_stage,
         ties=ties,
     )
-
-
-def stages_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Returns the stages of a rank of the pipeline."""
-    return tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)

@@ -19,10 +19,10 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor
 from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.stashing.learning_rates import group_values
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
-from lightning_dist.strategies.base.process_mesh import gather_objects
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:

@@ -60,13 +60,6 @@ def reduce_tensor(
     return value.to(tensor.device)
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Returns the values of all ranks of a gloo group. Collective: every rank must call it."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
-
-
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 

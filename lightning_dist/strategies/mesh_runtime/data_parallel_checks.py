@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.data_parallel.ddp_options import Compression
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
 from lightning_dist.engine.tensors.dtensor import is_dtensor
-from lightning_dist.strategies.base.process_mesh import gather_objects
 
 
 def check_arguments(

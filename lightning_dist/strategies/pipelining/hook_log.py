@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.callback_order import add_first_callback
@@ -123,8 +124,7 @@ class HookLog:
         """Replays the kept calls of all stages. Collective: every stage must call it."""
         if not self._any_kept():
             return
-        calls_of_stages: list[Any] = [None] * dist.get_world_size(self._stages)
-        dist.all_gather_object(calls_of_stages, self._kept, group=self._stages)
+        calls_of_stages = gather_objects(self._kept, self._stages)
         self._kept = []
         self._count.clear()
         for call in merge_calls(calls_of_stages):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_dist.engine.pipeline.measurements import gather_profiles
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.pipeline.rebalance.repartition import (
     LayerExchange,
     Repartition,
@@ -72,7 +72,7 @@ class MovableLayers(StageUpdates):
         if self._config.partition == "profile":
             everyone = self.group(*self.mesh.sizes)
             profile = profile_layers(self, self.session, batch, batch_idx)
-            profiles = gather_profiles(profile, everyone)
+            profiles = gather_objects(profile, everyone)
             costs = StepCosts.of_ranks(profiles)
             balance = find_balance(costs, self.session.pipeline.shape)
             self.repartition(balance.better_cut)

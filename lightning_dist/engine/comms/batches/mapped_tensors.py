@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.comms.packet import PacketLayout, TensorInfo
 
 MOST_UNREAD_FILES = 64  # a process may have 1,024 open files by default
@@ -165,11 +166,9 @@ def _is_large(tensor: Tensor) -> bool:
 def find_mappable(files: TensorFiles, group: dist.ProcessGroup) -> frozenset[bytes]:
     """Returns the secrets of the ranks whose files the next rank can map. Collective."""
     probe = files.write([])
-    probes: list[MappedFile | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(probes, probe, group=group)
+    probes: list[MappedFile | None] = gather_objects(probe, group)
     mapped = frozenset(found.secret for found in probes if found is not None and _can_map(found))
-    by_rank: list[frozenset[bytes]] = [frozenset()] * len(probes)
-    dist.all_gather_object(by_rank, mapped, group=group)
+    by_rank: list[frozenset[bytes]] = gather_objects(mapped, group)
     files.close()
     next_rank = dist.get_rank(group) + 1
     return by_rank[next_rank] if next_rank < len(by_rank) else frozenset()

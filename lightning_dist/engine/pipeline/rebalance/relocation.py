@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.planning.partition import find_moves
+from lightning_dist.engine.schedules.family import stages_of_rank
 from lightning_dist.engine.splitting.cut import recut, stage_of_layers, structure_of
 from lightning_dist.engine.splitting.layers import Layers
 
@@ -185,7 +186,7 @@ class Relocation:
         self._layers = layers
         self._after = after
         self._rank = rank
-        self._own_stages = tuple(s for s, home in enumerate(rank_of_stage) if home == rank)
+        self._own_stages = stages_of_rank(rank_of_stage, rank)
         self._device = device
         self._leaving = [move for move in self.moves if move.source == rank]
         self._coming = [move for move in self.moves if move.target == rank]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.pipeline.pipeline import Pipeline
@@ -71,8 +71,7 @@ def agree_on_cut(
         ValueError: The partition does not fit, ranks want different ones, or stages share
             parameters.
     """
-    cuts: list[Any] = [None] * dist.get_world_size(everyone)
-    dist.all_gather_object(cuts, [int(count) for count in wanted], group=everyone)
+    cuts = gather_objects([int(count) for count in wanted], everyone)
     others = [(rank, cut) for rank, cut in enumerate(cuts) if cut != cuts[0]]
     if others:
         rank, cut = others[0]

@@ -19,11 +19,12 @@ from typing_extensions import override
 from lightning_dist.engine.precision.casts import cast
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.precision.traced_casts import TracedCasts, as_in_step
+from lightning_dist.engine.schedules.family import stages_of_rank
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import stage_of_layers
 from lightning_dist.engine.splitting.find_layers import choose_partition, refuse_outside
 from lightning_dist.engine.splitting.layers import Layers
-from lightning_dist.engine.splitting.split import PipelineSplit, stages_of_rank
+from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.tracing.call import (
     SET_AN_EXAMPLE,
     Arguments,

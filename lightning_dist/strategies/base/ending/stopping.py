@@ -22,12 +22,12 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.comms.votes import JointDecision, Posted
 from lightning_dist.engine.tensors.patch import Undo, replace_method
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.ending.run_guard import RunGuard
-from lightning_dist.strategies.base.process_mesh import gather_objects
 
 _SKIP = -1  # Lightning's value for it
 

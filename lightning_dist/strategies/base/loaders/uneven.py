@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.data_parallel.missing_gradients import zero_loss
 from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
-from lightning_dist.strategies.base.process_mesh import gather_objects
 
 
 class ProlongedLoader(LoaderProxy):
