@@ -11,12 +11,14 @@ several times is cast once. Its gradient is summed in half precision, as with ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
@@ -31,7 +33,7 @@ class HalfCasts:
     """
 
     def __init__(self, root: nn.Module, half: HalfPrecision) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._handles: list[RemovableHandle] = []
         kept = half.kept(root)
         entries = dict(half.entries(root))
         for module in entries.values():
@@ -49,25 +51,31 @@ class HalfCasts:
 
     def remove(self) -> None:
         """Removes the hooks."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
+        for handle in self._handles:
+            handle.remove()
 
     def _cast_input(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         """Casts the module's input to a dtype, or to that of its present weights."""
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            wanted = dtype or _dtype_of_weights(module)
-            assert wanted is not None
-            return cast(args, wanted), cast(kwargs, wanted)
-
-        self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        hook = partial(_cast_arguments, dtype)
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _cast_output(self, module: nn.Module, dtype: torch.dtype) -> None:
-        def after(module: nn.Module, given: Any, output: Any) -> Any:
-            return cast(output, dtype)
+        self._handles.append(module.register_forward_hook(partial(_cast_result, dtype)))
 
-        self._undo.append(module.register_forward_hook(after).remove)
+
+# The hooks are partial functions of these, not closures: modules are pickled.
+
+
+def _cast_arguments(
+    dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    dtype = dtype or _dtype_of_weights(module)
+    assert dtype is not None
+    return cast(args, dtype), cast(kwargs, dtype)
+
+
+def _cast_result(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return cast(output, dtype)
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -11,9 +11,8 @@ rank is this rank's parameter in both, so tied parameters stay tied in the whole
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -34,11 +33,10 @@ class ForeignLayer(nn.Module):
         stage_index: The stage that has the layer.
 
     Attributes:
-        dtype_of: Returns the dtype in which a parameter of the skeleton computes on its own rank.
+        compute_dtypes: The dtypes in which parameters of the skeleton compute on their own rank, by
+            name; a parameter without an entry computes in its own dtype.
         is_in_sight: Whether walks through the modules include the layer's description.
     """
-
-    dtype_of: Callable[[nn.Parameter], torch.dtype]
 
     def __init__(self, skeleton: nn.Module, name: str, stage_index: int) -> None:
         super().__init__()
@@ -46,17 +44,18 @@ class ForeignLayer(nn.Module):
         self.stage_index = stage_index
         # In a tuple, where nn.Module does not look for submodules.
         self._skeleton = (skeleton,)
-        self.dtype_of = attrgetter("dtype")  # not a lambda: modules are pickled
+        self.compute_dtypes: dict[str, torch.dtype] = {}
         self._description: tuple[nn.Module, ...] = ()
         self.is_in_sight = False
 
     def imitation(self) -> nn.Module:
         """Returns a module that computes outputs like the layer's, on the meta device."""
         # For a shared parameter the skeleton has this rank's copy, with values, or a shard.
-        stand_ins: dict[int, Tensor] = {
-            id(p): nn.Parameter(torch.empty(p.shape, device="meta", dtype=self.dtype_of(p)), False)
-            for p in self.skeleton.parameters()
-        }
+        stand_ins: dict[int, Tensor] = {}
+        for name, p in self.skeleton.named_parameters():
+            dtype = self.compute_dtypes.get(name, p.dtype)
+            empty = torch.empty(p.shape, device="meta", dtype=dtype)
+            stand_ins[id(p)] = nn.Parameter(empty, requires_grad=False)
         return skeleton_of(self.skeleton, stand_ins)
 
     def answer_by(self, description: nn.Module | None) -> None:

@@ -76,8 +76,8 @@ def describe(layer: ForeignLayer, device: torch.device) -> nn.Module:
     stand_ins: dict[int, Tensor] = {}
     tensors = [*skeleton.named_parameters(), *skeleton.named_buffers()]
     for name, tensor in tensors:
-        kind = layer.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
-        stand_ins[id(tensor)] = absent(tensor, kind, device, _reason(layer, name, _READ_THERE))
+        dtype = layer.compute_dtypes.get(name, tensor.dtype)
+        stand_ins[id(tensor)] = absent(tensor, dtype, device, _reason(layer, name, _READ_THERE))
     description = skeleton_of(skeleton, stand_ins)
     parts = dict(description.named_modules())
     kinds: set[type] = {type(part) for part in parts.values()}

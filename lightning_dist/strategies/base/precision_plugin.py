@@ -133,7 +133,8 @@ class HalfPrecisionPlugin(Precision):
             everywhere = self.half.half_parameters(self._module)
         ids = {id(parameter) for parameter in everywhere.values()}
         for _, _, layer in foreign_layers(self._module):  # a model's forward may see their dtype
-            layer.dtype_of = lambda p: self.half.dtype if id(p) in ids else p.dtype
+            names = (name for name, p in layer.skeleton.named_parameters() if id(p) in ids)
+            layer.compute_dtypes = dict.fromkeys(names, self.half.dtype)
         own = {id(parameter) for parameter in self._module.parameters()}
         self._parameters = {name: p for name, p in everywhere.items() if id(p) in own}
         self._own = frozenset(self._parameters.values())
@@ -150,6 +151,8 @@ class HalfPrecisionPlugin(Precision):
     def _detach(self) -> None:
         if self._casts is not None:
             self._casts.remove()
+        for _, _, layer in () if self._module is None else foreign_layers(self._module):
+            layer.compute_dtypes = {}
         self._casts, self._stages, self._shards_cast = None, None, False
         self._parameters, self._own, self._cast_here, self._copies = {}, frozenset(), (), {}
         self._divides, self._overflow = True, LocalOverflow()

@@ -127,7 +127,7 @@ def test_a_foreign_layer_imitates_what_it_computes_in() -> None:
     assert isinstance(foreign, ForeignLayer)
     tokens = torch.zeros(3, dtype=torch.int64, device="meta")
     assert foreign.imitation()(tokens).dtype == torch.float32
-    foreign.dtype_of = lambda p: torch.bfloat16
+    foreign.compute_dtypes = {"weight": torch.bfloat16}
     assert foreign.imitation()(tokens).dtype == torch.bfloat16
     assert foreign.skeleton.weight.dtype == torch.float32
 

@@ -102,5 +102,5 @@ def test_says_what_the_layer_computes_in() -> None:
     model = build()
     cut(model, [3, 1], [1])
     layer = foreign_layers(model)[0][2]
-    layer.dtype_of = lambda _: torch.bfloat16
+    layer.compute_dtypes = {n: torch.bfloat16 for n, _ in layer.skeleton.named_parameters()}
     assert {p.dtype for p in describe(layer, CPU).parameters()} == {torch.bfloat16}
