@@ -286,7 +286,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             self._split.layers,
             self._split.layers_per_stage,
             self._config,
-            RunContext(self, self.complete_gradients, self.complete_early),
+            RunContext.of(self, self.complete_gradients, self.complete_early),
             optimizer=next(iter(self.optimizers), None),
             logged=self._logged_staleness(),
         )

@@ -55,9 +55,6 @@ OnComplete = Callable[[int, Mapping[str, Tensor]], None]
 _COMPLETES_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
-def _ignore(*_: object) -> None: ...
-
-
 _OPTIONS = StageOptions()
 
 
@@ -95,7 +92,7 @@ class Pipeline:
         options: StageOptions = _OPTIONS,
         *,
         rank: int | None = None,
-        on_complete: OnComplete = _ignore,
+        on_complete: OnComplete | None = None,
         average_weight: AverageWeight = lambda weight: weight,
         shared: Collection[str] = (),
     ) -> None:
@@ -169,7 +166,7 @@ class Pipeline:
         gradient_scale: float = 1.0,
         loss_scale: float = 1.0,
         seed: int | None = None,
-        on_results: Callable[[list[Any]], None] = _ignore,
+        on_results: Callable[[list[Any]], None] | None = None,
     ) -> list[Any]:
         """Runs one batch's round of the schedule.
 
@@ -350,8 +347,9 @@ class Pipeline:
         self._loss_weights.divide(held.values())
         for stage in stages:
             self._run_hooks_early(stage, update)
-        held = {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
-        self._on_complete(update, held)
+        if self._on_complete is not None:
+            held = {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
+            self._on_complete(update, held)
 
     def _run_hooks_early(self, stage: Stage, update: int) -> None:
         """Replaces held gradients with the results of the parameters' hooks."""
@@ -374,7 +372,7 @@ class Pipeline:
         self,
         actions: Round,
         work: Work | None,
-        on_results: Callable[[list[Any]], None] = _ignore,
+        on_results: Callable[[list[Any]], None] | None = None,
     ) -> list[Any]:
         until_last_send, local_tail, of_optimizer = self._rounds.split(actions)
         backwards = Counter(a.stage_index for a in actions if a.kind in _COMPLETES_GRADIENTS)
@@ -382,7 +380,8 @@ class Pipeline:
             self.stages[number].begin_round(count)
         found = self._runtime.run(until_last_send, work)
         results = [found[index] for index in sorted(found)]
-        on_results(results)
+        if on_results is not None:
+            on_results(results)
         self._runtime.run(local_tail, work)
         for number in backwards:
             self.stages[number].gradients.end_round()

@@ -103,7 +103,7 @@ class ShardedStrategy(ShardedPlacement):
         if half is not None and self.sharded.is_sharded:
             half.leave_to_shards()
         if self.mesh.pp > 1:
-            self.sharded.open(RunContext(self, self._complete_gradients))
+            self.sharded.open(RunContext.of(self, self._complete_gradients))
             assert isinstance(self.sharded, StagedModule)
             line = self.sharded.start_line(self.mesh)
             self._undo += (add_first_callback(trainer, line),)

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,24 +33,55 @@ from lightning_dist.strategies.pipelining.step_runner import StepRunner
 from lightning_dist.strategies.pipelining.updates import Updates
 
 
-def _ignore(*_: object) -> None:
-    """Does nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The strategy that a pipeline runs under, and its calls before an update.
+    """The ranks and settings of the run that a pipeline belongs to, and calls before an update.
 
     Attributes:
-        strategy: The strategy, after its process group has been initialised.
+        mesh: All ranks.
+        rank: This rank among all.
+        device: The device of this rank's tensors.
+        pp_group: The ranks of the stages of one copy of the model.
+        data_group: The ranks that hold the same stages and read other data.
+        timeout_seconds: Seconds that a rank waits for another.
+        seed: Base of the random numbers; the same on all ranks.
+        precision: The precision of the steps.
         complete_gradients: Called before each update with the rank's gradients in place.
         complete_early: Called instead of ``complete_gradients`` when gradients are final before
             the update is due (2BW).
     """
 
-    strategy: DistributedStrategy
+    mesh: MeshShape
+    rank: int
+    device: torch.device
+    pp_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    timeout_seconds: float
+    seed: int
+    precision: Precision
     complete_gradients: Callable[[], None]
-    complete_early: OnComplete = _ignore
+    complete_early: OnComplete | None
+
+    @classmethod
+    def of(
+        cls,
+        strategy: DistributedStrategy,
+        complete_gradients: Callable[[], None],
+        complete_early: OnComplete | None = None,
+    ) -> RunContext:
+        """Creates the context of a strategy whose process group has been initialised."""
+        return cls(
+            mesh=strategy.mesh,
+            rank=strategy.global_rank,
+            device=strategy.root_device,
+            pp_group=strategy.group("pp"),
+            data_group=strategy.data_group,
+            timeout_seconds=strategy.timeout_seconds,
+            seed=strategy.seed,
+            precision=strategy.precision_plugin,
+            complete_gradients=complete_gradients,
+            complete_early=complete_early,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +172,13 @@ def open_session(
         logged: The staleness values to log; None for none.
     """
     predict = config.prediction(optimizer)  # first, for it may refuse
-    strategy = run.strategy
-    stages, replicas = strategy.group("pp"), strategy.data_group
-    shape = config.shape(strategy.mesh, strategy.global_rank, layers_per_stage)
+    shape = config.shape(run.mesh, run.rank, layers_per_stage)
     ties = find_ties(found, shape.layers_per_stage)
     homes = shape.rank_of_stage
     channels = connect(
-        strategy.mesh.groups("pp"),
-        strategy.root_device,
-        strategy.timeout_seconds,
+        run.mesh.groups("pp"),
+        run.device,
+        run.timeout_seconds,
         rank_of_stage=homes,
         holders={tie.ranks(homes) for tie in ties},
     )
@@ -164,15 +194,15 @@ def open_session(
             ties, rank_of_stage=homes, rank=shape.rank, links=channels.ties, change=change
         )
         tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
-        half = half_precision_of(strategy.precision_plugin)
+        half = half_precision_of(run.precision)
         weights = None
         if half is not None:
             weights = half.leave_to_stages(found, is_in_graph=wrapped is not None)
         masters_dtype = None if weights is None else torch.float32
         options = StageOptions(
             weight_versions=config.weight_versions,
-            seed=strategy.seed,
-            device=strategy.root_device,
+            seed=run.seed,
+            device=run.device,
             gradients=lambda _: HeldGradients(masters_dtype),
             predict=predict,
             measure_discrepancy=logged is not None and logged.discrepancy,
@@ -185,19 +215,19 @@ def open_session(
             shape,
             channels.links,
             options,
-            rank=strategy.global_rank,
+            rank=run.rank,
             on_complete=run.complete_early,
-            average_weight=ReplicaWeights(replicas).average,
+            average_weight=ReplicaWeights(run.data_group).average,
             shared=tied.names,
         )
         if_it_fails.callback(pipeline.detach)
         log = None if logged is None else StalenessLog(module, pipeline, logged)
-        last_rank = dist.get_process_group_ranks(stages)[homes[-1]]
+        last_rank = dist.get_process_group_ranks(run.pp_group)[homes[-1]]
         has_last = pipeline.stages.has_last
         metrics = StageMetrics(
             module,
-            pipeline_group=stages,
-            data_group=replicas,
+            pipeline_group=run.pp_group,
+            data_group=run.data_group,
             source=last_rank,
             is_source=has_last,
         )
@@ -206,28 +236,28 @@ def open_session(
             pipeline,
             channels,
             metrics,
-            evaluation_microbatches=config.evaluation_microbatches(strategy.mesh.pp),
+            evaluation_microbatches=config.evaluation_microbatches(run.mesh.pp),
             change_step=(lambda step: step) if wrapped is None else wrapped.change_step,
             loss_scale=(lambda: 1.0) if half is None else half.scale_of_next_batch,
         )
         updates = Updates(
             module,
             pipeline,
-            strategy.precision_plugin,
+            run.precision,
             tied,
             complete_gradients=run.complete_gradients,
-            on_update=_ignore if log is None else log.post,
+            on_update=None if log is None else log.post,
             rate_correction=config.rate_correction(shape),
         )
         session = Session(
-            mesh=strategy.mesh,
+            mesh=run.mesh,
             pipeline=pipeline,
             channels=channels,
             metrics=metrics,
             runner=runner,
             updates=updates,
             tied=tied,
-            hook_log=HookLog(module, stages, asynchronous=pipeline.asynchronous),
+            hook_log=HookLog(module, run.pp_group, asynchronous=pipeline.asynchronous),
             staleness_log=log,
         )
         if_it_fails.pop_all()

@@ -65,7 +65,7 @@ class Updates:
         tied: TiedSums,
         *,
         complete_gradients: Callable[[], None],
-        on_update: Callable[[], None],
+        on_update: Callable[[], None] | None,
         rate_correction: RateCorrection | None = None,
     ) -> None:
         self._module = module
@@ -116,7 +116,8 @@ class Updates:
         loss = self._precision_plugin.post_backward(loss, self._module)
         if not accumulating:
             self._pipeline.begin_update()
-            self._on_update()
+            if self._on_update is not None:
+                self._on_update()
         return loss
 
     def step(
