@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 
 
-def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
+def build_mesh(shape: MeshShape, device_type: str, backend: str | None = None) -> DeviceMesh:
     """Creates the mesh of all ranks. Collective: every rank must call it.
 
     Args:
         shape: Sizes of the mesh.
         device_type: ``"cpu"`` or ``"cuda"``.
+        backend: Backend of the mesh's groups; None takes the world's.
 
     Returns:
         The mesh, with each axis of :data:`.AXES` that has more than one rank. It also has
@@ -21,7 +25,17 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
     axes = {name: size for name, size in shape.sizes.items() if size > 1}
     if not axes or shape.dp_replicate > 1:
         axes = {n: s for n, s in shape.sizes.items() if s > 1 or n == "dp_shard"}
-    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    # Left to itself, torch takes the world's backend, which may be that of an earlier Trainer, and
+    # in some versions NCCL for a mesh of GPUs that spans a gloo world.
+    override: dict[Any, Any] | None = None
+    if backend is not None and (backend, device_type) != (dist.get_backend(), "cpu"):
+        override = dict.fromkeys(axes, backend)
+    return init_device_mesh(
+        device_type,
+        tuple(axes.values()),
+        mesh_dim_names=tuple(axes),
+        backend_override=override,
+    )
 
 
 def axis(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:

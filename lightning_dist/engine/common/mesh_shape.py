@@ -14,6 +14,7 @@ from typing import Literal
 from lightning_dist.engine.common.names import check_count
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True, slots=True)

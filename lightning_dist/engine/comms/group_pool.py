@@ -25,16 +25,17 @@ class GroupKind:
     """The key of interchangeable groups."""
 
     ranks: tuple[tuple[int, ...], ...]  # of all groups created together; each rank is in one
+    backend: str
     purpose: str
     timeout: timedelta
 
 
 class GroupPool:
-    """The gloo groups of one world that no run uses, and its meshes, which runs share."""
+    """The groups of one world that no run uses, and its meshes, which runs share."""
 
     def __init__(self) -> None:
         self._free: defaultdict[GroupKind, list[dist.ProcessGroup]] = defaultdict(list)
-        self._meshes: dict[tuple[MeshShape, str], DeviceMesh] = {}
+        self._meshes: dict[tuple[MeshShape, str, str], DeviceMesh] = {}
 
     def take(self, kind: GroupKind) -> dist.ProcessGroup:
         """Returns this rank's group of a kind. Collective: every rank must call it alike."""
@@ -44,7 +45,7 @@ class GroupPool:
         own: dist.ProcessGroup | None = None
         rank = dist.get_rank()
         for ranks in kind.ranks:
-            group = dist.new_group(list(ranks), backend="gloo", timeout=kind.timeout)
+            group = dist.new_group(list(ranks), backend=kind.backend, timeout=kind.timeout)
             if rank in ranks:
                 own = group
         assert own is not None
@@ -54,11 +55,11 @@ class GroupPool:
         """Returns a group without unfinished operations of its own. Collective."""
         self._free[kind].append(group)
 
-    def mesh(self, shape: MeshShape, device_type: str) -> DeviceMesh:
+    def mesh(self, shape: MeshShape, device_type: str, backend: str) -> DeviceMesh:
         """Returns torch's mesh of all ranks. Collective: every rank must call it alike."""
-        key = shape, device_type
+        key = shape, device_type, backend
         if key not in self._meshes:
-            self._meshes[key] = build_mesh(shape, device_type)
+            self._meshes[key] = build_mesh(shape, device_type, backend)
         return self._meshes[key]
 
     def forget_mesh(self, mesh: DeviceMesh) -> None:

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.device_group import DeviceGroup, check_backend
+from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.comms import attempt_store
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.comms.group_pool import GroupKind, pool_of_world
@@ -40,7 +41,7 @@ def reduce_tensor(
 
     Args:
         tensor: The tensor, on any device; not changed.
-        group: A gloo group.
+        group: A gloo group; the tensor travels through the host's memory.
         reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch ``ReduceOp``.
 
     Returns:
@@ -72,7 +73,8 @@ class ProcessMesh(ParallelStrategy):
         cluster_environment: The ranks, and the address of rank 0.
         checkpoint_io: Writes and reads checkpoints.
         precision_plugin: The precision of the steps.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
+        process_group_backend: Backend of the groups for tensors of the device, such as ``"gloo"``
+            or ``"nccl"``; None takes the device's own. Control messages always go over gloo.
         timeout_s: Seconds that a rank waits for another before it gives up.
         start_method: Only ``"popen"``, which runs the script once per device: other launchers
             return rank 0's weights only.
@@ -170,6 +172,8 @@ class ProcessMesh(ParallelStrategy):
         self._check_launched_world(asked)
         lightning_internals.set_rank_of_rank_zero_functions(self.global_rank)
         with brief_mistakes():
+            if self._backend is not None:
+                check_backend(self._backend, self.root_device.type)
             self._mesh = self.mesh_shape(asked)
 
     def _check_launched_world(self, asked: int) -> None:
@@ -203,33 +207,61 @@ class ProcessMesh(ParallelStrategy):
         if attempt_store.is_shared_by_attempts():
             place = self.global_rank, self.world_size
             store = attempt_store.connect(address, port, *place, timeout)
-        device = self.root_device
-        backend = self._backend or dist.get_default_backend_for_device(device)
+        # No `device_id`, which would bind the device. Then torch would split the world's NCCL
+        # communicator for each later group, gloo's too: a collective of all ranks each time, even
+        # for two. Unbound, a group's own ranks form its communicator when they first use it.
         dist.init_process_group(
-            backend,
+            self.device_backend,
             rank=self.global_rank,
             world_size=self.world_size,
             store=store,
             timeout=timeout,
-            device_id=device if backend == "nccl" else None,
         )
+
+    @property
+    def device_backend(self) -> str:
+        """The backend of groups for tensors of this rank's device."""
+        return self._backend or dist.get_default_backend_for_device(self.root_device)
 
     def group(
         self, *axes: str, purpose: str = "", timeout: timedelta | None = None
     ) -> dist.ProcessGroup:
-        """Returns this rank's gloo group along some mesh axes. Collective: every rank must call it.
+        """Returns this rank's gloo group along some mesh axes, for control messages.
+
+        It takes CPU tensors. Collective: every rank must call it.
 
         Args:
             axes: Names of mesh axes; all of them for a group of all ranks.
             purpose: Name of a separate group, for collectives in another order on each rank.
             timeout: Timeout of the operations in a separate group; None takes the run's.
         """
-        key = (*axes, purpose)
+        return self._group("gloo", axes, purpose, timeout)
+
+    def device_group(self, *axes: str, purpose: str = "") -> DeviceGroup:
+        """Returns this rank's group along some mesh axes, for tensors of its device.
+
+        Its backend is :attr:`device_backend`; if that is gloo, it is the group of :meth:`group`.
+        Collective: every rank must call it.
+
+        Args:
+            axes: Names of mesh axes; all of them for a group of all ranks.
+            purpose: Name of a separate group, for collectives in another order on each rank.
+        """
+        return DeviceGroup(self._group(self.device_backend, axes, purpose), self.root_device)
+
+    def _group(
+        self, backend: str, axes: tuple[str, ...], purpose: str, timeout: timedelta | None = None
+    ) -> dist.ProcessGroup:
+        key = (backend, *axes, purpose)
         if key not in self._groups:
             ranks = tuple(tuple(group) for group in self.mesh.groups(*axes))
             timeout = timeout or timedelta(seconds=self.timeout_seconds)
-            kind, pool = GroupKind(ranks, purpose, timeout), pool_of_world()
+            kind, pool = GroupKind(ranks, backend, purpose, timeout), pool_of_world()
             self._groups[key] = group = pool.take(kind)
+            if backend != "gloo" and len(ranks[0]) > 1:
+                # Where all ranks are: a rank whose first collective forms the communicator would
+                # wait there for the others, even if it means to go on.
+                dist.all_reduce(torch.zeros(1, device=self.root_device), group=group)
             if self._has_begun:
                 self._taken.append((kind, group))
             else:  # between two runs no other run uses it
@@ -264,19 +296,23 @@ class ProcessMesh(ParallelStrategy):
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        """All ranks."""
+        """All ranks; a gloo group, as the next two."""
         return self.group(*self.mesh.sizes)
 
     @property
     def data_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same part of the model and read other data."""
-        return self.group("dp_replicate", "dp_shard")
+        return self.group(*DATA_AXES)
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same layers."""
-        others = ("dp_replicate", "dp_shard", "tp")
-        return self.group(*(self.mesh.sizes if self.mesh.pp == 1 else others))
+        return self.group(*self.stage_axes)
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks hold the same layers."""
+        return tuple(self.mesh.sizes) if self.mesh.pp == 1 else (*DATA_AXES, "tp")
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup | None]:
@@ -288,7 +324,9 @@ class ProcessMesh(ParallelStrategy):
     def mesh_of_ranks(self) -> DeviceMesh:
         """Torch's mesh of all ranks. Collective: every rank must read it."""
         if self._device_mesh is None:
-            self._device_mesh = pool_of_world().mesh(self.mesh, self.root_device.type)
+            self._device_mesh = pool_of_world().mesh(
+                self.mesh, self.root_device.type, self.device_backend
+            )
         return self._device_mesh
 
     # --- collectives -------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import lightning as L
 import pytest
+import torch.distributed as dist
 
 from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
 from lightning_dist.strategies.base.distributed import DistributedStrategy
@@ -23,3 +24,14 @@ def test_another_number_of_processes_is_refused(
             ValueError, match=rf"size of {devices},.*in 2 processes.*same `devices`"
         ):
             L.Trainer(accelerator="cpu", devices=devices, strategy=strategy(), logger=False)
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, PipelineStrategy])
+@pytest.mark.parametrize("backend", ["ncll", "nccl", "cpu:gloo,cuda:nccl", "undefined", "fake"])
+def test_a_backend_that_takes_no_tensors_of_the_device_is_refused(
+    strategy: Callable[..., DistributedStrategy], backend: str
+) -> None:
+    own = strategy(process_group_backend=backend)
+    with pytest.raises(ValueError, match=rf"{backend}' is no backend.*'cpu'.*one of \['gloo'"):
+        L.Trainer(accelerator="cpu", devices=2, strategy=own, logger=False)
+    assert not dist.is_initialized()

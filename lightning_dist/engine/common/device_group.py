@@ -1,0 +1,49 @@
+"""A process group together with the device of its tensors, and the backends that take them.
+
+A rank that has nothing to contribute, such as a stage without gradients, must still join a
+collective with a tensor on the right device. A group itself does not tell which one that is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """A process group for tensors of one device.
+
+    Attributes:
+        group: A group on a backend that takes such tensors.
+        device: The device of this rank's tensors.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return dist.get_world_size(self.group)
+
+
+def check_backend(backend: str, device_type: str) -> None:
+    """Checks that a backend takes tensors of a device; reads nothing that differs between ranks.
+
+    Args:
+        backend: Name of the backend.
+        device_type: ``"cpu"`` or ``"cuda"``, for example.
+
+    Raises:
+        ValueError: The backend is unknown, was not built into torch, or takes no such tensors.
+    """
+    takers = {n for n, types in dist.Backend.backend_capability.items() if device_type in types}
+    usable = sorted(name for name in takers - {"fake"} if dist.is_backend_available(name))
+    if backend not in usable:
+        raise ValueError(
+            f"process_group_backend={backend!r} is no backend for tensors on a {device_type!r}"
+            f" device in this build of torch. Use one of {usable}, or None for the device's own."
+        )
