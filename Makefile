@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebooks docs test test-all lint unit integration all-pairs all-modules bench bench-memory bench-profiler bench-network fuzz clean
+.PHONY: help install demo notebooks docs test test-all lint unit integration all-pairs all-modules bench bench-memory bench-profiler bench-network fuzz gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -80,5 +80,26 @@ bench-profiler: install  ## Print what StepProfiler costs a batch
 bench-network: install  ## The same model on two network namespaces with a limited link (root, iproute2)
 	$(BIN)/python -m tests.benchmarks.network
 
+# An interpreter whose torch is built for CUDA. Its torch stays as it is: what else is needed goes into
+# a second environment, which sees the interpreter's packages.
+GPU_PYTHON ?= $(PYTHON)
+GPU_VENV := .venv-gpu
+GPU_BIN := $(GPU_VENV)/bin
+GPU_STAMP := $(GPU_VENV)/.installed
+
+$(GPU_STAMP): pyproject.toml
+	$(GPU_PYTHON) -c 'import torch'
+	$(GPU_PYTHON) -m venv --clear $(GPU_VENV)
+	# Not --system-site-packages: of an interpreter in an environment that means the one outside.
+	$(GPU_PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+	  > $$($(GPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gpu_python.pth
+	$(GPU_BIN)/python -c 'import torch; print("torch==" + torch.__version__)' > $(GPU_VENV)/torch.txt
+	$(GPU_BIN)/python -m pip install --quiet --constraint $(GPU_VENV)/torch.txt \
+	  --config-settings editable_mode=compat --editable . rich pytest pytest-timeout hypothesis
+	touch $@
+
+gpu: $(GPU_STAMP)  ## Find out on a GPU what is untested there; GPU_PYTHON= has torch, OPTIONS= go on
+	$(GPU_BIN)/python -m tests.gpu $(OPTIONS)
+
 clean:  ## Remove .venv, the site and caches
-	rm -rf $(VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GPU_VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,35 @@
+"""All pieces of ``make gpu``, most telling first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tests.gpu.pieces import parity, two_ranks
+from tests.gpu.records import Row
+from tests.gpu.setting import Setting
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Something to find out.
+
+    Attributes:
+        title: What it finds out.
+        run: Yields a row as soon as it is known.
+        limit_seconds: When the piece is ended.
+    """
+
+    title: str
+    run: Callable[[Setting], Iterator[Row]]
+    limit_seconds: int
+
+
+PIECES: Mapping[str, Piece] = MappingProxyType(
+    {
+        "two_ranks": Piece("whether NCCL takes two ranks on one GPU", two_ranks.nccl, 150),
+        "parity_1": Piece("each strategy on one rank beside one device", parity.one_rank, 240),
+        "parity_2": Piece("each strategy on two ranks beside one device", parity.two_ranks, 300),
+    }
+)
