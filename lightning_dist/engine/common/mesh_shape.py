@@ -70,12 +70,11 @@ class MeshShape:
 
     def peers(self, rank: int, *axes: str) -> list[int]:
         """Lists the ranks with a rank's place along all axes but some, in mesh order."""
-        own = self.coordinates(rank)
-        return [
-            other
-            for other in range(self.world_size)
-            if all(own[a] == i for a, i in self.coordinates(other).items() if a not in axes)
-        ]
+        own, ranks = self.coordinates(rank), [0]
+        for name, size in self.sizes.items():
+            places = range(size) if name in axes else (own[name],)
+            ranks = [outer * size + place for outer in ranks for place in places]
+        return ranks
 
     def axes_between(self, ranks: Iterable[int]) -> tuple[str, ...]:
         """Lists the axes along which global ranks differ, outermost first."""
@@ -84,8 +83,8 @@ class MeshShape:
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Lists all groups of :meth:`peers`, each once, in the same order on each rank."""
-        found = [self.peers(rank, *axes) for rank in range(self.world_size)]
-        return [list(group) for group in dict.fromkeys(tuple(g) for g in found)]
+        firsts = self.peers(0, *(name for name in AXES if name not in axes))
+        return [self.peers(rank, *axes) for rank in firsts]
 
 
 def fill_mesh(world_size: int, **sizes: int | Literal["auto"]) -> MeshShape:

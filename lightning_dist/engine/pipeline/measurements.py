@@ -123,6 +123,7 @@ def predict_memory(pipeline: Pipeline, part: TrainedPart) -> RankMemory:
     shape, stages = pipeline.shape, pipeline.stages
     schedules, count = find_schedules(shape.schedule), shape.num_microbatches
     num_batches = schedules.update_rule.steady_batches(shape.num_stages, count)
-    in_flight = schedules.build(shape.rank_of_stage, count, num_batches).in_flight(shape.rank)
+    schedule = schedules.build(shape.rank_of_stage, count, num_batches, only_rank=shape.rank)
+    in_flight = schedule.in_flight(shape.rank)
     copies = max(stages.num_copies[stage] for stage in stages)  # none where there are several
     return pipelined(part, in_flight, 1 + copies, stages.version_bytes)

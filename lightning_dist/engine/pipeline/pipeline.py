@@ -117,7 +117,8 @@ class Pipeline:
             self._loss_weights,
             microbatches_per_update=shape.num_microbatches if self.asynchronous else None,
             on_complete=self._complete_early,
-            explain=explain_with(shape.build()),
+            # Built when an action has failed: all ranks' actions are many more than this one's.
+            explain=lambda action: explain_with(shape.build())(action),
         )
         self.batches_since_drain = 0
         self.num_batches = 0

@@ -102,7 +102,9 @@ def predicted_timeline(shape: PipelineShape, costs: StageCosts) -> Timeline:
     """
     if not shape.family.update_rule.is_asynchronous:
         return simulate(lower(shape.build(1)), costs)
-    schedule = lower(shape.build((_FILLS + 2) * shape.num_stages))
+    # A depth of two batches at least, for the update of a batch takes time once.
+    depth = max(2, -(-shape.num_stages // shape.num_microbatches))
+    schedule = lower(shape.build((_FILLS + 2) * depth))
     return steady(simulate(schedule, costs)).shifted_to_zero()
 
 

@@ -94,7 +94,11 @@ class ScheduleFile(ScheduleFamily):
 
     @override
     def build(
-        self, rank_of_stage: tuple[int, ...], num_microbatches: int, num_batches: int = 1
+        self,
+        rank_of_stage: tuple[int, ...],
+        num_microbatches: int,
+        num_batches: int = 1,
+        only_rank: int | None = None,
     ) -> Schedule:
         return self.schedule
 

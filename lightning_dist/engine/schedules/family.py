@@ -42,15 +42,24 @@ def stages_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
 
 
 def ranks_from(
-    order: Order, rank_of_stage: tuple[int, ...], count: int
+    order: Order, rank_of_stage: tuple[int, ...], count: int, only_rank: int | None = None
 ) -> tuple[tuple[Action, ...], ...]:
-    """Returns each rank's actions in an order, for some micro-batches."""
+    """Returns each rank's actions in an order, for some micro-batches.
+
+    Args:
+        order: The order.
+        rank_of_stage: The rank of each stage.
+        count: Number of micro-batches.
+        only_rank: The rank whose actions are wanted, with none of the others; None for all.
+    """
     num_ranks = max(rank_of_stage) + 1
-    places = [
-        RankStages(rank, num_ranks, stages_of_rank(rank_of_stage, rank))
-        for rank in range(num_ranks)
-    ]
-    return tuple(tuple(order(place, count)) for place in places)
+
+    def of_rank(rank: int) -> tuple[Action, ...]:
+        if only_rank not in (None, rank):
+            return ()
+        return tuple(order(RankStages(rank, num_ranks, stages_of_rank(rank_of_stage, rank)), count))
+
+    return tuple(map(of_rank, range(num_ranks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +161,19 @@ class ScheduleFamily:
         return next((c for c in counts if self.microbatch_rule.fits(num_ranks, c)), limit)
 
     def build(
-        self, rank_of_stage: tuple[int, ...], num_microbatches: int, num_batches: int = 1
+        self,
+        rank_of_stage: tuple[int, ...],
+        num_microbatches: int,
+        num_batches: int = 1,
+        only_rank: int | None = None,
     ) -> Schedule:
-        """Builds a schedule of compute actions."""
+        """Builds a schedule of compute actions, of all ranks or of one; see :func:`ranks_from`."""
         count = num_microbatches * num_batches
         return Schedule(
             self.name,
             num_stages=len(rank_of_stage),
             num_microbatches=count,
-            ranks=ranks_from(self.order, rank_of_stage, count),
+            ranks=ranks_from(self.order, rank_of_stage, count, only_rank),
             update_rule=self.update_rule,
             num_batches=num_batches,
         )

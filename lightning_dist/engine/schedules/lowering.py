@@ -33,10 +33,10 @@ def add_communication(schedule: Schedule) -> Schedule:
             return
         receive, has_source, send, has_target = ends
         if has_source:
-            yield replace(action, kind=receive)
+            yield Action(stage, receive, action.microbatch_index)
         yield action
         if has_target:
-            yield replace(action, kind=send)
+            yield Action(stage, send, action.microbatch_index)
 
     ranks = tuple(
         tuple(new for action in actions for new in expand(action)) for actions in schedule.ranks

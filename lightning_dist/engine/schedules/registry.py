@@ -91,9 +91,11 @@ def build_schedule(
     return schedules.build(rank_of_stage, num_microbatches, num_batches)
 
 
-def build_forward_schedule(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Schedule:
-    """Builds a schedule without backwards, for the evaluation of a batch."""
-    ranks = ranks_from(forward_only, rank_of_stage, num_microbatches)
+def build_forward_schedule(
+    rank_of_stage: tuple[int, ...], num_microbatches: int, only_rank: int | None = None
+) -> Schedule:
+    """Builds a schedule without backwards for a batch to evaluate; see :func:`ranks_from`."""
+    ranks = ranks_from(forward_only, rank_of_stage, num_microbatches, only_rank)
     return Schedule(
         "forward", num_stages=len(rank_of_stage), num_microbatches=num_microbatches, ranks=ranks
     )

@@ -82,7 +82,8 @@ class Stream:
         return tuple(self._shifted(r, num_batches - length) for r in _after_each_step(tail))
 
     def _actions(self, num_batches: int) -> Round:
-        schedule = self._schedules.build(self._rank_of_stage, self._num_microbatches, num_batches)
+        sizes = self._num_microbatches, num_batches
+        schedule = self._schedules.build(self._rank_of_stage, *sizes, only_rank=self._rank)
         return lower(schedule).ranks[self._rank]
 
     def _shifted(self, actions: Round, num_batches: int) -> Round:
@@ -169,8 +170,9 @@ class Rounds:
     def evaluation(self, num_microbatches: int) -> Round:
         """Returns the round of an evaluated batch of some micro-batches."""
         if num_microbatches not in self._forward:
-            schedule = build_forward_schedule(self._shape.rank_of_stage, num_microbatches)
-            self._forward[num_microbatches] = lower(schedule).ranks[self._shape.rank]
+            homes, rank = self._shape.rank_of_stage, self._shape.rank
+            schedule = build_forward_schedule(homes, num_microbatches, only_rank=rank)
+            self._forward[num_microbatches] = lower(schedule).ranks[rank]
         return self._forward[num_microbatches]
 
     def drain(self, num_batches: int) -> tuple[Round, ...]:

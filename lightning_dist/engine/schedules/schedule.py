@@ -11,12 +11,22 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import MappingProxyType
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.update_rule import FLUSHED, UpdateRule
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
+# What an action needs: how many stages further on, and the kind of action there.
+_SOURCES: Mapping[ActionKind, tuple[int, ActionKind]] = MappingProxyType(
+    {
+        W: (0, I),
+        ActionKind.SEND_F: (0, F),
+        ActionKind.RECV_F: (-1, ActionKind.SEND_F),
+        ActionKind.RECV_B: (1, ActionKind.SEND_B),
+    }
+)
 _MOST_NAMED = 8  # one number too large in a file would make millions of others missing
 
 
@@ -241,23 +251,23 @@ class Execution:
             split = at(other_stage, I)
             return split if split in self._present else at(other_stage, B)
 
-        received_f, received_b = at(stage, ActionKind.RECV_F), at(stage, ActionKind.RECV_B)
         if action.kind is F:
             if stage == 0:
                 return ()
-            return (received_f,) if received_f in self._present else (at(stage - 1, F),)
+            received = at(stage, ActionKind.RECV_F)
+            return (received,) if received in self._present else (at(stage - 1, F),)
         if action.kind in (B, I):
             own = at(stage, F)
             if stage == self._schedule.num_stages - 1:
                 return (own,)
-            return (own, received_b if received_b in self._present else backward_of(stage + 1))
-        return {
-            W: (at(stage, I),),
-            ActionKind.SEND_F: (at(stage, F),),
-            ActionKind.RECV_F: (at(stage - 1, ActionKind.SEND_F),),
-            ActionKind.SEND_B: (backward_of(stage),),
-            ActionKind.RECV_B: (at(stage + 1, ActionKind.SEND_B),),
-        }.get(action.kind, ())
+            received = at(stage, ActionKind.RECV_B)
+            return (own, received if received in self._present else backward_of(stage + 1))
+        if action.kind is ActionKind.SEND_B:
+            return (backward_of(stage),)
+        if action.kind not in _SOURCES:
+            return ()
+        offset, kind = _SOURCES[action.kind]
+        return (at(stage + offset, kind),)
 
 
 def _missing(

@@ -21,6 +21,7 @@ synchronous schedules                       0
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
@@ -63,15 +64,22 @@ def _most_stashed(actions: Sequence[Action], age: int) -> int:
     """Counts versions that forwards share, which stay at most ``age`` updates behind."""
     present = most = 0
     used: dict[int, int] = {}
+    num_users: Counter[int] = Counter()
     for action in actions:
+        oldest = max(0, present - age)  # that a later forward can want
         if action.kind is ActionKind.FORWARD:
-            used[action.microbatch_index] = max(0, present - age)
+            used[action.microbatch_index] = oldest
+            num_users[oldest] += 1
         elif action.kind is ActionKind.BACKWARD:
-            del used[action.microbatch_index]
+            version = used.pop(action.microbatch_index)
+            num_users[version] -= 1
+            if not num_users[version]:
+                del num_users[version]
         elif action.kind is ActionKind.STEP:
             present += 1
-        wanted_later = range(max(0, present - age), present)
-        most = max(most, len({*used.values(), *wanted_later} - {present}))
+            oldest = max(0, present - age)
+        # No version in use is newer than the oldest that is wanted later.
+        most = max(most, len(num_users) + present - oldest - (oldest in num_users))
     return most
 
 

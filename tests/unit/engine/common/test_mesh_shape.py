@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dist.engine.common.mesh_shape import MeshShape, fill_mesh
+from lightning_dist.engine.common.mesh_shape import AXES, MeshShape, fill_mesh
 
 sizes = st.integers(1, 3)
 
@@ -26,6 +26,28 @@ def test_tp_is_innermost_and_pp_outermost() -> None:
     mesh = MeshShape(pp=2, dp_replicate=2, tp=2)
     assert mesh.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert mesh.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@given(sizes, sizes, sizes, sizes, st.data())
+def test_peers_differ_along_some_axes_only(
+    pp: int, r: int, s: int, tp: int, data: st.DataObject
+) -> None:
+    mesh = MeshShape(pp, r, s, tp)
+    rank = data.draw(st.integers(0, mesh.world_size - 1))
+    axes = data.draw(st.sets(st.sampled_from(AXES)))
+    fixed = [axis for axis in AXES if axis not in axes]
+    own = mesh.coordinates(rank)
+    found = mesh.peers(rank, *axes)
+    assert found == [
+        other
+        for other in range(mesh.world_size)
+        if all(mesh.coordinates(other)[axis] == own[axis] for axis in fixed)
+    ]
+    assert mesh.groups(*axes).count(found) == 1
+
+
+def test_the_cost_of_peers_is_that_of_their_number_not_of_the_worlds() -> None:
+    assert MeshShape(pp=2**40, tp=2).peers(5, "tp") == [4, 5]
 
 
 def test_sizes_below_one_are_refused() -> None:

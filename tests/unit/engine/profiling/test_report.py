@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from lightning_dist.engine.profiling.account import Use, account_for
-from lightning_dist.engine.profiling.bubble import measured_costs
+from lightning_dist.engine.profiling.bubble import measured_costs, predicted_timeline
 from lightning_dist.engine.profiling.exposure import Exposure
 from lightning_dist.engine.profiling.record import Phase, PhaseKind, RankPlace, RankRecord
 from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.engine.profiling.summary import memory_table, summary_table, time_table
 from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.registry import PipelineShape
+from lightning_dist.engine.schedules.simulator import StageCosts
 from lightning_dist.engine.schedules.timeline import Span, SpanKind
 from tests.unit.engine.profiling.reports import (
     COSTS,
@@ -190,3 +192,15 @@ def test_numbers_and_tables() -> None:
     assert "3000.000 ms apart, known to 0.100 ms" in summary
     assert str(time_table(report)).splitlines()[1].split()[:3] == ["0", "host0", "40.00"]
     assert "predicted" in str(memory_table(report))
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 16])
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+def test_an_asynchronous_prediction_is_some_depths_long(schedule: str, num_stages: int) -> None:
+    """A batch of ``pipedream_2bw`` is a depth by itself, one of ``pipedream`` is not."""
+    count = 1 if schedule == "pipedream" else num_stages
+    shape = PipelineShape(schedule, count, (1,) * num_stages, 0)
+    timeline = predicted_timeline(shape, StageCosts.uniform(num_stages, update_seconds=1.0))
+    forwards = [span for span in timeline.spans if span.action.kind is ActionKind.FORWARD]
+    assert 3 * num_stages <= len(forwards) / num_stages <= 10 * num_stages
+    assert timeline.bubble_fraction == pytest.approx(0.0, abs=0.01)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.schedules.actions import ActionKind
-from lightning_dist.engine.schedules.registry import PipelineShape
-from lightning_dist.engine.schedules.rounds import Rounds
+from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.family import RankStages, ScheduleFamily
+from lightning_dist.engine.schedules.lowering import lower
+from lightning_dist.engine.schedules.registry import (
+    SCHEDULE_NAMES,
+    PipelineShape,
+    build_forward_schedule,
+    find_schedules,
+)
+from lightning_dist.engine.schedules.rounds import Rounds, Stream
 from tests.helpers.processes.threads import run_ranks, shapes_of
 
 WEIGHT, SEND = ActionKind.BACKWARD_WEIGHT, ActionKind.SEND_B
@@ -58,3 +68,37 @@ def test_results_are_told_before_the_weights_of_the_last_microbatches() -> None:
     assert len(first) == 1
     assert last == [[False, False, True, True]]
     assert run_ranks(make, shapes_of("1f1b", 4, (1, 1)), note_gradient)[1] == [[False] * 4]
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_a_rank_builds_its_own_actions_and_those_of_no_other(name: str) -> None:
+    """Else each rank's start would grow with the number of ranks, for the same work."""
+    family = find_schedules(name)
+    count = 1 if name == "pipedream" else 4
+    homes = family.rank_of_stage(4)
+    asked: set[int] = set()
+
+    def order(place: RankStages, count: int) -> Iterator[Action]:
+        asked.add(place.rank)
+        return family.order(place, count)
+
+    def stream(schedules: ScheduleFamily) -> Stream:
+        return Stream(schedules, homes, num_microbatches=count, rank=2)
+
+    watched = stream(replace(family, order=order))
+    rounds = [*map(watched.round, range(4)), *watched.drain(4)]
+    assert asked == {2}
+    whole = lower(family.build(homes, count, 4)).ranks[2]
+    if watched.asynchronous:
+        assert tuple(action for actions in rounds for action in actions) == whole
+    else:
+        assert rounds == 4 * [lower(family.build(homes, count)).ranks[2]]
+
+
+def test_an_evaluation_has_the_rounds_of_the_whole_schedule() -> None:
+    homes = (0, 1, 2, 0, 1, 2)
+    shape = PipelineShape("interleaved_1f1b", 3, (1,) * 6, 1, stages_per_rank=2)
+    expected = lower(build_forward_schedule(homes, 5)).ranks[1]
+    assert Rounds(shape).evaluation(5) == expected
+    alone = build_forward_schedule(homes, 5, only_rank=1)
+    assert [bool(actions) for actions in alone.ranks] == [False, True, False]
