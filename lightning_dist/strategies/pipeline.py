@@ -12,7 +12,7 @@ to apply; any other applies the update of an earlier batch, with that batch's le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
@@ -65,10 +65,6 @@ from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness
 from lightning_dist.strategies.pipelining.start_line import StartLine
 
 _PROGRESS_KEY = "lightning_dist"
-
-
-def _ignore() -> None:
-    """Does nothing."""
 
 
 class PipelineStrategy(MeasuredStages, MovableLayers):
@@ -342,8 +338,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             return self.session.runner.evaluate(getattr(self.module, name), arguments, context)
 
     @override
-    def connect_evaluation(self, trainer: pl.Trainer) -> Callable[[], None]:
-        return _ignore  # each step asks
+    def connect_evaluation(self, trainer: pl.Trainer) -> None:
+        """Does nothing: each step asks whether to stop."""
 
     @override
     def end_training(self) -> None:

@@ -38,7 +38,7 @@ class ManualSteps:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Returns the context manager for a training step."""
-        self._root(_nothing)  # the first module that FSDP2 sees is its root
+        self._root(lambda: None)  # the first module that FSDP2 sees is its root
         try:
             yield
         finally:
@@ -50,10 +50,6 @@ class ManualSteps:
             return apply()
         finally:
             reshard(self._root)
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True)

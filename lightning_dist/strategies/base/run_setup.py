@@ -111,7 +111,7 @@ class RunSetup(LayoutFreeCheckpoints):
         """Takes part in Lightning's loops where these call no strategy, until the session ends."""
         self.guard.connect_signals(self.before_reading)
         if not self.is_fitting:
-            self._undo += (self.connect_evaluation(trainer),)
+            self.connect_evaluation(trainer)
             return
         self._undo += (
             drain_before_validation(self.module, self.before_validation),
@@ -131,9 +131,9 @@ class RunSetup(LayoutFreeCheckpoints):
             ),
         )
 
-    def connect_evaluation(self, trainer: pl.Trainer) -> Callable[[], None]:
+    def connect_evaluation(self, trainer: pl.Trainer) -> None:
         """Lets the ranks of an evaluation stop together."""
-        return stop_evaluations_together(trainer, self.guard, self.world_group)
+        self._undo += (stop_evaluations_together(trainer, self.guard, self.world_group),)
 
     def print_summary(self) -> None:
         """Prints how the model is placed, on rank 0. Collective: every rank must call it."""

@@ -237,8 +237,8 @@ def open_session(
             channels,
             metrics,
             evaluation_microbatches=config.evaluation_microbatches(run.mesh.pp),
-            change_step=(lambda step: step) if wrapped is None else wrapped.change_step,
-            loss_scale=(lambda: 1.0) if half is None else half.scale_of_next_batch,
+            change_step=None if wrapped is None else wrapped.change_step,
+            half=half,
         )
         updates = Updates(
             module,

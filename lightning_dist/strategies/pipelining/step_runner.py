@@ -25,6 +25,7 @@ from lightning_dist.strategies.base.lightning_internals import (
     logged_step,
 )
 from lightning_dist.strategies.base.metrics import StageMetrics
+from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
 from lightning_dist.strategies.pipelining.sample_lists import SampleLists
 from lightning_dist.strategies.pipelining.step_log import Outcome, Outcomes, StepLog
 
@@ -47,8 +48,8 @@ class StepRunner:
         channels: The channels of this rank.
         metrics: The module's torchmetrics objects.
         evaluation_microbatches: Most micro-batches of a batch that runs forward only.
-        change_step: Wraps each of the user's steps.
-        loss_scale: Returns the factor of the next batch's loss.
+        change_step: Wraps each of the user's steps; None for none.
+        half: Has the loss scale, if steps run in half precision.
     """
 
     def __init__(
@@ -59,15 +60,15 @@ class StepRunner:
         metrics: StageMetrics,
         *,
         evaluation_microbatches: int,
-        change_step: Callable[[Callable[..., Any]], Callable[..., Any]],
-        loss_scale: Callable[[], float],
+        change_step: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+        half: HalfPrecisionPlugin | None,
     ) -> None:
         self._module = module
         self._pipeline = pipeline
         self._metrics = metrics
         self._evaluation_microbatches = evaluation_microbatches
         self._change_step = change_step
-        self._loss_scale = loss_scale
+        self._half = half
         self._log = StepLog(module)
         self._sample_lists = SampleLists(module.trainer)
         self._outcomes = Outcomes(channels)
@@ -109,7 +110,7 @@ class StepRunner:
             batch,
             step,
             gradient_scale=scale,
-            loss_scale=self._loss_scale(),
+            loss_scale=1.0 if self._half is None else self._half.scale_of_next_batch(),
             seed=seed,
             on_results=publish,
         )
@@ -179,7 +180,8 @@ class StepRunner:
     def _step(
         self, method: Callable[..., Any], context: StepContext, rest: Sequence[Any]
     ) -> Callable[[Microbatch], Any]:
-        method = self._change_step(method)
+        if self._change_step is not None:
+            method = self._change_step(method)
 
         def step(microbatch: Microbatch) -> Any:
             recording = self._log.recording(microbatch.num_samples)

@@ -8,14 +8,13 @@ dicts, sets and deques are restored in place, with their contents. Parameters ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-_Undo = Callable[[], object]
 
 
 @contextmanager
@@ -25,43 +24,30 @@ def state_kept(module: nn.Module) -> Iterator[None]:
     Args:
         module: Any module.
     """
-    undo = [_keep(vars(part)) for part in module.modules()]
+    undo = [step for part in module.modules() for step in _undo_changes(vars(part))]
     try:
         yield
     finally:
         with torch.no_grad():
-            for put_back in undo:
-                put_back()
+            for step in undo:
+                step()
 
 
-def _keep(value: Any) -> _Undo:
-    """Returns the callable that restores a value."""
+def _undo_changes(value: Any) -> Iterator[Callable[[], object]]:
+    """Yields the calls that restore a value and what it contains."""
+    inside: Iterable[Any] = ()
     if isinstance(value, nn.Parameter):
-        return _nothing
-    if isinstance(value, Tensor):
-        return _keep_tensor(value)
-    if isinstance(value, dict):
+        return
+    if isinstance(value, Tensor) and not value.is_meta:
+        yield partial(value.detach().copy_, value.detach().clone())
+    elif isinstance(value, dict):
         items = dict(value)
-        return _refill(value.clear, lambda: value.update(items), items.values())
-    if isinstance(value, list | deque):
-        entries = list(value)
-        return _refill(value.clear, lambda: value.extend(entries), entries)
-    if isinstance(value, set):
-        members = set(value)
-        return _refill(value.clear, lambda: value.update(members), ())
-    return _nothing
-
-
-def _keep_tensor(tensor: Tensor) -> _Undo:
-    if tensor.is_meta:
-        return _nothing
-    copy = tensor.detach().clone()
-    return lambda: tensor.detach().copy_(copy)
-
-
-def _refill(clear: _Undo, fill: _Undo, inside: Any) -> _Undo:
-    undo = [clear, fill, *map(_keep, inside)]
-    return lambda: [put_back() for put_back in undo]
-
-
-def _nothing() -> None: ...
+        inside = items.values()
+        yield from (value.clear, partial(value.update, items))
+    elif isinstance(value, list | deque):
+        inside = list(value)
+        yield from (value.clear, partial(value.extend, inside))
+    elif isinstance(value, set):
+        yield from (value.clear, partial(value.update, set(value)))
+    for item in inside:
+        yield from _undo_changes(item)

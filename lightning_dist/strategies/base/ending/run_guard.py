@@ -147,7 +147,7 @@ class RunGuard:
         self._stop.request(StopReason.INTERRUPT)
         return True
 
-    def connect_signals(self, before_reading: Callable[[], None] = lambda: None) -> None:
+    def connect_signals(self, before_reading: Callable[[], None]) -> None:
         """Replaces Lightning's reaction to signals by the ranks' agreement.
 
         Args:

@@ -140,17 +140,19 @@ def stop_training_together(
 def _surround(
     owner: object,
     name: str,
-    before: Callable[[], None] = lambda: None,
-    after: Callable[[], None] = lambda: None,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
 ) -> Undo:
     """Calls functions before and after a method of one object."""
     own = getattr(owner, name)
 
     @wraps(own)
     def method(*args: Any, **kwargs: Any) -> Any:
-        before()
+        if before is not None:
+            before()
         result = own(*args, **kwargs)
-        after()
+        if after is not None:
+            after()
         return result
 
     return replace_method(owner, name, method)

@@ -24,26 +24,23 @@ from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 Stream = Callable[[], RandomStream]
 
 
-def _ignore() -> None:
-    """Does nothing."""
-
-
 class SharedSampler(LoaderProxy):
     """A sampler that draws from a stream of its own; its public attributes are the sampler's.
 
     Args:
         sampler: Yields indices, or batches of indices.
         open_stream: Called when an epoch's indices begin.
-        begin_epoch: Called then too, right before torch draws the seed of the workers.
-        begin_reading: Called when the first indices are there, right before samples are read.
+        begin_epoch: Called then too, right before torch draws the seed of the workers, or None.
+        begin_reading: Called when the first indices are there, right before samples are read, or
+            None.
     """
 
     def __init__(
         self,
         sampler: Any,
         open_stream: Stream,
-        begin_epoch: Callable[[], None],
-        begin_reading: Callable[[], None],
+        begin_epoch: Callable[[], None] | None,
+        begin_reading: Callable[[], None] | None,
     ) -> None:
         super().__init__(sampler)
         self._open_stream = open_stream
@@ -55,7 +52,8 @@ class SharedSampler(LoaderProxy):
         stream = self._open_stream()
         with stream.drawing():
             indices = iter(self._loader)
-        self._begin_epoch()
+        if self._begin_epoch is not None:
+            self._begin_epoch()
         return _SharedItems(indices, stream, self._begin_reading)
 
 
@@ -83,7 +81,7 @@ class _SharedItems(LoaderProxy):
         self,
         iterator: Iterator[Any],
         stream: RandomStream,
-        begin_reading: Callable[[], None] = _ignore,
+        begin_reading: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(iterator)
         self._stream = stream
@@ -95,8 +93,9 @@ class _SharedItems(LoaderProxy):
     def __next__(self) -> Any:
         with self._stream.drawing():
             item = next(self._loader)
-        begin, self._begin_reading = self._begin_reading, _ignore
-        begin()
+        begin, self._begin_reading = self._begin_reading, None
+        if begin is not None:
+            begin()
         return item
 
 
@@ -122,11 +121,11 @@ def share_order(
         return loader
     if isinstance(loader.dataset, IterableDataset):
         return SharedReading(loader, open_stream, seed_alike)
-    begin_epoch = seed_reader if loader.num_workers > 0 else _ignore
+    begin_epoch = seed_reader if loader.num_workers > 0 else None
     # The caller seeds each batch where it is read, but Lightning reads the first one of a loader
     # of unknown length while it creates the iterator.
     is_read_early = loader.num_workers == 0 and sized_len(loader) is None
-    begin_reading = seed_reader if is_read_early else _ignore
+    begin_reading = seed_reader if is_read_early else None
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = SharedSampler(
         getattr(loader, name),
