@@ -23,7 +23,7 @@ from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -306,18 +306,14 @@ class DDPStrategy(DataParallelStrategy):
             self._uneven.end_backward()
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
+    def update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
     ) -> Any:
         # Behind a run nothing is left to average with.
         if self._local is None or not self._is_local:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return apply()
         with self.replica.keeping_gradients():
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = apply()
         self._local.count_step()
         return result
 

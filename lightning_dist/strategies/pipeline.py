@@ -12,7 +12,7 @@ to apply; any other applies the update of an earlier batch, with that batch's le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
@@ -56,6 +56,7 @@ from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.process_mesh import StartMethod
 from lightning_dist.strategies.base.rank_view import RankView
+from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime.data_parallel_checks import check_whole
 from lightning_dist.strategies.mesh_runtime.first_call import FirstCall
 from lightning_dist.strategies.pipelining import checks
@@ -315,27 +316,13 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     # --- steps -------------------------------------------------------------------------------
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", args, kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", args, kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", args, kwargs)
-
-    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def evaluate(
+        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
         self.guard.stop_if_agreed()
-        context = {
-            "validation_step": self.precision_plugin.val_step_context,
-            "test_step": self.precision_plugin.test_step_context,
-            "predict_step": self.precision_plugin.predict_step_context,
-        }[name]
         arguments = checks.arguments_of_step(args, kwargs)
         with self.stepping():
-            return self.session.runner.evaluate(getattr(self.module, name), arguments, context)
+            return self.session.runner.evaluate(step, arguments, context)
 
     @override
     def connect_evaluation(self, trainer: pl.Trainer) -> None:

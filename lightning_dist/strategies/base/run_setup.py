@@ -23,11 +23,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import final
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.strategies.base.callback_order import order_callbacks
@@ -39,6 +42,8 @@ from lightning_dist.strategies.base.ending.stopping import (
     stop_training_together,
 )
 
+StepContext: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Creates the context manager that a step of the user's runs in."""
 _CPU = torch.device("cpu")
 
 
@@ -162,6 +167,47 @@ class RunSetup(LayoutFreeCheckpoints):
         for undo in reversed(self._undo):
             undo()
         self._undo = ()
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        context = self.precision_plugin.val_step_context
+        return self.evaluate(self.module.validation_step, context, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        context = self.precision_plugin.test_step_context
+        return self.evaluate(self.module.test_step, context, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        context = self.precision_plugin.predict_step_context
+        return self.evaluate(self.module.predict_step, context, *args, **kwargs)
+
+    def evaluate(
+        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs a step of the module without gradients."""
+        with context():
+            return step(*args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        apply = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        return self.update(optimizer, closure, apply)
+
+    def update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
+    ) -> Any:
+        """Updates: calls ``apply``, the optimizer's step around the batch, or ``closure`` alone."""
+        return apply()
 
     # --- hooks in Lightning's loops, on all ranks --------------------------------------------
 

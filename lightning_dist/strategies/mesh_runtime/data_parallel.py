@@ -116,8 +116,9 @@ class DataParallelStrategy(RunSetup):
         self._num_loaders[batch_index, trainer.training] += 1
         stream = partial(self._shared_stream, _ORDER, int(trainer.training), number)
         seed_reader = partial(self.seed_data_rank, reading=True, early=True)
-        seed = seed_reader if trainer.training else lambda: None
-        return share_order(dataloader, stream, seed, self._seed_alike)
+        return share_order(
+            dataloader, stream, seed_reader if trainer.training else None, self._seed_alike
+        )
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

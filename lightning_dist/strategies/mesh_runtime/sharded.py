@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -30,6 +31,7 @@ from lightning_dist.strategies.base.model_checks import (
     check_sharded_optimizers,
 )
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
+from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.placement import ShardedPlacement
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
@@ -152,42 +154,24 @@ class ShardedStrategy(ShardedPlacement):
         return self.sharded.train(self.module.training_step, context, *args, **kwargs)
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.val_step_context
-        return self.sharded.evaluate(self.module.validation_step, context, *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.test_step_context
-        return self.sharded.evaluate(self.module.test_step, context, *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.predict_step_context
-        return self.sharded.evaluate(self.module.predict_step, context, *args, **kwargs)
+    def evaluate(
+        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
+    ) -> Any:
+        return self.sharded.evaluate(step, context, *args, **kwargs)
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        def default() -> Tensor:
-            return super(ShardedStrategy, self).backward(closure_loss, optimizer, *args, **kwargs)
-
+        default = partial(super().backward, closure_loss, optimizer, *args, **kwargs)
         if self._hook_check is not None:
             self._hook_check.check(accumulating=self._is_accumulating)
         return self.sharded.backward(closure_loss, default, accumulating=self._is_accumulating)
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
+    def update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
     ) -> Any:
-        def apply() -> Any:
-            return super(ShardedStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
-
         result = self.sharded.update(optimizer, closure, apply)
         self.sharded.end_check()  # a backward in two halves has not ended the check
         return result

@@ -31,14 +31,13 @@ from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary, summarise
 from lightning_dist.engine.tensors.patch import user_state_kept
 from lightning_dist.strategies.base.lightning_internals import set_device
+from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime.layout_line import (
     describe_layout,
     describe_shards,
     describe_tensor,
 )
 from lightning_dist.strategies.pipelining.session import RunContext
-
-StepContext = Callable[[], AbstractContextManager[None]]
 
 
 class ShardedModule:

@@ -29,7 +29,8 @@ from lightning_dist.engine.pipeline.measurements import Measurements, gather_mea
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.ties import tie_again
-from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule, StepContext
+from lightning_dist.strategies.base.run_setup import StepContext
+from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.pipelining.checks import arguments_of_step
 from lightning_dist.strategies.pipelining.session import (
     RunContext,

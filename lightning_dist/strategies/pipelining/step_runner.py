@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,10 +25,9 @@ from lightning_dist.strategies.base.lightning_internals import (
 )
 from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
+from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.pipelining.sample_lists import SampleLists
 from lightning_dist.strategies.pipelining.step_log import Outcome, Outcomes, StepLog
-
-StepContext = Callable[[], AbstractContextManager[None]]
 
 _EVALUATION_STEPS = {
     RunningStage.SANITY_CHECKING: "validation_step",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -302,16 +302,9 @@ class StageUpdates(RunSetup):
         return self.session.updates.backward(closure_loss, accumulating=self._accumulating)
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
+    def update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
     ) -> Any:
-        def apply() -> Any:
-            return super(StageUpdates, self).optimizer_step(optimizer, closure, model, **kwargs)
-
         return self.session.updates.step(optimizer, closure, apply)
 
     @override

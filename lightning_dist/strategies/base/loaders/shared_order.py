@@ -102,7 +102,7 @@ class _SharedItems(LoaderProxy):
 def share_order(
     loader: object,
     open_stream: Stream,
-    seed_reader: Callable[[], None],
+    seed_reader: Callable[[], None] | None,
     seed_alike: Callable[[], None],
 ) -> object:
     """Returns a loader that reads in an order that is drawn alike on all ranks.
@@ -114,7 +114,7 @@ def share_order(
         loader: The loader; not changed.
         open_stream: Returns the random numbers of an epoch's order.
         seed_reader: Seeds this rank's generators for reading: called right before torch draws the
-            seed of the loader's workers, or before an early first batch.
+            seed of the loader's workers, or before an early first batch; None seeds nothing.
         seed_alike: Seeds the global generators alike on all ranks.
     """
     if not isinstance(loader, DataLoader):

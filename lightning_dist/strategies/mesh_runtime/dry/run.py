@@ -42,10 +42,11 @@ from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.rng import python_state_kept
 from lightning_dist.engine.tensors.tree import map_tensors
+from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime.checks import check_automatic, check_shardable
 from lightning_dist.strategies.mesh_runtime.dry.channel import Sent, dry_links
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank, without_values
-from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule, StepContext
+from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 
 _CPU = torch.device("cpu")
