@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.data_parallel.replicas import LocalSGD, broadcast_state
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
@@ -164,12 +164,13 @@ class DDPStrategy(DataParallelStrategy):
             self.synchronise_layers()
             self._undo += (partial(lightning_internals.revert_layer_sync, self, self.module),)
         self.model_to_device()
-        broadcast_state([*self.module.parameters(), *self.module.buffers()], self.data_group)
-        group = self.data_group
+        group, control_group = self.device_group(*DATA_AXES), self.data_group
+        broadcast_state([*self.module.parameters(), *self.module.buffers()], group)
         replicas = ReplicaOptions(
             exchange=self._exchange,
             group=group,
-            make_notes=partial(self.make_notes, group),
+            control_group=control_group,
+            make_notes=partial(self.make_notes, control_group),
             is_automatic=lambda: self.module.automatic_optimization,
         )
         how = Parallelism(shard=None, replicas=replicas if self.is_fitting else None)
@@ -196,12 +197,12 @@ class DDPStrategy(DataParallelStrategy):
     def open_session(self, trainer: pl.Trainer) -> None:
         if not self.is_fitting:
             return
-        group = self.data_group
         if self._uneven_inputs:
             checks.check_uneven_module(self.module, has_layer_sync=self._layer_sync is not None)
             timeout = timedelta(seconds=self.timeout_seconds)
-            self._uneven = UnevenInputs(self.module, group, timeout)
-        self._local = LocalSGD(self.module, group, self._sync_every, self._sync_warmup_steps)
+            self._uneven = UnevenInputs(self.module, self.data_group, timeout)
+        replicas = self.device_group(*DATA_AXES)
+        self._local = LocalSGD(self.module, replicas, self._sync_every, self._sync_warmup_steps)
 
     @override
     def drain(self) -> None:

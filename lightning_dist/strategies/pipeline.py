@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
-from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
@@ -273,8 +273,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self.model_to_device()
         lightning_internals.move_optimizers(self.optimizers, self.root_device)
         state = [*self.module.parameters(), *self.module.buffers()]
-        broadcast_state(state, self.data_group)
-        broadcast_state(self._split.tensors_outside(self.module), self.group("pp"))
+        broadcast_state(state, self.device_group(*DATA_AXES))
+        broadcast_state(self._split.tensors_outside(self.module), self.device_group("pp"))
 
     @override
     def open_session(self, trainer: pl.Trainer) -> None:

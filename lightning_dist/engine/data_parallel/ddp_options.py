@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -57,10 +58,16 @@ class GradientExchange:
     static_graph: bool
     find_unused_parameters: bool
 
-    def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        """Wraps a module, whose replicas are equal already."""
+    def wrap(self, module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
+        """Wraps a module, whose replicas are equal already.
+
+        Args:
+            module: The module.
+            group: Group of the replicas, for tensors of the module's device.
+        """
         ddp = DistributedDataParallel(
             StepModule(module),
+            process_group=group,
             bucket_cap_mb=self._megabytes(module),
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,

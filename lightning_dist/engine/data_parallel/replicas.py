@@ -9,44 +9,51 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist.engine.common.device_group import DeviceGroup
+
 _BUCKET_BYTES = 25 * 2**20
 
 
 @torch.no_grad()
-def broadcast_state(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Broadcasts the first rank's parameters and buffers. Collective: every rank must call it."""
-    if dist.get_world_size(group) == 1:
+def broadcast_state(tensors: Iterable[Tensor], group: DeviceGroup) -> None:
+    """Broadcasts the first rank's parameters and buffers. Collective: every rank must call it.
+
+    Args:
+        tensors: Tensors of the same shapes on each rank of the group, on any device.
+        group: Group of the ranks.
+    """
+    if group.size == 1:
         return
     for tensor in tensors:
-        host = tensor.detach().cpu().contiguous()
-        dist.broadcast(host, group_src=0, group=group)
-        tensor.copy_(host)
+        sent = tensor.detach().to(group.device).contiguous()
+        dist.broadcast(sent, group_src=0, group=group.group)
+        tensor.copy_(sent)
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+def average_gradients(parameters: Iterable[nn.Parameter], group: DeviceGroup) -> None:
     """Averages ``p.grad`` over the replicas, in buckets. Collective: every rank must call it.
 
     Args:
         parameters: Parameters, the same on each rank; without a gradient one is left out.
-        group: Group of the replicas, for CPU tensors.
+        group: Group of the replicas.
     """
     average([p.grad for p in parameters if p.grad is not None], group)
 
 
 @torch.no_grad()
-def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def average(tensors: Sequence[Tensor], group: DeviceGroup) -> None:
     """Averages tensors over the replicas in place. Collective: every rank must call it.
 
     Args:
         tensors: Tensors of the same shapes on each rank of the group, sent in buckets.
-        group: Group of the replicas, for CPU tensors.
+        group: Group of the replicas.
     """
-    size = dist.get_world_size(group)
+    size = group.size
     pending = []
     for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).cpu()
-        work = dist.all_reduce(flat, group=group, async_op=True)
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(group.device)
+        work = dist.all_reduce(flat, group=group.group, async_op=True)
         assert work is not None
         pending.append((work, flat, bucket))
     for work, flat, bucket in pending:
@@ -79,20 +86,20 @@ class LocalSGD:
 
     Args:
         module: This rank's replica.
-        group: Group of the replicas, for CPU tensors.
+        group: Group of the replicas.
         sync_every: Optimizer steps from one average of the weights to the next; 1 averages the
             gradients of each step instead.
         warmup_steps: Steps with averaged gradients at the start.
     """
 
     def __init__(
-        self, module: nn.Module, group: dist.ProcessGroup, sync_every: int, warmup_steps: int
+        self, module: nn.Module, group: DeviceGroup, sync_every: int, warmup_steps: int
     ) -> None:
         self._module = module
         self._group = group
         self._sync_every = sync_every
         self._warmup_steps = warmup_steps
-        self._is_alone = dist.get_world_size(group) == 1
+        self._is_alone = group.size == 1
         self._num_local_steps = 0
         self._stepped: set[nn.Parameter] = set()
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.data_parallel.replicas import average
 
 
@@ -117,16 +118,23 @@ class TrainableSet:
             )
 
 
-def average_left_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+def average_left_gradients(
+    parameters: list[nn.Parameter], group: DeviceGroup, control_group: dist.ProcessGroup
+) -> None:
     """Averages the gradients accumulated before their parameters were frozen.
 
     The step that ends the accumulation averages the gradients of trainable parameters only, but
     optimizers apply every gradient. Collective: every rank must call it.
+
+    Args:
+        parameters: The frozen parameters.
+        group: Group of the replicas.
+        control_group: A gloo group of the replicas, in which they compare what they have.
     """
     if not parameters:
         return
     present = torch.tensor([int(p.grad is not None) for p in parameters])
-    dist.all_reduce(present, dist.ReduceOp.MAX, group)
+    dist.all_reduce(present, dist.ReduceOp.MAX, control_group)
     gradients = []
     for parameter in [p for p, there in zip(parameters, present, strict=True) if there]:
         if parameter.grad is None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.comms.store_notes import RankNotes
 from lightning_dist.engine.data_parallel.ddp_options import (
     GradientExchange,
@@ -38,13 +39,15 @@ class ReplicaOptions:
 
     Attributes:
         exchange: Options of the gradient average.
-        group: A gloo group of the replicas.
+        group: Group of the replicas, for the gradients.
+        control_group: A gloo group of the replicas.
         make_notes: Creates the store for the replicas' notes.
         is_automatic: Returns whether the loop calls backward after a step, not the step itself.
     """
 
     exchange: GradientExchange
-    group: dist.ProcessGroup
+    group: DeviceGroup
+    control_group: dist.ProcessGroup
     make_notes: Callable[[], RankNotes]
     is_automatic: Callable[[], bool]
 
@@ -62,10 +65,11 @@ class WrappedReplica:
         self._module = module
         self._exchange = exchange
         self._group = options.group
+        self._control_group = options.control_group
         self._is_automatic = options.is_automatic
         self._ddp = self._first_wrapper()
         self._keeps_gradients = False
-        self._trainable = TrainableSet(module, options.group)
+        self._trainable = TrainableSet(module, options.control_group)
         self._missing: MissingGradients | None = None
         if not (exchange.find_unused_parameters or exchange.static_graph):
             self._missing = MissingGradients(module, options.make_notes())
@@ -74,13 +78,13 @@ class WrappedReplica:
     def ddp(self) -> DistributedDataParallel:
         """The module in its present wrapper. With a static graph, every rank must read it."""
         if self._ddp is None:
-            self._ddp = self._exchange.wrap(self._module)
+            self._ddp = self._exchange.wrap(self._module, self._group.group)
         return self._ddp
 
     def _first_wrapper(self) -> DistributedDataParallel | None:
         if self._exchange.static_graph:
             return None
-        return self._exchange.wrap(self._module)
+        return self._exchange.wrap(self._module, self._group.group)
 
     def _unwrap(self) -> None:
         if self._ddp is not None:
@@ -101,7 +105,7 @@ class WrappedReplica:
         if frozen is None:
             return
         if not is_local:
-            average_left_gradients(frozen, self._group)
+            average_left_gradients(frozen, self._group, self._control_group)
         self._unwrap()
         self._ddp = self._first_wrapper()
 

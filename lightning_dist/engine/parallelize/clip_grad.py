@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import utils
 from torch.nn.utils import get_total_norm
 
+from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.tensors.dtensor import local_part
 
 
@@ -23,7 +24,7 @@ def clip_grad_norm_(
     parameters: Iterable[Tensor],
     max_norm: float,
     *,
-    pp_group: dist.ProcessGroup | None = None,
+    pp_group: DeviceGroup | None = None,
     exclude: Iterable[Tensor] = (),
     total_norm: Tensor | None = None,
 ) -> Tensor:
@@ -34,7 +35,7 @@ def clip_grad_norm_(
     Args:
         parameters: This rank's parameters, sharded or whole.
         max_norm: Largest norm.
-        pp_group: Group of the stages, for CPU tensors; None if this rank has all of them.
+        pp_group: Group of the stages; None if this rank has all of them.
         exclude: Parameters that another stage counts, which are clipped too.
         total_norm: The norm, if it is known already.
 
@@ -65,16 +66,17 @@ class AsyncGradNorm:
     """All-reduces gradient norms over the stages while they compute, before an update is due.
 
     A stage has an update's gradients some micro-batches before the update, later stages earlier.
-    So each stage starts the all-reduce as soon as it has its gradients, on gloo's threads. It
-    waits for the sum when it clips. By then all stages have joined the all-reduce, if a batch has
-    at least as many micro-batches as there are stages after the first. Then the gradients that the
-    last stage sends for a batch reach the first stage before the last stage ends its next batch.
+    So each stage starts the all-reduce as soon as it has its gradients. It waits for the sum when
+    it clips; on a GPU its stream waits, not the host. By then all stages have joined the
+    all-reduce, if a batch has at least as many micro-batches as there are stages after the first.
+    Then the gradients that the last stage sends for a batch reach the first stage before the last
+    stage ends its next batch.
 
     Args:
-        group: Group of the stages, for CPU tensors.
+        group: Group of the stages, for no other use.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: DeviceGroup) -> None:
         self._group = group
         self._pending: dict[int, tuple[dist.Work, Tensor]] = {}
 
@@ -83,8 +85,10 @@ class AsyncGradNorm:
         if update == 0:
             self._pending.clear()  # norms from before the drain that no update has read
         own = list(gradients)
-        squared = _squared_norm(own).cpu() if own else torch.zeros((), dtype=torch.float64)
-        work = dist.all_reduce(squared, group=self._group, async_op=True)
+        squared = torch.zeros((), dtype=torch.float64, device=self._group.device)
+        if own:
+            squared += _squared_norm(own).to(squared.device)
+        work = dist.all_reduce(squared, group=self._group.group, async_op=True)
         assert work is not None
         self._pending[update] = (work, squared)
 
@@ -110,17 +114,17 @@ def _group_alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _total_norm(
-    alike: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None, excluded: set[int]
+    alike: Sequence[Sequence[Tensor]], group: DeviceGroup | None, excluded: set[int]
 ) -> Tensor:
     counted = ([p for p in same if id(p) not in excluded] for same in alike)
     gradients = ([p.grad for p in same if p.grad is not None] for same in counted)
     squared = [_squared_norm(own) for own in gradients if own]
-    stays = group is None and squared  # the norm moves to the CPU only for an all-reduce
-    total = torch.zeros((), dtype=torch.float64, device=squared[0].device if stays else "cpu")
+    where = [part.device for part in squared] if group is None else [group.device]
+    total = torch.zeros((), dtype=torch.float64, device=where[0] if where else "cpu")
     for part in squared:
         total += part.to(total.device)
     if group is not None:
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total, group=group.group)
     return total.sqrt()
 
 

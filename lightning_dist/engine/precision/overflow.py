@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.tensors.dtensor import local_part
 
 
@@ -66,16 +67,16 @@ class AllReducedOverflow(LocalOverflow):
     """Decides for ranks that update together.
 
     Args:
-        group: Group of all ranks, for CPU tensors.
+        group: Group of all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: DeviceGroup) -> None:
         super().__init__()
         self._group = group
 
     def _look(self, gradients: Iterable[Tensor]) -> bool:
-        found = _vote(gradients)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        found = _vote(gradients, self._group.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group.group)
         return bool(found.item())
 
 
@@ -83,11 +84,11 @@ class AsyncOverflow(LocalOverflow):
     """Decides for gradients that are complete some micro-batches before their update is due.
 
     Args:
-        group: Group of all ranks, for CPU tensors and no other use.
+        group: Group of all ranks, for no other use.
         due: Returns the index of the update to decide, counted since the last drain.
     """
 
-    def __init__(self, group: dist.ProcessGroup, due: Callable[[], int]) -> None:
+    def __init__(self, group: DeviceGroup, due: Callable[[], int]) -> None:
         super().__init__()
         self._group = group
         self._due = due
@@ -95,7 +96,7 @@ class AsyncOverflow(LocalOverflow):
 
     def post(self, update: int, gradients: Iterable[Tensor]) -> None:
         """Starts the all-reduce of this rank's vote; does not wait for other ranks."""
-        self._pending[update] = _post(_vote(gradients), self._group)
+        self._pending[update] = _post(_vote(gradients, self._group.device), self._group)
 
     def _look(self, gradients: Iterable[Tensor]) -> bool:
         work, found = self._pending.pop(self._due())
@@ -130,18 +131,18 @@ class PerStageOverflow:
     """Decides for stages that update for a batch at different times.
 
     Args:
-        group: Group of all ranks, for CPU tensors and no other use.
+        group: Group of all ranks, for no other use.
         pipeline: Returns the progress of this rank's stages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, pipeline: Callable[[], Progress]) -> None:
+    def __init__(self, group: DeviceGroup, pipeline: Callable[[], Progress]) -> None:
         self._group = group
         self._pipeline = pipeline
         self._posted: deque[tuple[int, dist.Work, Tensor]] = deque()
 
     def decide(self, gradients: Iterable[Tensor]) -> bool:
         """Returns whether this stage has a gradient that is not finite; see :class:`Overflow`."""
-        found = _vote(gradients)
+        found = _vote(gradients, self._group.device)
         decided = bool(found.item())
         work, found = _post(found, self._group)
         self._posted.append((self._pipeline().gradients_of_batch, work, found))
@@ -163,16 +164,25 @@ class PerStageOverflow:
 
 def are_finite(gradients: Iterable[Tensor]) -> bool:
     """Returns whether all elements of gradients are finite; of a sharded one, this rank's."""
+    finite = _finite(gradients)
+    return finite is None or bool(finite.item())
+
+
+def _finite(gradients: Iterable[Tensor]) -> Tensor | None:
     votes = [local_part(gradient).isfinite().all() for gradient in gradients]
-    return not votes or bool(torch.stack(votes).all().item())
+    return torch.stack(votes).all() if votes else None
 
 
-def _vote(gradients: Iterable[Tensor]) -> Tensor:
-    return torch.tensor(int(not are_finite(gradients)), dtype=torch.int32)
+def _vote(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns 1 if a gradient is not finite, else 0, without reading it on the host."""
+    finite = _finite(gradients)
+    if finite is None:
+        return torch.zeros((), dtype=torch.int32, device=device)
+    return finite.logical_not().to(device, torch.int32)
 
 
-def _post(found: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
+def _post(found: Tensor, group: DeviceGroup) -> tuple[dist.Work, Tensor]:
     shared = found.clone()
-    work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group.group, async_op=True)
     assert work is not None
     return work, shared

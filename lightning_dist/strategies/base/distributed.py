@@ -194,7 +194,7 @@ class DistributedStrategy(ProcessMesh):
 
     def overflow(self) -> Overflow:
         """Creates the vote on skipping a step. Collective: every rank must call it."""
-        return AllReducedOverflow(self.world_group)
+        return AllReducedOverflow(self.device_group(*self.mesh.sizes))
 
     # --- how a run ends ----------------------------------------------------------------------
 

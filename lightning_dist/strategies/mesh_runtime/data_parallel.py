@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.splitting.config import find_batch_statistics
 from lightning_dist.engine.tensors.rng import RandomStream, seed_all
@@ -39,12 +40,13 @@ class DataParallelStrategy(RunSetup):
 
     def share_buffers(self) -> None:
         """Broadcasts the first replica's buffers. Collective: every rank must call it."""
-        broadcast_state(self.module.buffers(), self.stage_group)
+        broadcast_state(self.module.buffers(), self.device_group(*self.stage_axes))
 
     def synchronise_layers(self) -> None:
         """Synchronises BatchNorm over all ranks if the Trainer has ``sync_batchnorm=True``."""
         if self.root_device.type == "cpu":
-            lightning_internals.replace_torch_layer_sync(self, SyncedBatchNorm(self.data_group))
+            replicas = self.device_group(*DATA_AXES).group
+            lightning_internals.replace_torch_layer_sync(self, SyncedBatchNorm(replicas))
         lightning_internals.apply_layer_sync(self, self.module)
 
     def explain_batch_statistics(self) -> None:

@@ -176,8 +176,7 @@ class ShardedPlacement(DataParallelStrategy):
         return sharded
 
     def _shard(self) -> ShardedModule:
-        everyone = self.world_group
-        data_parallel_checks.check_module(self.module, everyone)
+        data_parallel_checks.check_module(self.module, self.world_group)
         checks.check_shardable(self.module, self._policy.is_manual)
         if self.mesh.pp > 1 or self.mesh.tp > 1:
             checks.check_automatic(self.module)
@@ -189,7 +188,8 @@ class ShardedPlacement(DataParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.module)
         self.synchronise_layers()
         state = [*self.module.parameters(), *self.module.buffers()]
-        broadcast_state([t for t in state if not t.is_meta and not is_dtensor(t)], everyone)
+        present = [t for t in state if not t.is_meta and not is_dtensor(t)]
+        broadcast_state(present, self.device_group(*self.mesh.sizes))
         sharded = self._composed()
         self._deferred.fill(self.module, self.root_device)
         sharded.tie_again()

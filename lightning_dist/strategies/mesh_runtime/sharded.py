@@ -91,9 +91,8 @@ class ShardedStrategy(ShardedPlacement):
 
     @override
     def gradient_clipping(self, trainer: pl.Trainer) -> ClipGradNorm:
-        stages = self.group("pp") if self.mesh.pp > 1 else None
-
         def clip(parameters: list[Tensor], max_norm: float) -> Tensor:
+            stages = self.device_group("pp") if self.mesh.pp > 1 else None
             exclude = self.sharded.counted_elsewhere()
             return clip_grad_norm_(parameters, max_norm, pp_group=stages, exclude=exclude)
 

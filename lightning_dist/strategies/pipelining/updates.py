@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.replicas import (
     average,
     average_gradients,
@@ -221,7 +222,7 @@ class StageUpdates(RunSetup):
         """Averages the gradients in the parameters over the replicas."""
         if self.mesh.data_size > 1:
             parameters = self.session.pipeline.stages.named_parameters()
-            average_gradients(parameters.values(), self.data_group)
+            average_gradients(parameters.values(), self.device_group(*DATA_AXES))
 
     def complete_early(self, update: int, gradients: Mapping[str, Tensor]) -> None:
         """Averages gradients that are final, and starts their sums, norms and votes.
@@ -231,7 +232,7 @@ class StageUpdates(RunSetup):
             gradients: The gradients by parameter name; changed.
         """
         if self.mesh.data_size > 1:
-            average(list(gradients.values()), self.data_group)
+            average(list(gradients.values()), self.device_group(*DATA_AXES))
         counted = self.session.tied.post(update, gradients)
         if self._norms is not None:
             self._norms.post(update, counted.values())
@@ -244,22 +245,22 @@ class StageUpdates(RunSetup):
             return None  # by each stage's own norm: the stages' updates are of different batches
         self._norms = None
         if self._rule.completes_early and checks.clips_by_norm(trainer, self.module):
-            self._norms = AsyncGradNorm(self.group("pp", purpose="norms"))
+            self._norms = AsyncGradNorm(self.device_group("pp", purpose="norms"))
         return self._clip_grad_norm
 
     def _clip_grad_norm(self, parameters: list[Tensor], max_norm: float) -> Tensor:
         if self._norms is not None:
             norm = self._norms.of(self.session.pipeline.due_update)
             return clip_grad_norm_(parameters, max_norm, total_norm=norm)
-        exclude = self.session.counted_elsewhere
-        return clip_grad_norm_(parameters, max_norm, pp_group=self.group("pp"), exclude=exclude)
+        stages, exclude = self.device_group("pp"), self.session.counted_elsewhere
+        return clip_grad_norm_(parameters, max_norm, pp_group=stages, exclude=exclude)
 
     @override
     def overflow(self) -> Overflow:
         self._votes = None
         if not self._rule.is_asynchronous:
             return super().overflow()
-        group = self.group(*self.mesh.sizes, purpose="overflow")
+        group = self.device_group(*self.mesh.sizes, purpose="overflow")
         if not self._rule.is_joint:
             return PerStageOverflow(group, lambda: self.session.pipeline)
         self._votes = AsyncOverflow(group, lambda: self.session.pipeline.due_update)
@@ -319,7 +320,7 @@ class StageUpdates(RunSetup):
         self.check_peers()
         if self.is_running:
             self._session.updates.drain(self.optimizers[0])
-            broadcast_state(self.module.buffers(), self.data_group)
+            broadcast_state(self.module.buffers(), self.device_group(*DATA_AXES))
 
     @override
     def before_validation(self) -> None:
