@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from tests.helpers.long_tests import left_out
+from tests.helpers.processes import chosen_transport
 from tests.helpers.processes.entry_points import read_entry_points_once
 from tests.helpers.processes.forked_runs import WarmPython
 from tests.helpers.processes.workers import NAMED_WARNINGS, WorkerPool
@@ -25,6 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the long tests too, and all cells of the matrices of which some run otherwise",
     )
+    parser.addoption(
+        "--transport",
+        choices=("gloo", "p2p"),
+        help="how tensors travel between the stages of all pipelines that leave it open",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -32,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     _let_processes_finish()
     _wait_briefly_for_names()
     torch.set_num_threads(1)
+    if chosen := config.getoption("transport"):
+        os.environ[chosen_transport.VARIABLE] = chosen
+        chosen_transport.use_chosen_transport()
     read_entry_points_once()
     for category, message in NAMED_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}")

@@ -43,6 +43,7 @@ from lightning_dist.engine.splitting.config import (
     PipelineConfig,
     ScheduleName,
     StalenessCorrection,
+    Transport,
     find_batch_statistics,
     share_among_stages,
     with_whole_batches,
@@ -106,6 +107,10 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             stale by ``t`` updates: ``rate / t ** (1 - min(k / correction_steps, 1))`` at update
             ``k`` (PipeMare: Yang et al., MLSys 2021).
         correction_steps: Updates until all stages train with the full rate.
+        transport: How tensors travel between stages. ``"p2p"`` sends each as it is, on the device's
+            backend: over NCCL from GPU to GPU. Their shapes must depend on the batch's shapes only.
+            ``"gloo"`` packs them in host memory, and sends their shapes along. ``"auto"`` takes
+            ``"p2p"`` unless the device's backend is gloo.
         log_staleness: Whether to log the age of each stage's weights in updates
             (``staleness/stage_0``) and the bytes of the versions that the stage keeps
             (``stash_bytes/stage_0``), of the newest update that all stages have made.
@@ -140,6 +145,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         stages_per_rank: int | Literal["auto"] = "auto",
         staleness_correction: StalenessCorrection = "none",
         correction_steps: int = 1000,
+        transport: Transport = "auto",
         log_staleness: bool = False,
         log_discrepancy: bool = False,
         timeout_s: float = 1800.0,
@@ -165,6 +171,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
                 stages_per_rank=stages_per_rank,
                 staleness_correction=staleness_correction,
                 correction_steps=correction_steps,
+                transport=transport,
             )
         super().__init__(
             config,

@@ -1,16 +1,17 @@
 """The protocols of both ends of a channel between two stages, on any transport.
 
 A message is a tree of tensors with a tag. Stages on one rank share its channels, and only the tag
-says which stage a message is for. A thread that learns that the other end is gone, or that the run
-has failed, wakes the receiver with :meth:`Receiver.interrupt`. :class:`MemoryChannel` is a channel
-inside one process, between stages of one rank or between ranks that are threads of a test.
+says which stage a message is for. Its *key* is what both ends know of its shapes beforehand. A
+thread that learns that the other end is gone, or that the run has failed, wakes the receiver with
+:meth:`Receiver.interrupt`. :class:`MemoryChannel` is a channel inside one process, between stages
+of one rank or between ranks that are threads of a test.
 """
 
 from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,24 +29,32 @@ class ChannelClosedError(PeerLostError):
 class Sender(Protocol):
     """The near end of a channel out of this process."""
 
-    def send(self, tree: Any, *, tag: int = 0) -> None:
+    def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
         """Sends a tree; returns at once."""
 
-    def close(self) -> None:
-        """Waits until everything has been sent, and closes the channel."""
+    def close(self, *, failed: bool = False) -> None:
+        """Waits until everything has been sent, and closes the channel.
+
+        Args:
+            failed: Whether the run has failed, so that the other end may not receive everything.
+        """
 
 
 class Receiver(Protocol):
     """The near end of a channel into this process."""
 
-    def receive(self, *, tag: int = 0) -> Any:
+    def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
         """Waits for the next tree with a tag."""
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error in the present and each later :meth:`receive`."""
 
-    def close(self) -> None:
-        """Waits until the far end has closed the channel."""
+    def close(self, *, failed: bool = False) -> None:
+        """Waits until the far end has closed the channel.
+
+        Args:
+            failed: Whether the run has failed, so that the other end may not send everything.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +94,13 @@ class MemoryChannel:
         self._messages: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._inbox = Inbox(self._take)
 
-    def send(self, tree: Any, *, tag: int = 0) -> None:
+    def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
         """Sends a tree, with its tensors detached."""
         tensors, skeleton = flatten(tree)
         cut = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         self._messages.put(Message(unflatten(cut, skeleton), tag))
 
-    def receive(self, *, tag: int = 0) -> Any:
+    def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
         """Waits for the next tree with a tag."""
         return self._inbox.next(tag).tree
 
@@ -105,5 +114,5 @@ class MemoryChannel:
         """Raises an error in the next :meth:`receive`."""
         self._messages.put(error)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Does nothing, since there is no thread to end."""

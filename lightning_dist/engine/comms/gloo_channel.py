@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.engine.comms.channel import ChannelClosedError, Inbox, Message, PeerLostError
+from lightning_dist.engine.comms.in_flight import CLOSE_SECONDS, Arrivals, HostOutbox
 from lightning_dist.engine.comms.packet import (
     Memory,
     PacketHeader,
@@ -34,9 +34,6 @@ from lightning_dist.engine.comms.packet import (
     write_header,
 )
 from lightning_dist.engine.tensors.tree import flatten, unflatten
-
-# A thread that outlives this has a peer that died without closing its connection.
-_CLOSE_SECONDS = 10.0
 
 
 class DistributedSender:
@@ -52,21 +49,16 @@ class DistributedSender:
         self._peer = peer
         # The schema that the receiver knows, and the layout for which it has posted a receive.
         self._schema, self._layout = pickle.dumps((None, [])), PacketLayout()
-        # A tensor must live until it is sent. Only a wait can tell whether it is, so a separate
-        # thread waits. The sending itself begins in `send`, where no thread has to wake up first.
-        self._pending: queue.SimpleQueue[tuple[list[dist.Work], list[Tensor]] | None] = (
-            queue.SimpleQueue()  # None ends the thread
-        )
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._reap, name=f"send-to-{peer}", daemon=True)
-        self._thread.start()
+        # The sending begins in `send`, where no thread has to wake up first.
+        self._outbox = HostOutbox(peer)
 
-    def send(self, tree: Any, *, tag: int = 0) -> None:
+    def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
         """Sends a tree; returns at once.
 
         Args:
             tree: Any tree; its tensors may be written to afterwards.
             tag: Tag of the tree, any integer of 63 bits.
+            key: Unused; the receiver is told shapes when they change.
 
         Raises:
             PeerLostError: The receiver is gone.
@@ -76,7 +68,7 @@ class DistributedSender:
         except (KeyboardInterrupt, SystemExit) as error:
             # It is unknown how much of the message has left, so nothing can follow it, not even a
             # goodbye: gloo ends a process that gets more bytes than it expects.
-            self._failure = error
+            self._outbox.fail(error)
             raise
 
     def _send(self, tree: Any, tag: int) -> None:
@@ -92,36 +84,29 @@ class DistributedSender:
         packet = _packed(self._layout, tensors, PacketHeader(PacketKind.TREE, tag=tag))
         self._transmit([*parts, packet])
 
-    def close(self) -> None:
-        """Waits until everything has been sent, and closes the channel; again, does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Waits until everything has been sent, and closes the channel; again, does nothing.
+
+        Args:
+            failed: Unused; a living receiver takes everything.
+        """
         if self._group is None:
             return
         with contextlib.suppress(PeerLostError):
             self._transmit([_packed(self._layout, [], PacketHeader(PacketKind.CLOSE))])
-        self._pending.put(None)
-        self._thread.join(_CLOSE_SECONDS)
+        self._outbox.close()
         # Kept in a reference cycle, a group could be freed in a forked process, where gloo would
         # wait for threads that are not there.
         self._group = None
 
     def _transmit(self, parts: list[Tensor]) -> None:
-        if self._failure is not None:
-            raise PeerLostError(f"Rank {self._peer} cannot be reached.") from self._failure
+        self._outbox.check()
         assert self._group is not None, "the channel is closed"
         try:
             works = [dist.isend(part, dst=self._peer, group=self._group) for part in parts]
         except RuntimeError as error:
             raise PeerLostError(f"Rank {self._peer} cannot be reached: {error}") from error
-        self._pending.put(([work for work in works if work is not None], parts))
-
-    def _reap(self) -> None:
-        try:
-            while (message := self._pending.get()) is not None:
-                for work in message[0]:
-                    work.wait()
-                del message  # else the last activation stays alive until the next one
-        except RuntimeError as error:
-            self._failure = error
+        self._outbox.keep([work for work in works if work is not None], parts)
 
 
 def _packed(layout: PacketLayout, tensors: Sequence[Tensor], header: PacketHeader) -> Tensor:
@@ -155,15 +140,12 @@ class DistributedReceiver:
         timeout_seconds: float | None,
         cause_seconds: float = 2.0,
     ) -> None:
-        self._cause_seconds = cause_seconds
         self._peer = peer
-        self._timeout_seconds = timeout_seconds
         self._device = device
         self._skeleton: Any = None
         self._layout = PacketLayout()
-        self._arrived: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
-        self._inbox = Inbox(self._next)
-        self._failure: BaseException | None = None
+        self._arrivals = Arrivals(peer, timeout_seconds, cause_seconds)
+        self._inbox = Inbox(self._arrivals.next)
         # The group goes with the thread. Kept in a reference cycle, it could be freed in a forked
         # process, where gloo would wait for threads that are not there.
         self._thread = threading.Thread(
@@ -171,11 +153,12 @@ class DistributedReceiver:
         )
         self._thread.start()
 
-    def receive(self, *, tag: int = 0) -> Any:
+    def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
         """Waits for the next tree with a tag.
 
         Args:
             tag: Tag of the tree.
+            key: Unused; the sender tells shapes when they change.
 
         Returns:
             The tree, on this receiver's device; its tensors require grad as the sent ones did.
@@ -186,33 +169,17 @@ class DistributedReceiver:
         """
         return self._inbox.next(tag).tree
 
-    def _next(self) -> Message:
-        if self._failure is not None:
-            raise self._failure
-        try:
-            item = self._arrived.get(timeout=self._timeout_seconds)
-        except queue.Empty:
-            raise TimeoutError(
-                f"Nothing came from rank {self._peer} for timeout_s={self._timeout_seconds:g}"
-                " seconds. Raise `timeout_s` if a step may take longer than that."
-            ) from None
-        if isinstance(item, Message):
-            return item
-        self._failure = item
-        if isinstance(item, PeerLostError):  # an error from `interrupt` tells the cause
-            with contextlib.suppress(queue.Empty):
-                later = self._arrived.get(timeout=self._cause_seconds)
-                if isinstance(later, BaseException):
-                    self._failure = later
-        raise self._failure
-
     def interrupt(self, error: BaseException) -> None:
         """Raises an error in the present and each later :meth:`receive`."""
-        self._arrived.put(error)
+        self._arrivals.put(error)
 
-    def close(self) -> None:
-        """Waits until the far end has closed the channel."""
-        self._thread.join(_CLOSE_SECONDS)
+    def close(self, *, failed: bool = False) -> None:
+        """Waits until the far end has closed the channel.
+
+        Args:
+            failed: Unused; a living sender closes its end.
+        """
+        self._thread.join(CLOSE_SECONDS)
 
     def _run(self, group: dist.ProcessGroup) -> None:
         try:
@@ -220,9 +187,9 @@ class DistributedReceiver:
             while self._receive_packet(group) is not PacketKind.CLOSE:
                 pass
         except Exception as error:  # a waiting thread must learn of it
-            self._arrived.put(error)
+            self._arrivals.put(error)
         else:
-            self._arrived.put(ChannelClosedError(f"Rank {self._peer} has closed the channel."))
+            self._arrivals.put(ChannelClosedError(f"Rank {self._peer} has closed the channel."))
 
     def _receive_packet(self, group: dist.ProcessGroup) -> PacketKind:
         packet = torch.empty(self._layout.num_bytes, dtype=torch.uint8)
@@ -234,7 +201,7 @@ class DistributedReceiver:
                 host.to(self._device).requires_grad_(info.requires_grad)
                 for info, host in zip(self._layout.infos, self._layout.tensors(memory), strict=True)
             ]
-            self._arrived.put(Message(unflatten(tensors, self._skeleton), header.tag))
+            self._arrivals.put(Message(unflatten(tensors, self._skeleton), header.tag))
         elif header.kind is PacketKind.SCHEMA:
             schema = torch.zeros(header.num_bytes, dtype=torch.uint8)
             self._receive_into(schema, group)

@@ -28,12 +28,16 @@ class _Ends:
         for receiver in dict.fromkeys(self.receivers()):
             receiver.interrupt(error)
 
-    def close(self) -> None:
-        """Waits until all has arrived, and closes the channels. Collective: both ends call it."""
+    def close(self, *, failed: bool = False) -> None:
+        """Waits until all has arrived, and closes the channels. Collective: both ends call it.
+
+        Args:
+            failed: Whether the run has failed, so that not all may arrive.
+        """
         for sender in dict.fromkeys(self.senders()):
-            sender.close()
+            sender.close(failed=failed)
         for receiver in dict.fromkeys(self.receivers()):
-            receiver.close()
+            receiver.close(failed=failed)
 
 
 @dataclass(frozen=True)

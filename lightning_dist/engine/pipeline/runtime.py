@@ -11,7 +11,7 @@ stage, with which shapes, and where in the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,6 +87,7 @@ class Runtime:
         self._results: dict[Place, Any] = {}
         self._gradients_in: dict[Place, WeighedGradients] = {}
         self._gradients_out: dict[Place, WeighedGradients] = {}
+        self._keys: dict[Place, Hashable] = {}  # of the messages about a micro-batch in flight
         self._handlers: dict[ActionKind, Callable[[Place, Work | None], None]] = {
             ActionKind.RECV_F: self._receive_activation,
             ActionKind.FORWARD: self._forward,
@@ -132,15 +133,16 @@ class Runtime:
 
     def clear(self) -> None:
         """Forgets everything in flight, after a failure."""
-        for store in (self._received, self._results, self._gradients_in, self._gradients_out):
+        stores = (self._received, self._results, self._gradients_in, self._gradients_out)
+        for store in (*stores, self._keys):
             store.clear()
         for stage in self._stages.values():
             stage.clear()
 
-    def _receive_activation(self, place: Place, _: Work | None) -> None:
+    def _receive_activation(self, place: Place, work: Work | None) -> None:
         stage, index = place
-        tag = self._tag(stage - 1, index)
-        self._received[place] = self._links.activations_in[stage].receive(tag=tag)
+        tag, key = self._tag(stage - 1, index), _key_of(work, index)
+        self._received[place] = self._links.activations_in[stage].receive(tag=tag, key=key)
 
     def _forward(self, place: Place, work: Work | None) -> None:
         assert work is not None
@@ -148,6 +150,8 @@ class Runtime:
         stage, microbatch = self._stages[number], work.microbatches[index]
         seed = (*work.seed, microbatch.index)
         received = self._received.pop(place, None)
+        if torch.is_grad_enabled():
+            self._keys[place] = _key_of(work, index)
         self._results[place] = stage.forward(index, microbatch, received, work.step, seed)
         if torch.is_grad_enabled() and stage.is_last:
             loss = Loss.of(self._results[place])
@@ -157,16 +161,16 @@ class Runtime:
             given = None if loss.weight is None else torch.tensor(loss.weight, dtype=torch.float64)
             self._take_gradients(place, WeighedGradients(roots, given))
 
-    def _send_activation(self, place: Place, _: Work | None) -> None:
+    def _send_activation(self, place: Place, work: Work | None) -> None:
         stage, index = place
         activation = self._results.pop(place)
-        tag = self._tag(stage, index)
-        self._links.activations_out[stage].send(activation, tag=tag)
+        tag, key = self._tag(stage, index), _key_of(work, index)
+        self._links.activations_out[stage].send(activation, tag=tag, key=key)
 
     def _receive_gradient(self, place: Place, _: Work | None) -> None:
         stage, index = place
-        tag = self._tag(stage, index)
-        self._take_gradients(place, self._links.gradients_in[stage].receive(tag=tag))
+        tag, key = self._tag(stage, index), self._keys[place]
+        self._take_gradients(place, self._links.gradients_in[stage].receive(tag=tag, key=key))
 
     def _take_gradients(self, place: Place, gradients: WeighedGradients) -> None:
         self._loss_weights.note(self._update_of(place[1]), place[1], gradients.weight)
@@ -185,7 +189,9 @@ class Runtime:
         self._keep_gradients(place, replace(given, gradients=found))
 
     def _keep_gradients(self, place: Place, gradients: WeighedGradients) -> None:
-        if not self._stages[place[0]].is_first:
+        if self._stages[place[0]].is_first:
+            self._keys.pop(place)
+        else:
             self._gradients_out[place] = gradients
 
     def _backward_weight(self, place: Place, _: Work | None) -> None:
@@ -195,7 +201,8 @@ class Runtime:
     def _send_gradient(self, place: Place, _: Work | None) -> None:
         stage, index = place
         gradients = self._gradients_out.pop(place)
-        self._links.gradients_out[stage].send(gradients, tag=self._tag(stage - 1, index))
+        tag, key = self._tag(stage - 1, index), self._keys.pop(place)
+        self._links.gradients_out[stage].send(gradients, tag=tag, key=key)
 
     def _complete(self, place: Place, _: Work | None) -> None:
         self._on_complete(place[1])
@@ -225,6 +232,14 @@ class Runtime:
             flight = self._stages[action.stage_index].in_flight[index]
             lines.append(f"  layer input: {_describe(flight.layer_input)}")
         return "\n".join([*lines, self._explain(action)])
+
+
+def _key_of(work: Work | None, index: int) -> Hashable:
+    """Returns what all stages know beforehand of the messages about a micro-batch."""
+    assert work is not None, "a micro-batch crosses all stages while its batch is at hand"
+    tensors, _ = flatten(work.microbatches[index].content)
+    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    return (torch.is_grad_enabled(), *shapes)
 
 
 def explain_with(schedule: Schedule) -> Callable[[Action], str]:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
-from typing import Literal
+from typing import Literal, get_args
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # the base of all of them has no public name
 from torch.optim import Optimizer
@@ -22,6 +23,7 @@ from lightning_dist.engine.stashing.policy import Predict
 from lightning_dist.engine.stashing.prediction import check_extrapolation, extrapolated
 
 StalenessCorrection = Literal["none", "lr", "predict"]
+Transport = Literal["auto", "gloo", "p2p"]
 _MICROBATCHES_PER_RANK = 4
 _RULES = ("parameters", "uniform", "profile")  # of a partition
 
@@ -55,6 +57,7 @@ class PipelineConfig:
         staleness_correction: ``"lr"`` trains stale stages with smaller rates at first;
             ``"predict"`` runs forwards with extrapolated weights.
         correction_steps: Updates until all stages train with the full rate.
+        transport: How tensors travel between stages.
 
     Raises:
         ValueError: An argument is unknown, too small, or excludes another one.
@@ -68,6 +71,7 @@ class PipelineConfig:
     stages_per_rank: int | Literal["auto"] = "auto"
     staleness_correction: StalenessCorrection = "none"
     correction_steps: int = 1000
+    transport: Transport = "auto"
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -98,6 +102,10 @@ class PipelineConfig:
                 " at 'auto' and use smaller batches, or use schedule='1f1b'."
             )
         self._check_correction(rule)
+        if self.transport not in get_args(Transport):
+            raise ValueError(
+                f"transport={self.transport!r} is unknown; use 'auto', 'gloo' or 'p2p'."
+            )
         if isinstance(self.partition, str) and self.partition not in _RULES:
             raise ValueError(
                 f"partition={self.partition!r} is unknown; use 'parameters', 'uniform', 'profile'"
@@ -154,6 +162,27 @@ class PipelineConfig:
             return None
         check_extrapolation(optimizer)
         return partial(extrapolated, optimizer)
+
+    def p2p_backend(self, backend: str, device: torch.device) -> str | None:
+        """Returns the backend that sends tensors between stages; None packs them for gloo.
+
+        Args:
+            backend: The backend of the device's process groups.
+            device: Device of the tensors.
+
+        Raises:
+            ValueError: The backend sends no tensors of the device.
+        """
+        is_gloo = backend == "gloo"
+        if self.transport == "p2p" and is_gloo and device.type != "cpu":
+            raise ValueError(
+                f"transport='p2p' does not go with process_group_backend='gloo' on {device.type},"
+                " whose tensors gloo does not send. Use transport='gloo', which packs them in host"
+                " memory, or leave `process_group_backend` at None."
+            )
+        return (
+            None if self.transport == "gloo" or (self.transport == "auto" and is_gloo) else backend
+        )
 
     @property
     def schedules(self) -> ScheduleFamily:

@@ -143,7 +143,7 @@ class Session:
         self.hook_log.close()
         self.metrics.detach()
         self.pipeline.detach()
-        self.channels.close()
+        self.channels.close(failed=failed)
 
 
 def open_session(
@@ -181,6 +181,7 @@ def open_session(
         run.timeout_seconds,
         rank_of_stage=homes,
         holders={tie.ranks(homes) for tie in ties},
+        p2p_backend=config.p2p_backend(strategy.device_backend, strategy.root_device),
     )
     with ExitStack() as if_it_fails:
         if_it_fails.callback(channels.close)

@@ -9,7 +9,7 @@ asks for that lock with Python's in its hand.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,10 +34,10 @@ class Yielding(MemoryChannel):
         super().__init__()
         self._turn = turn
 
-    def receive(self, *, tag: int = 0) -> Any:
+    def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
         self._turn.release()
         try:
-            return super().receive(tag=tag)
+            return super().receive(tag=tag, key=key)
         finally:
             self._turn.acquire()
 

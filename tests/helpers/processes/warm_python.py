@@ -60,6 +60,7 @@ def main() -> None:
     for script in ("troubled_fit", "leave_script", "orphan_script"):
         import_module(f"tests.helpers.processes.{script}")
     import_module("tests.helpers.processes.entry_points").read_entry_points_once()
+    import_module("tests.helpers.processes.chosen_transport").use_chosen_transport()
     gc.freeze()  # else each process that ends spends seconds on freeing what was imported
     gc.enable()
     while line := sys.stdin.buffer.raw.readline():  # type: ignore[attr-defined]

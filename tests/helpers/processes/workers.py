@@ -164,6 +164,9 @@ def _work(connection: Connection) -> None:
     import torch
     from tqdm import tqdm
 
+    from tests.helpers.processes.chosen_transport import use_chosen_transport
+
+    use_chosen_transport()
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
     # Its own is a semaphore of processes, which one that is killed leaves behind.
     tqdm.set_lock(threading.RLock())

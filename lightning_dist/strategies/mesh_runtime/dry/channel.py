@@ -7,7 +7,7 @@ would send back: one for each tensor that requires grad, of the same size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +59,12 @@ class DrySender:
         self.sent: dict[int, DryMessage] = {}
         self._note = note
 
-    def send(self, tree: Any, *, tag: int = 0) -> None:
+    def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
         """Records a tree."""
         self._note(sum(t.nbytes for t in flatten(tree)[0]))
         self.sent[tag] = DryMessage.of(tree)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Does nothing."""
 
 
@@ -74,14 +74,14 @@ class DryReceiver:
     def __init__(self, find: Callable[[int], DryMessage]) -> None:
         self._find = find
 
-    def receive(self, *, tag: int = 0) -> Any:
+    def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
         """Creates the tree with a tag."""
         return self._find(tag).make()
 
     def interrupt(self, error: BaseException) -> None:
         """Does nothing: no receive waits."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Does nothing."""
 
 

@@ -1,0 +1,259 @@
+"""What is on its way: tensors that must live until they are sent, and receives to be waited for.
+
+On a CPU only a wait can tell whether an operation of gloo is over, and a wait blocks. So threads
+wait, and a failure can wake the thread that computes. On an accelerator the streams wait: no thread
+does, and the host goes on. An operation's own stream begins it as soon as its data is there, so
+computing goes on beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.engine.comms.channel import PeerLostError
+
+# A thread that outlives this has a peer that died without closing its connection.
+CLOSE_SECONDS = 10.0
+_POLL_SECONDS = 0.01
+
+Posted = tuple[Sequence[dist.Work], Sequence[Tensor]]
+"""Operations under way, and the tensors that they read or write."""
+
+
+class Arrivals:
+    """What a thread of this process has received, for the thread that waits for it.
+
+    Args:
+        peer: Global rank of the sender.
+        timeout_seconds: How long :meth:`next` waits; None waits for ever.
+        cause_seconds: How long :meth:`next` waits for the cause when the sender is gone.
+    """
+
+    def __init__(self, peer: int, timeout_seconds: float | None, cause_seconds: float) -> None:
+        self._peer = peer
+        self._timeout_seconds = timeout_seconds
+        self._cause_seconds = cause_seconds
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+
+    def put(self, item: Any) -> None:
+        """Adds an item, or an exception, which ends the arrivals."""
+        self._items.put(item)
+
+    def next(self) -> Any:
+        """Waits for the next item.
+
+        Raises:
+            PeerLostError: The sender is gone.
+            TimeoutError: Nothing came in time.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            item = self._items.get(timeout=self._timeout_seconds)
+        except queue.Empty:
+            raise TimeoutError(
+                f"Nothing came from rank {self._peer} for timeout_s={self._timeout_seconds:g}"
+                " seconds. Raise `timeout_s` if a step may take longer than that."
+            ) from None
+        if not isinstance(item, BaseException):
+            return item
+        self._failure = item
+        if isinstance(item, PeerLostError):  # another error tells the cause
+            with contextlib.suppress(queue.Empty):
+                later = self._items.get(timeout=self._cause_seconds)
+                if isinstance(later, BaseException):
+                    self._failure = later
+        raise self._failure
+
+
+class Outbox(Protocol):
+    """Keeps tensors until they have been sent."""
+
+    def keep(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+        """Keeps the tensors of sends that have begun; returns at once."""
+
+    def check(self) -> None:
+        """Raises :class:`.PeerLostError` if an earlier send has failed."""
+
+    def close(self) -> None:
+        """Waits until everything has been sent."""
+
+
+class HostOutbox(Outbox):
+    """Keeps CPU tensors; a thread waits for their sends.
+
+    Args:
+        peer: Global rank of the receiver.
+    """
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+        self._pending: queue.SimpleQueue[Posted | None] = queue.SimpleQueue()  # None ends it
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"send-to-{peer}", daemon=True)
+        self._thread.start()
+
+    @override
+    def keep(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+        self._pending.put((works, tensors))
+
+    @override
+    def check(self) -> None:
+        if self._failure is not None:
+            raise PeerLostError(f"Rank {self._peer} cannot be reached.") from self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Lets each later :meth:`check` fail."""
+        self._failure = error
+
+    @override
+    def close(self) -> None:
+        self._pending.put(None)
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while (posted := self._pending.get()) is not None:
+                for work in posted[0]:
+                    work.wait()
+                del posted  # else the last activation stays alive until the next one
+        except RuntimeError as error:
+            self._failure = error
+
+
+class StreamOutbox(Outbox):
+    """Keeps an accelerator's tensors; each send frees those of sends that are over."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Posted] = deque()
+
+    @override
+    def keep(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+        self._drop_sent()
+        self._pending.append((works, tensors))
+
+    @override
+    def check(self) -> None:
+        """Does nothing: the backend reports a broken connection itself."""
+
+    @override
+    def close(self) -> None:
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._pending and time.monotonic() < deadline:
+            self._drop_sent()
+            time.sleep(_POLL_SECONDS if self._pending else 0.0)
+        self._pending.clear()
+
+    def _drop_sent(self) -> None:
+        # Not by a wait: memory that a wait on a stream frees could be written to too early.
+        while self._pending and all(work.is_completed() for work in self._pending[0][0]):
+            self._pending.popleft()
+
+
+class Intake(Protocol):
+    """Waits for receives."""
+
+    def take(self, post: Callable[[], Posted]) -> Sequence[Tensor]:
+        """Posts receives, and returns their tensors when the caller may use them."""
+
+    def interrupt(self, error: BaseException) -> None:
+        """Raises an error in the present and each later :meth:`take`."""
+
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the waiting; after a failure, without what is still awaited."""
+
+
+class HostIntake(Intake):
+    """Waits for CPU tensors, on a thread.
+
+    Args:
+        peer: Global rank of the sender.
+        timeout_seconds: How long :meth:`take` waits.
+        cause_seconds: How long :meth:`take` waits for the cause when the sender is gone.
+    """
+
+    def __init__(self, peer: int, timeout_seconds: float | None, cause_seconds: float) -> None:
+        self._peer = peer
+        self._arrivals = Arrivals(peer, timeout_seconds, cause_seconds)
+        self._posted: queue.SimpleQueue[Posted | None] = queue.SimpleQueue()  # None ends it
+        self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
+        self._thread.start()
+
+    @override
+    def take(self, post: Callable[[], Posted]) -> Sequence[Tensor]:
+        self._posted.put(post())
+        arrived: Sequence[Tensor] = self._arrivals.next()
+        return arrived
+
+    @override
+    def interrupt(self, error: BaseException) -> None:
+        self._arrivals.put(error)
+
+    @override
+    def close(self, *, failed: bool = False) -> None:
+        self._posted.put(None)
+        if not failed:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while (posted := self._posted.get()) is not None:
+                works, tensors = posted
+                for work in works:
+                    work.wait()
+                self._arrivals.put(tensors)
+                del posted, works, tensors
+        except RuntimeError as error:
+            lost = PeerLostError(f"The connection to rank {self._peer} broke: {error}")
+            lost.__cause__ = error
+            self._arrivals.put(lost)
+
+
+class StreamIntake(Intake):
+    """Lets the current stream wait for tensors of an accelerator, and not the host.
+
+    Receives are posted on a stream of their own, where no computing delays them.
+
+    Args:
+        device: The accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = torch.get_device_module(device)
+        self._own = self._streams.Stream(device=device)
+        self._failure: BaseException | None = None
+
+    @override
+    def take(self, post: Callable[[], Posted]) -> Sequence[Tensor]:
+        if self._failure is not None:
+            raise self._failure
+        with self._streams.stream(self._own):
+            works, tensors = post()
+            for work in works:
+                work.wait()
+        current = self._streams.current_stream(self._device)
+        current.wait_stream(self._own)
+        for tensor in tensors:  # their memory is the own stream's, and the current one uses it
+            tensor.record_stream(current)
+        return tensors
+
+    @override
+    def interrupt(self, error: BaseException) -> None:
+        self._failure = error
+
+    @override
+    def close(self, *, failed: bool = False) -> None:
+        """Does nothing: no thread waits."""

@@ -1,0 +1,243 @@
+"""Both ends of a channel whose tensors travel point to point, on the device's own backend.
+
+Nothing is copied and nothing is packed: each tensor goes from the sender's memory to the receiver's
+by ``torch.distributed``'s ``batch_isend_irecv``, over NCCL between GPUs. The same code runs over
+gloo with CPU tensors, where all of its semantics are tested.
+
+The receiver must know a message's shapes before it comes, and must not wait for the sender to tell.
+Both ends know the *key* of a message: the shapes of its micro-batch. The first message of a key is
+preceded by its schema, over a control channel of the host. Later ones of that key come without.
+
+A communicator runs its operations in order, so each has one direction and one use: the sends of one
+stage to another. No order of calls can deadlock then, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.engine.comms.channel import PeerLostError, Receiver, Sender
+from lightning_dist.engine.comms.in_flight import (
+    HostIntake,
+    HostOutbox,
+    Intake,
+    Outbox,
+    Posted,
+    StreamIntake,
+    StreamOutbox,
+)
+from lightning_dist.engine.comms.packet import TensorInfo
+from lightning_dist.engine.tensors.tree import flatten, unflatten
+
+
+class P2PSender:
+    """Sends trees to one rank.
+
+    Args:
+        group: The communicator of this direction and use; its members are the two ranks.
+        peer: Global rank of the receiver.
+        device: Device of the tensors on their way.
+        control: Channel to the same rank, for schemas.
+        copies_leaves: Whether to copy tensors without a graph, which may be a module's buffers and
+            change before they have been sent.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        device: torch.device,
+        control: Sender,
+        *,
+        copies_leaves: bool = False,
+    ) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._peer = peer
+        self._device = device
+        self._control = control
+        self._copies_leaves = copies_leaves
+        self._schemas: dict[Hashable, bytes] = {}
+        self._outbox: Outbox = HostOutbox(peer) if device.type == "cpu" else StreamOutbox()
+
+    def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
+        """Sends a tree; returns at once.
+
+        Args:
+            tree: Any tree; its tensors must not be written to until they have been sent.
+            tag: Tag of the tree, any integer of 63 bits.
+            key: What both ends know of the tree's shapes; None if they know nothing.
+
+        Raises:
+            PeerLostError: The receiver is gone.
+            ValueError: An earlier tree of this key had other shapes.
+        """
+        found, skeleton = flatten(tree)
+        infos = [TensorInfo.of(tensor) for tensor in found]
+        schema = pickle.dumps((skeleton, infos))
+        known = None if key is None else self._schemas.get(key)
+        if known is None:
+            self._control.send(schema, tag=tag)
+            if key is not None:
+                self._schemas[key] = schema
+        elif known != schema:
+            raise _changed_schema(pickle.loads(known), (skeleton, infos))
+        tensors = [self._ready(tensor) for tensor in found]
+        self._outbox.check()
+        assert self._group is not None, "the channel is closed"
+        try:
+            works = _begin(dist.isend, tensors, self._peer, self._group)
+        except RuntimeError as error:
+            raise PeerLostError(f"Rank {self._peer} cannot be reached: {error}") from error
+        self._outbox.keep(works, tensors)
+
+    def _ready(self, tensor: Tensor) -> Tensor:
+        if self._copies_leaves and tensor.is_leaf:
+            tensor = tensor.detach().clone()
+        return tensor.detach().to(self._device, non_blocking=True).contiguous()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Waits until everything has been sent, and closes both channels; again, does nothing.
+
+        Args:
+            failed: Whether the run has failed, so that nothing is waited for.
+        """
+        if self._group is not None and not failed:
+            self._outbox.close()
+        # Kept in a reference cycle, a group could be freed in a forked process.
+        self._group = None
+        self._control.close(failed=failed)
+
+
+class P2PReceiver:
+    """Receives trees from one rank.
+
+    Args:
+        group: The communicator of this direction and use; its members are the two ranks.
+        peer: Global rank of the sender.
+        device: Device of the tensors.
+        timeout_seconds: How long :meth:`receive` waits; None waits for ever. On an accelerator
+            the group's own timeout counts.
+        control: Channel from the same rank, for schemas.
+        cause_seconds: How long :meth:`receive` waits for :meth:`interrupt` to bring the cause when
+            the sender is gone.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        device: torch.device,
+        timeout_seconds: float | None,
+        control: Receiver,
+        cause_seconds: float = 2.0,
+    ) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._peer = peer
+        self._device = device
+        self._control = control
+        self._schemas: dict[Hashable, tuple[Any, list[TensorInfo]]] = {}
+        self._intake: Intake = (
+            HostIntake(peer, timeout_seconds, cause_seconds)
+            if device.type == "cpu"
+            else StreamIntake(device)
+        )
+
+    def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
+        """Waits for the next tree; on an accelerator, lets the current stream wait for it.
+
+        Args:
+            tag: Tag of the tree.
+            key: What both ends know of the tree's shapes; None if they know nothing.
+
+        Returns:
+            The tree, on this receiver's device; its tensors require grad as the sent ones did.
+
+        Raises:
+            PeerLostError: The sender is gone.
+            TimeoutError: Nothing came in time.
+        """
+        schema = self._schemas.get(key)
+        if schema is None:
+            schema = pickle.loads(self._control.receive(tag=tag))
+            if key is not None:
+                self._schemas[key] = schema
+        skeleton, infos = schema
+        tensors = self._intake.take(lambda: self._post(infos))
+        for tensor, info in zip(tensors, infos, strict=True):
+            tensor.requires_grad_(info.requires_grad)
+        return unflatten(list(tensors), skeleton)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Raises an error in the present and each later :meth:`receive`."""
+        self._control.interrupt(error)
+        self._intake.interrupt(error)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Waits until the far end has closed the control channel.
+
+        Args:
+            failed: Whether the run has failed, so that no tensor is waited for.
+        """
+        self._intake.close(failed=failed)
+        self._group = None
+        self._control.close(failed=failed)
+
+    def _post(self, infos: Sequence[TensorInfo]) -> Posted:
+        assert self._group is not None, "the channel is closed"
+        tensors = [torch.empty(i.shape, dtype=i.dtype, device=self._device) for i in infos]
+        try:
+            return _begin(dist.irecv, tensors, self._peer, self._group), tensors
+        except RuntimeError as error:
+            lost = f"The connection to rank {self._peer} broke: {error}"
+            raise PeerLostError(lost) from error
+
+
+def connect_ends(group: dist.ProcessGroup, sender: int, device: torch.device) -> None:
+    """Sends the first message of a communicator. Collective: both of its ranks must call it.
+
+    A backend may connect two ranks with their first message, for which both wait.
+
+    Args:
+        group: A group of two ranks.
+        sender: Global rank of the one that sends.
+        device: Device of the tensors to come.
+    """
+    message = torch.zeros(1, dtype=torch.uint8, device=device)
+    (receiver,) = (rank for rank in dist.get_process_group_ranks(group) if rank != sender)
+    if dist.get_rank() == sender:
+        works = _begin(dist.isend, [message], receiver, group)
+    else:
+        works = _begin(dist.irecv, [message], sender, group)
+    for work in works:
+        work.wait()
+
+
+def _begin(
+    operation: Callable[..., Any], tensors: Sequence[Tensor], peer: int, group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Begins the sends, or the receives, of contiguous tensors as one launch."""
+    # As bytes, for a backend need not know each data type. A tensor without values is not sent.
+    parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+    operations = [dist.P2POp(operation, part, peer, group) for part in parts]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _changed_schema(before: object, now: object) -> ValueError:
+    return ValueError(
+        "A stage has sent two micro-batches whose inputs have the same shapes, but whose"
+        f" activations or gradients differ: {_describe(before)} before, {_describe(now)} now. The"
+        " next stage has to know shapes before a tensor comes. Let shapes depend on the batch's"
+        " shapes only, or pass transport='gloo', which sends the shapes along."
+    )
+
+
+def _describe(schema: Any) -> str:
+    skeleton, infos = schema
+    tensors = ", ".join(f"{info.shape} {info.dtype}" for info in infos) or "no tensors"
+    return f"{tensors} in {skeleton!r}"

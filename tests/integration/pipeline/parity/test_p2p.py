@@ -1,0 +1,97 @@
+"""Each schedule trains the same bits whether tensors travel point to point or packed over gloo.
+
+``pytest --transport p2p`` runs all other tests of pipelines point to point.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dist import PipelineStrategy
+from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES
+from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
+from tests.integration.pipeline.parity.test_tied import TiedText, loader
+
+State = dict[str, Tensor]
+
+
+def fit(module: L.LightningModule, batches: Any, **strategy: Any) -> State:
+    """Trains two epochs, validating after each; the last batch of an epoch may be smaller."""
+    clip = None if strategy["schedule"] == "pipedream" else 0.05  # it clips by stage, and warns
+    cut = PipelineStrategy(**strategy)
+    trainer = make_trainer(devices=2, strategy=cut, max_epochs=2, gradient_clip_val=clip)
+    trainer.fit(module, batches, batches)
+    (outputs,) = trainer.validate(module, batches, verbose=False)
+    return {**state_of(module), "val_loss": torch.tensor(outputs["val_loss"])}
+
+
+def fit_over(transport: str, names: tuple[str, ...]) -> dict[str, State]:
+    return {
+        name: fit(make_module(), make_loader(), schedule=name, transport=transport)
+        for name in names
+    }
+
+
+def fit_tied(transport: str, schedule: str) -> State:
+    torch.manual_seed(1)
+    return fit(TiedText(), loader(), schedule=schedule, transport=transport)
+
+
+@pytest.fixture(scope="module")
+def fitted(workers: WorkerPool) -> Any:
+    """Runs all schedules over a transport, in one go."""
+
+    @cache
+    def over(transport: str) -> list[dict[str, State]]:
+        return workers.run(2, fit_over, transport, SCHEDULE_NAMES, timeout=120)
+
+    return over
+
+
+def assert_equal_bits(ranks: list[State], others: list[State]) -> None:
+    for rank, other in zip(ranks, others, strict=True):
+        assert rank.keys() == other.keys()
+        assert len(rank) > 2
+        assert [name for name in rank if not torch.equal(rank[name], other[name])] == []
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_each_schedule_trains_the_same_bits(name: str, fitted: Any) -> None:
+    packed, straight = fitted("gloo"), fitted("p2p")
+    assert_equal_bits([rank[name] for rank in packed], [rank[name] for rank in straight])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "pipedream_2bw"])
+def test_tied_sums_are_the_same_bits(workers: WorkerPool, schedule: str) -> None:
+    packed, straight = (workers.run(2, fit_tied, way, schedule) for way in ("gloo", "p2p"))
+    assert_equal_bits(packed, straight)
+
+
+def train_with_growing_crops(transport: str) -> None:
+    module = TiedText()
+    lengths = iter((3, 2))
+
+    def crop(batch: Any, *_: Any) -> Any:
+        length = next(lengths)
+        return TiedText.training_step(module, [part.clone()[:, :length] for part in batch], 0)
+
+    module.training_step = crop  # type: ignore[method-assign]
+    strategy = PipelineStrategy(schedule="1f1b", num_microbatches=1, transport=transport)
+    trainer = make_trainer(devices=2, strategy=strategy, max_steps=2, limit_val_batches=0)
+    if transport == "gloo":
+        trainer.fit(module, loader(), loader())
+        return
+    with pytest.raises(ValueError, match="the same shapes.*transport='gloo'"):
+        trainer.fit(module, loader(), loader())
+
+
+@pytest.mark.parametrize("transport", ["gloo", "p2p"])
+def test_shapes_that_the_batch_does_not_tell_need_gloo(workers: WorkerPool, transport: str) -> None:
+    workers.run(2, train_with_growing_crops, transport)
