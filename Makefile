@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebooks docs test test-all lint unit integration all-pairs all-modules bench bench-memory bench-profiler bench-network fuzz gpu clean
+.PHONY: help install demo notebooks docs test test-all test-p2p lint unit integration all-pairs all-modules bench bench-memory bench-profiler bench-network fuzz gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,11 +52,19 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.helpers.words
 
+P2P_TESTS := tests/integration/pipeline/parity tests/integration/pipeline/rebalance \
+  tests/integration/pipeline/test_outputs_and_logs.py tests/integration/pipeline/test_checkpoints.py \
+  tests/integration/mesh/test_parity.py tests/integration/mesh/test_tied.py \
+  tests/integration/mesh/test_dropout.py tests/integration/mesh/test_sharded_stages.py
+
 unit: install
 	$(BIN)/python -m pytest tests/unit $(ALL)
 
 integration: install
 	$(BIN)/python -m pytest tests/integration tests/differential --durations=40 $(ALL)
+
+test-p2p: install  ## Run the tests of parity with tensors sent point to point between stages
+	$(BIN)/python -m pytest $(P2P_TESTS) --transport p2p $(ALL)
 
 all-pairs: install  ## Let each layout resume each other's checkpoint, where the tests have some pairs
 	$(BIN)/python -m pytest tests/integration/conformance/states/test_checkpoints.py --all

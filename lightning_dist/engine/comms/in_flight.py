@@ -4,6 +4,10 @@ On a CPU only a wait can tell whether an operation of gloo is over, and a wait b
 wait, and a failure can wake the thread that computes. On an accelerator the streams wait: no thread
 does, and the host goes on. An operation's own stream begins it as soon as its data is there, so
 computing goes on beside it.
+
+After a failure a thread may wait for ever for a rank that lives but neither sends nor receives any
+more: gloo cannot end a wait. If such a thread wakes up while the interpreter exits, Python 3.11 ends
+the process by SIGABRT. The cause has been printed by then.
 """
 
 from __future__ import annotations

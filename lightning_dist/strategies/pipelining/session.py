@@ -41,6 +41,7 @@ class RunContext:
         mesh: All ranks.
         rank: This rank among all.
         device: The device of this rank's tensors.
+        device_backend: The backend of groups for such tensors.
         pp_group: The ranks of the stages of one copy of the model.
         data_group: The ranks that hold the same stages and read other data.
         timeout_seconds: Seconds that a rank waits for another.
@@ -54,6 +55,7 @@ class RunContext:
     mesh: MeshShape
     rank: int
     device: torch.device
+    device_backend: str
     pp_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
     timeout_seconds: float
@@ -74,6 +76,7 @@ class RunContext:
             mesh=strategy.mesh,
             rank=strategy.global_rank,
             device=strategy.root_device,
+            device_backend=strategy.device_backend,
             pp_group=strategy.group("pp"),
             data_group=strategy.data_group,
             timeout_seconds=strategy.timeout_seconds,
@@ -181,7 +184,7 @@ def open_session(
         run.timeout_seconds,
         rank_of_stage=homes,
         holders={tie.ranks(homes) for tie in ties},
-        p2p_backend=config.p2p_backend(strategy.device_backend, strategy.root_device),
+        p2p_backend=config.p2p_backend(run.device_backend, run.device),
     )
     with ExitStack() as if_it_fails:
         if_it_fails.callback(channels.close)
