@@ -6,8 +6,8 @@ does, and the host goes on. An operation's own stream begins it as soon as its d
 computing goes on beside it.
 
 After a failure a thread may wait for ever for a rank that lives but neither sends nor receives any
-more: gloo cannot end a wait. If such a thread wakes up while the interpreter exits, Python 3.11 ends
-the process by SIGABRT. The cause has been printed by then.
+more: gloo cannot end a wait. If such a thread wakes up while the interpreter exits, Python 3.11
+ends the process by SIGABRT. The cause has been printed by then.
 """
 
 from __future__ import annotations
