@@ -27,7 +27,6 @@ from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.base.distributed import Read
 from lightning_dist.strategies.base.process_mesh import StartMethod
 from lightning_dist.strategies.mesh_runtime import checks
-from lightning_dist.strategies.mesh_runtime.dry.run import DryRun
 from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
 
 
@@ -151,6 +150,9 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
                 parallel so, its step needs the values of tensors, or this process is a rank
                 already.
         """
+        # Here, for it imports torch's tools for debugging, which only a dry run needs.
+        from lightning_dist.strategies.mesh_runtime.dry.run import DryRun
+
         check_count("world_size", world_size)
         shape = self.mesh_shape(world_size)
         checks.check_dry_run(self._policy.is_manual, optimizer_states_per_parameter)

@@ -19,25 +19,21 @@ from __future__ import annotations
 
 import os
 import shlex
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_dist.engine.checkpoint import directory, tied_names
 from lightning_dist.engine.checkpoint.joint_save import JointSave
-from lightning_dist.engine.checkpoint.metadata import ShardReader, reason_of
 from lightning_dist.engine.checkpoint.optimizer_state import to_numbers
 from lightning_dist.engine.common.gather import gather_objects
-from lightning_dist.engine.tensors.dtensor import is_storable, storable
+from lightning_dist.engine.tensors.dtensor import storable
 
 _METADATA_FILE = "lightning.pt"
 _README = """\
@@ -149,6 +145,8 @@ def save_sharded(
         RuntimeError: A rank failed otherwise.
         ValueError: A rank does not see the first rank's disk.
     """
+    from lightning_dist.engine.checkpoint.shards import write_shards  # its docstring says why here
+
     target = Path(path)
     temporary = directory.temporary_name(target)
     save = JointSave(target, group)
@@ -157,11 +155,7 @@ def save_sharded(
         tensors, rest = _split(checkpoint)
         states = _gather_rest(rest, group)
 
-        def write_shards() -> None:
-            dcp.save(tensors, checkpoint_id=temporary, process_group=group, no_dist=group is None)
-
-        with _silent_about_one_process():
-            save.step(write_shards)
+        save.step(partial(write_shards, tensors, temporary, group))
         save.step_of_first(partial(_finish, {**rest, **states}, temporary, target))
 
 
@@ -274,50 +268,22 @@ def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[
 def _read_tensors(
     path: Path, is_wanted: Callable[[str], bool], parameters: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    reader = ShardReader(path)
-    wanted: dict[str, Tensor] = {}
-    places: dict[str, tuple[str, str]] = {}
-    for key, info in reader.metadata.state_dict_metadata.items():
+    from lightning_dist.engine.checkpoint.shards import read_shards  # its docstring says why here
+
+    def parameter_of(key: str) -> str:
         section, name = _split_key(key)
-        parameter = name if section in SECTIONS.values() else name.rpartition(".")[0]
-        if isinstance(info, TensorStorageMetadata) and is_wanted(parameter):
-            wanted[key] = _room_for(info, parameters.get(parameter))
-            places[key] = (section, name)
-    with _silent_about_one_process():
-        try:
-            dcp.load(wanted, storage_reader=reader, no_dist=True)
-        except dcp.CheckpointException as error:
-            raise _read_error(path, error) from error
-    sections: dict[str, dict[str, Tensor]] = {}
-    for key, (section, name) in places.items():
-        sections.setdefault(section, {})[name] = wanted[key]
-    return sections
+        return name if section in SECTIONS.values() else name.rpartition(".")[0]
 
-
-def _read_error(path: Path, error: dcp.CheckpointException) -> Exception:
-    """Converts torch's error, which is no ``Exception``, into an ordinary one."""
-    cause = next(iter(error.failures.values()))[0]
-    if isinstance(cause, OSError):
-        return cause
-    return ValueError(
-        f"A shard in {path} is damaged, or was made to run code where it is read:"
-        f" {type(cause).__name__}: {reason_of(cause)} None of it was run; use another copy."
+    tensors = read_shards(
+        path,
+        lambda key: is_wanted(parameter_of(key)),
+        lambda key: parameters.get(parameter_of(key)),
     )
-
-
-@contextmanager
-def _silent_about_one_process() -> Iterator[None]:
-    """Hides torch's warning that `no_dist` loads or saves in a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* in a single process.*")
-        yield
-
-
-def _room_for(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
-    """Creates the tensor to read into, sharded like its parameter if the shapes are equal."""
-    if parameter is not None and is_storable(parameter) and parameter.shape == info.size:
-        return torch.empty_like(parameter, dtype=info.properties.dtype)
-    return torch.empty(info.size, dtype=info.properties.dtype)
+    sections: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        section, name = _split_key(key)
+        sections.setdefault(section, {})[name] = tensor
+    return sections
 
 
 def _split_key(key: str) -> tuple[str, str]:

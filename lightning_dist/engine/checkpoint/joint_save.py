@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from lightning_dist.engine.checkpoint.directory import (
     NotSavedError,
@@ -40,6 +39,18 @@ class _Report:
     failure: str = ""  # the step's error, in words
     failed_rank: int = 0  # where the error began; torch raises some errors on all ranks
     is_storage: bool = False  # whether the error was the file system's
+
+
+class RanksFailedError(Exception):
+    """An action failed on some ranks, and all ranks raise it.
+
+    Attributes:
+        causes: The error of each rank that failed.
+    """
+
+    def __init__(self, causes: Mapping[int, BaseException]) -> None:
+        super().__init__(causes)
+        self.causes = causes
 
 
 class JointSave:
@@ -108,7 +119,7 @@ class JointSave:
         host = socket.gethostname()
         try:
             own = _Report(host, action())
-        except (Exception, dcp.CheckpointException) as error:
+        except Exception as error:
             rank, cause = _first_cause(error, self._rank)
             failure = describe_failure(self._path, cause)
             own = _Report(host, None, failure, rank, is_storage_error(cause))
@@ -144,10 +155,10 @@ def path_to_read(path: str, group: dist.ProcessGroup) -> str:
 
 
 def _first_cause(error: BaseException, rank: int) -> tuple[int, BaseException]:
-    """Returns the rank and the error that began a failure, also from torch's joint exception."""
-    if isinstance(error, dcp.CheckpointException) and error.failures:
-        place = min(error.failures)
-        return place, error.failures[place][0]
+    """Returns the rank and the error that began a failure, also one that all ranks raise."""
+    if isinstance(error, RanksFailedError) and error.causes:
+        place = min(error.causes)
+        return place, error.causes[place]
     return rank, error
 
 

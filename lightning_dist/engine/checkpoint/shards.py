@@ -1,0 +1,95 @@
+"""The tensors of a sharded checkpoint, written and read by torch.
+
+Import this module where it is used: ``torch.distributed.checkpoint`` takes half as long to import
+as all of this package, and most runs write one file.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_dist.engine.checkpoint.joint_save import RanksFailedError
+from lightning_dist.engine.checkpoint.metadata import ShardReader, reason_of
+from lightning_dist.engine.tensors.dtensor import is_storable
+
+
+def write_shards(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Writes this rank's tensors. Collective: every rank of the group must call it.
+
+    Args:
+        tensors: Tensors by key; a key that several ranks have is written once.
+        folder: Path of the directory, the same on all ranks.
+        group: Group of all ranks that save, for CPU tensors; None for a single process.
+
+    Raises:
+        RanksFailedError: A rank could not write; raised on all ranks.
+    """
+    with _silent_about_one_process():
+        try:
+            dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
+        except dcp.CheckpointException as error:
+            causes = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
+            raise RanksFailedError(causes) from error
+
+
+def read_shards(
+    folder: Path, is_wanted: Callable[[str], bool], like: Callable[[str], Tensor | None]
+) -> dict[str, Tensor]:
+    """Reads tensors by key, without communication.
+
+    Args:
+        folder: Path of the directory.
+        is_wanted: Returns whether to read the tensor of a key.
+        like: Returns a key's parameter, if it has one; of a DTensor only this rank's shard is read.
+
+    Raises:
+        OSError: A file could not be read.
+        ValueError: The index or a shard is damaged.
+    """
+    reader = ShardReader(folder)
+    tensors = {
+        key: _empty(info, like(key))
+        for key, info in reader.metadata.state_dict_metadata.items()
+        if isinstance(info, TensorStorageMetadata) and is_wanted(key)
+    }
+    with _silent_about_one_process():
+        try:
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+        except dcp.CheckpointException as error:
+            raise _read_error(folder, error) from error
+    return tensors
+
+
+def _read_error(folder: Path, error: dcp.CheckpointException) -> Exception:
+    """Converts torch's error, which is no ``Exception``, into an ordinary one."""
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, OSError):
+        return cause
+    return ValueError(
+        f"A shard in {folder} is damaged, or was made to run code where it is read:"
+        f" {type(cause).__name__}: {reason_of(cause)} None of it was run; use another copy."
+    )
+
+
+def _empty(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
+    """Creates the tensor to read into, sharded like its parameter if the shapes are equal."""
+    if parameter is not None and is_storable(parameter) and parameter.shape == info.size:
+        return torch.empty_like(parameter, dtype=info.properties.dtype)
+    return torch.empty(info.size, dtype=info.properties.dtype)
+
+
+@contextmanager
+def _silent_about_one_process() -> Iterator[None]:
+    """Hides torch's warning that `no_dist` loads or saves in a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* in a single process.*")
+        yield
