@@ -33,7 +33,6 @@ from lightning_dist.engine.data_parallel.replicas import LocalSGD, broadcast_sta
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
-from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.loaders.uneven import UnevenInputs
 from lightning_dist.strategies.base.process_mesh import StartMethod
 from lightning_dist.strategies.base.rank_view import RankView
@@ -162,7 +161,8 @@ class DDPStrategy(DataParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.module)
         if self.is_fitting:
             self.synchronise_layers()
-            self._undo += (partial(lightning_internals.revert_layer_sync, self, self.module),)
+            if self._layer_sync is not None:
+                self._undo += (partial(self._layer_sync.revert, self.module),)
         self.model_to_device()
         group, control_group = self.device_group(*DATA_AXES), self.data_group
         broadcast_state([*self.module.parameters(), *self.module.buffers()], group)

@@ -26,7 +26,7 @@ from lightning_dist.engine.comms.store_notes import RankNotes
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.engine.precision.overflow import AllReducedOverflow, Overflow
 from lightning_dist.engine.tensors.rng import seed_all, share_random_state
-from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base import lightning_internals, lightning_loaders
 from lightning_dist.strategies.base.callback_order import (
     add_first_callback,
     mute_checkpoints,
@@ -90,7 +90,7 @@ class DistributedStrategy(ProcessMesh):
     def _read_here(self, dataloader: object) -> object:
         """Seeds workers by their replica; Lightning would seed them by rank."""
         if self.module.trainer.training:
-            lightning_internals.set_sampler_epoch(self.module.trainer, dataloader)
+            lightning_loaders.set_sampler_epoch(self.module.trainer, dataloader)
         if os.environ.get("PL_SEED_WORKERS", "0") != "0":
             # An iterable dataset may share its samples out by random numbers of its workers.
             is_iterable = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
@@ -112,7 +112,7 @@ class DistributedStrategy(ProcessMesh):
         with ending_with_launcher():
             self._meet()
         if self.mesh.data_size == 1:
-            lightning_internals.keep_users_samplers(self.module.trainer)
+            lightning_loaders.keep_users_samplers(self.module.trainer)
         share_random_state(self.group("pp", "tp"))
         self.seed = self.broadcast(torch.initial_seed())
 

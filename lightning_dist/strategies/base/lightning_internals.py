@@ -1,9 +1,9 @@
 """The private names of Lightning and torchmetrics that this package touches, and some of torch's.
 
 Each function says which name, and why no public one serves. The tests call each of them on the real
-objects, so that a renamed attribute fails there and not in a user's run. Of Lightning's names only
-the launcher's are elsewhere, in :mod:`.base.launcher`. A private name of torch that one module
-needs stands in that module.
+objects, so that a renamed attribute fails there and not in a user's run. The names by which batches
+are read are in :mod:`.lightning_loaders`, those of the launcher in :mod:`.base.launcher`. A private
+name of torch that one module needs stands in that module.
 """
 
 from __future__ import annotations
@@ -13,31 +13,24 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
-from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_dist.engine.tensors.patch import Undo, replace_method
@@ -161,118 +154,6 @@ def change_validation_due(trainer: pl.Trainer, change: Callable[[bool], bool]) -
     loop = trainer.fit_loop.epoch_loop
     own = loop._should_check_val_fx
     return replace_method(loop, own.__name__, lambda fetcher: change(own(fetcher)))
-
-
-def batches_read(trainer: pl.Trainer) -> tuple[int, int | None, bool]:
-    """Returns how far the training loader has been read in this epoch.
-
-    The loop counts the batches that it has trained on. ``_data_fetcher`` counts those it has read.
-
-    Returns:
-        Batches read, the loader's length if it has one, and whether it has ended.
-    """
-    fetcher = trainer.fit_loop._data_fetcher
-    assert fetcher is not None
-    return fetcher.fetched, fetcher.length, fetcher.done
-
-
-# --- loaders -------------------------------------------------------------------------------------
-
-
-def keep_users_samplers(trainer: pl.Trainer) -> None:
-    """Keeps Lightning from putting in a ``DistributedSampler``, which would shuffle besides.
-
-    With one data replica there is nothing to share out. ``use_distributed_sampler`` is an argument
-    of the Trainer that cannot be changed later, and a strategy only chooses a sampler's arguments.
-    """
-    assert hasattr(trainer._accelerator_connector, "use_distributed_sampler")
-    trainer._accelerator_connector.use_distributed_sampler = False
-
-
-def copy_of_loader(loader: DataLoader[Any], name: str, value: Any) -> DataLoader[Any]:
-    """Returns a copy of a loader with another attribute; plain assignment refuses samplers.
-
-    To build another loader would take the arguments that the user's class was built with.
-    ``_iterator`` holds the loader's workers.
-    """
-    copied = copy(loader)
-    copied.__dict__.update({name: value, "_iterator": None})
-    return copied
-
-
-def is_iterated_by_loop() -> bool:
-    """Returns whether the caller, an ``__iter__``, was called by Lightning's loops.
-
-    The loops iterate loaders only in the module of :class:`CombinedLoader`, whose iterators are
-    private. A user's hook that iterates a loader of the Trainer does not go through that module.
-    """
-    caller = sys._getframe(2)
-    return caller.f_globals.get("__name__") == CombinedLoader.__module__
-
-
-def replace_loader_hooks(
-    trainer: pl.Trainer, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
-) -> Undo:
-    """Wraps the calls of ``train_dataloader`` and ``val_dataloader``, of modules and data modules.
-
-    Nothing public comes before these hooks; ``_data_source`` calls them.
-
-    Args:
-        trainer: The trainer, before it fits.
-        wrap: Returns the function to call in the place of each hook.
-    """
-    loop = trainer.fit_loop
-    sources = [loop._data_source, loop.epoch_loop.val_loop._data_source]
-    for source in sources:
-        setattr(source, "dataloader", wrap(source.dataloader))  # noqa: B010
-
-    def undo() -> None:
-        for source in sources:
-            source.__dict__.pop("dataloader", None)
-
-    return undo
-
-
-def request_loaders(trainer: pl.Trainer) -> tuple[Any, CombinedMode] | None:
-    """Requests the loaders of a run before it begins.
-
-    ``setup_data`` of a loop is public, but it is done once: a resumed run would find its loaders
-    made before the state that belongs to them. ``_data_source`` knows which hook to call, and
-    ``_request_dataloader`` how, for loaders that Lightning has to make anew.
-
-    Returns:
-        The loaders, and how the loop combines them; None where there are none.
-    """
-    loops: dict[TrainerFn, Any] = {
-        TrainerFn.FITTING: trainer.fit_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }
-    assert trainer.state.fn is not None
-    source = loops[trainer.state.fn]._data_source
-    if not source.is_defined():
-        return None
-    fits = trainer.state.fn == TrainerFn.FITTING
-    return _request_dataloader(source), "max_size_cycle" if fits else "sequential"
-
-
-def to_step(trainer: pl.Trainer, batch: Any, device: torch.device) -> Any:
-    """Returns a loader's batch as a step gets it, after ``_on_before_batch_transfer``."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, device, dataloader_idx=0)
-
-
-def set_sampler_epoch(trainer: pl.Trainer, dataloader: object) -> None:
-    """Sets the epoch of a training loader's sampler, before workers ask the sampler for indices.
-
-    Lightning calls ``_set_sampler_epoch`` when an epoch begins. A run that is resumed has started
-    the workers by then, and would read its first epoch in the order of epoch 0.
-    """
-    epoch = getattr(trainer.fit_loop.epoch_progress.current, "processed")  # noqa: B009
-    if epoch:
-        _set_sampler_epoch(dataloader, epoch)
 
 
 # --- logging -------------------------------------------------------------------------------------
@@ -405,24 +286,6 @@ def mark_optimizer_called(optimizer: Optimizer) -> None:
     Torch reads ``_opt_called``, and would warn that the scheduler was stepped first.
     """
     setattr(optimizer, "_opt_called", True)  # noqa: B010
-
-
-def replace_torch_layer_sync(strategy: ParallelStrategy, layer_sync: LayerSync) -> None:
-    """Replaces the plugin of torch's ``SyncBatchNorm``, if the user asked for that one."""
-    if isinstance(strategy._layer_sync, TorchSyncBatchNorm):
-        strategy._layer_sync = layer_sync
-
-
-def apply_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
-    """Synchronises BatchNorm by the plugin of ``sync_batchnorm=True``, in ``_layer_sync``."""
-    if strategy._layer_sync is not None:
-        strategy._layer_sync.apply(module)
-
-
-def revert_layer_sync(strategy: ParallelStrategy, module: pl.LightningModule) -> None:
-    """Undoes :func:`apply_layer_sync`."""
-    if strategy._layer_sync is not None:
-        strategy._layer_sync.revert(module)
 
 
 # --- documented, but not declared ----------------------------------------------------------------

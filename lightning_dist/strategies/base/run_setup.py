@@ -51,7 +51,7 @@ class RunSetup(LayoutFreeCheckpoints):
     """Sets runs up; see the module's docstring."""
 
     _is_laid_out = False
-    _undo: tuple[Callable[[], None], ...] = ()
+    _undo: tuple[Callable[[], object], ...] = ()
 
     # --- the order ---------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -21,7 +22,7 @@ from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.splitting.config import find_batch_statistics
 from lightning_dist.engine.tensors.rng import RandomStream, seed_all
-from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.lengths import TrainingLengths
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
 from lightning_dist.strategies.base.run_setup import RunSetup
@@ -44,10 +45,11 @@ class DataParallelStrategy(RunSetup):
 
     def synchronise_layers(self) -> None:
         """Synchronises BatchNorm over all ranks if the Trainer has ``sync_batchnorm=True``."""
-        if self.root_device.type == "cpu":
+        if isinstance(self._layer_sync, TorchSyncBatchNorm) and self.root_device.type == "cpu":
             replicas = self.device_group(*DATA_AXES).group
-            lightning_internals.replace_torch_layer_sync(self, SyncedBatchNorm(replicas))
-        lightning_internals.apply_layer_sync(self, self.module)
+            self._layer_sync = SyncedBatchNorm(replicas)  # torch's runs on GPUs only
+        if self._layer_sync is not None:
+            self._layer_sync.apply(self.module)
 
     def explain_batch_statistics(self) -> None:
         """Prints which modules normalise by a rank's part of the batch, if there is such a part."""
@@ -69,7 +71,7 @@ class DataParallelStrategy(RunSetup):
         if self.mesh.data_size > 1:
             streams = partial(self._shared_stream, _HOOKS)
             wrap = partial(with_shared_draws, open_stream=streams)
-            self._undo += (lightning_internals.replace_loader_hooks(trainer, wrap),)
+            self._undo += (lightning_loaders.replace_loader_hooks(trainer, wrap),)
 
     @override
     def close_session(self) -> None:

@@ -26,7 +26,7 @@ from lightning_dist.engine.splitting.tracing.call import SET_AN_EXAMPLE, Argumen
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.tree import map_tensors
-from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders, read_first_batch
 
 _Value = TypeVar("_Value")
@@ -78,7 +78,7 @@ class FirstCall:
                     raise
                 problem = f"{type(error).__name__}: {error}"
         else:
-            lightning_internals.request_loaders(self.trainer)  # all ranks call a hook, or none
+            lightning_loaders.request_loaders(self.trainer)  # all ranks call a hook, or none
         read, problem = self._share((read, problem))
         if problem:
             raise ValueError(
@@ -100,7 +100,7 @@ class FirstCall:
         half = nullcontext() if self.half is None else as_in_step(module, self.half)
         grad = torch.enable_grad() if name == "training_step" else torch.no_grad()
         try:
-            batch = lightning_internals.to_step(self.trainer, batch, module.device)
+            batch = lightning_loaders.to_step(self.trainer, batch, module.device)
             with watch_call(traced) as seen, _not_logging(module), half, context(), grad:
                 step(*_arguments_of(step, batch, loaders))
         except Exception as error:

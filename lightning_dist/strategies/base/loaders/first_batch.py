@@ -21,7 +21,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 
 
@@ -74,7 +74,7 @@ class ResumedLoader(LoaderProxy):
 
 def read_first_batch(trainer: pl.Trainer, begun: BegunLoaders) -> tuple[Any, int] | None:
     """Returns the first collated batch of a run, and its number of loaders; None without one."""
-    found = lightning_internals.request_loaders(trainer)
+    found = lightning_loaders.request_loaders(trainer)
     if found is None:
         return None
     loaders, mode = found

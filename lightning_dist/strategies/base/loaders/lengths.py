@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.comms.store_notes import RankNotes
 from lightning_dist.engine.tensors.patch import replace_method
-from lightning_dist.strategies.base.lightning_internals import batches_read
+from lightning_dist.strategies.base.lightning_loaders import batches_read
 
 _GRACE_SECONDS = 10.0  # the ranks have just been at the same batch, or nearly
 

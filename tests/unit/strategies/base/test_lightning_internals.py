@@ -118,6 +118,19 @@ def test_the_sigterm_protocol_is_replaced_where_lightning_looks() -> None:
     assert trainer.received_sigterm
 
 
+def test_a_signal_handler_is_restored_to_another() -> None:
+    trainer, signals = quiet_trainer(), (signal.SIGTERM, signal.SIGINT)
+    connector = trainer._signal_connector
+    before = [signal.getsignal(signum) for signum in signals]
+    connector.register_signal_handlers()
+    lightning_internals.replace_handler_to_restore(trainer, signal.SIGTERM, signal.SIG_IGN)
+    connector.teardown()
+    after = [signal.getsignal(signum) for signum in signals]
+    for signum, handler in zip(signals, before, strict=True):
+        signal.signal(signum, handler)
+    assert after == [signal.SIG_IGN, before[1]]
+
+
 def test_hooks_and_clipping_come_between_backward_and_step() -> None:
     class Hooked(L.LightningModule):
         norms: tuple[float, ...] = ()

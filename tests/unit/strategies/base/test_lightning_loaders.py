@@ -1,4 +1,4 @@
-"""The private names of Lightning by which loaders are replaced are where they were."""
+"""The private names of Lightning by which batches are read are where they were."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base import lightning_loaders
 from tests.helpers.networks.models import make_trainer
 
 
@@ -42,7 +43,7 @@ def test_a_copy_of_a_loader_has_another_sampler(
 
     loader: DataLoader[Any] = DataLoader(range(4), **options)  # type: ignore[arg-type]
     own, samplers = read(loader), (loader.sampler, loader.batch_sampler)
-    copied = lightning_internals.copy_of_loader(loader, name, Reversed(getattr(loader, name)))
+    copied = lightning_loaders.copy_of_loader(loader, name, Reversed(getattr(loader, name)))
     assert read(copied) == found
     assert read(loader) == own
     assert (loader.sampler, loader.batch_sampler) == samplers
@@ -55,7 +56,7 @@ class Asking:
         self.answers: list[bool] = []
 
     def __iter__(self) -> Iterator[Any]:
-        self.answers.append(lightning_internals.is_iterated_by_loop())
+        self.answers.append(lightning_loaders.is_iterated_by_loop())
         return iter([0])
 
 
@@ -86,7 +87,7 @@ def test_loader_hooks_are_wrapped_where_lightning_calls_them() -> None:
     trainer._data_connector.attach_data(module)
     loop = trainer.fit_loop
     sources = [loop._data_source, loop.epoch_loop.val_loop._data_source]
-    undo = lightning_internals.replace_loader_hooks(trainer, lambda hook: lambda: ["mine", *hook()])
+    undo = lightning_loaders.replace_loader_hooks(trainer, lambda hook: lambda: ["mine", *hook()])
     assert [_request_dataloader(s) for s in sources] == [["mine", "train"], ["mine", "val"]]
     undo()
     assert [_request_dataloader(s) for s in sources] == [["train"], ["val"]]
@@ -116,7 +117,7 @@ class Skipping(L.LightningModule):
     def configure_optimizers(self) -> None: ...
 
     def on_train_epoch_end(self) -> None:
-        self.found.append(lightning_internals.batches_read(self.trainer))
+        self.found.append(lightning_loaders.batches_read(self.trainer))
 
 
 @pytest.mark.parametrize(
@@ -150,8 +151,46 @@ def test_only_a_resumed_run_tells_a_sampler_its_epoch_early() -> None:
         sampler = Sampler()
 
     trainer, loader = L.Trainer(accelerator="cpu", logger=False), Loader()
-    lightning_internals.set_sampler_epoch(trainer, loader)
+    lightning_loaders.set_sampler_epoch(trainer, loader)
     assert loader.sampler.epochs == []
     trainer.fit_loop.epoch_progress.current.processed = 2
-    lightning_internals.set_sampler_epoch(trainer, loader)
+    lightning_loaders.set_sampler_epoch(trainer, loader)
     assert loader.sampler.epochs == [2]
+
+
+def test_the_users_samplers_are_kept() -> None:
+    trainer = make_trainer(use_distributed_sampler=True)
+    assert trainer._accelerator_connector.use_distributed_sampler
+    lightning_loaders.keep_users_samplers(trainer)
+    assert not trainer._accelerator_connector.use_distributed_sampler
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (TrainerFn.FITTING, (["train"], "max_size_cycle")),
+        (TrainerFn.VALIDATING, (["val"], "sequential")),
+        (TrainerFn.TESTING, None),
+    ],
+)
+def test_loaders_are_requested_ahead_of_a_run(function: TrainerFn, found: object) -> None:
+    trainer, module = make_trainer(), WithLoaders()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    trainer.state.fn = function
+    assert lightning_loaders.request_loaders(trainer) == found
+
+
+class Doubling(L.LightningModule):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return 2 * batch
+
+
+def test_a_batch_goes_through_the_hooks_on_its_way_to_a_step() -> None:
+    trainer, module = make_trainer(precision="bf16-true"), Doubling()
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    trainer._data_connector.attach_data(module)
+    batch = lightning_loaders.to_step(trainer, torch.tensor([1.5]), torch.device("cpu"))
+    assert batch.dtype == torch.bfloat16
+    assert batch.item() == 3.0
