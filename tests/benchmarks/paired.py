@@ -50,6 +50,7 @@ TURN = 4
 """Batches; a multiple of those accumulated."""
 LONG_TURN = 100
 WARMUP_BATCHES = 12
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class Turns(L.Callback):
         pair: What takes turns.
         make_loop: Makes the raw loop, when there is a process group.
         batches: For it.
+        device: The device on which both compute.
     """
 
     def __init__(
@@ -151,7 +153,9 @@ class Turns(L.Callback):
         pair: Pair,
         make_loop: Callable[[], c.RunBatch],
         batches: Iterator[tuple[Tensor, Tensor]],
+        device: torch.device = CPU,
     ) -> None:
+        self._device = device
         self._pair = pair
         self._make_loop = make_loop
         self._batches = batches
@@ -167,7 +171,7 @@ class Turns(L.Callback):
         if batch_idx % self._pair.turn == 0:
             if isinstance(trainer.strategy, PipelineStrategy):
                 trainer.strategy.drain()
-            dist.barrier()
+            self._meet()
             self.fit.append(time.perf_counter() - self._began)
             self._take_turn()
             self._began = time.perf_counter()
@@ -178,8 +182,15 @@ class Turns(L.Callback):
         with torch.enable_grad():
             for _ in range(self._pair.turn):
                 loop(*next(self._batches))
-        dist.barrier()
+        self._meet()
         self.raw.append(time.perf_counter() - began)
+
+    def _meet(self) -> None:
+        """Waits for the device, and for the other ranks if there are some."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if dist.is_initialized():
+            dist.barrier()
 
     def ratios(self) -> list[float]:
         """Gives the fit's throughput beside that of its neighbours."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tests.gpu.pieces import parity, two_ranks
+from tests.gpu.pieces import in_process, parity, speed, two_ranks
 from tests.gpu.records import Row
 from tests.gpu.setting import Setting
 
@@ -31,5 +31,18 @@ PIECES: Mapping[str, Piece] = MappingProxyType(
         "two_ranks": Piece("whether NCCL takes two ranks on one GPU", two_ranks.nccl, 150),
         "parity_1": Piece("each strategy on one rank beside one device", parity.one_rank, 240),
         "parity_2": Piece("each strategy on two ranks beside one device", parity.two_ranks, 300),
+        "no_sync": Piece(
+            "whether the host waits for the device in a steady step", in_process.no_sync, 120
+        ),
+        "gpt": Piece(
+            "the recipe's GPT at 124 M parameters beside a plain compiled loop", speed.gpt, 420
+        ),
+        "speed": Piece("a small GPT at one rank beside a raw loop", speed.small, 240),
+        "compiled": Piece(
+            "torch.compile of layers and stages under each schedule", in_process.compiled, 400
+        ),
+        "overhead": Piece(
+            "what the engine costs: 2 stages in one process", in_process.overhead, 150
+        ),
     }
 )

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from tests.benchmarks.quiet import quieten
 from tests.gpu.catalog import PIECES
 from tests.gpu.records import End, Folder, Record, describe_machine
@@ -19,6 +21,8 @@ def main() -> None:
     name, device, transport, path = sys.argv[1:]
     quieten()
     setting, folder = Setting(device, transport), Folder(Path(path))
+    if not setting.is_gpu:
+        torch.set_num_threads(1)
     record = Record(name, describe_machine(setting))
     folder.write(record)
     began = time.monotonic()

@@ -106,3 +106,10 @@ def within(what: str, difference: float, tolerance: float, found: str = "") -> R
     """Returns the row of a largest difference; it fails if it is not below the tolerance."""
     verdict = Verdict.HOLDS if difference < tolerance else Verdict.FAILS  # not, if it is nan
     return Row(what, found or f"{difference:.1e}", f"< {tolerance:g}", verdict)
+
+
+def beside_goal(what: str, found: str, setting: Setting, ratio: float, goal: float) -> Row:
+    """Returns the row of a ratio that shall reach a goal; small sizes on a CPU have no goal."""
+    if not setting.is_gpu:
+        return Row(what, found, f">= {goal} on a GPU")
+    return Row(what, found, f">= {goal}", Verdict.HOLDS if ratio >= goal else Verdict.MISSES)

@@ -57,9 +57,10 @@ def run_ranks(
     shapes: Sequence[PipelineShape],
     train: Train,
     turn: threading.Lock | None = None,
+    seconds: float = 30,
     **options: Any,
 ) -> list[Any]:
-    """Runs a rank for each shape at once, and gives what each returned.
+    """Runs a rank for each shape at once, and gives what each returned in so many seconds.
 
     Channels of the caller's own are :class:`Yielding` ones of the same turn.
     """
@@ -86,7 +87,7 @@ def run_ranks(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(seconds)
     if failures:
         raise failures[0]
     return [results[rank] for rank in range(len(shapes))]

@@ -1,0 +1,297 @@
+"""Strategies at one rank beside a raw loop, in turns of a few batches in the same process.
+
+The small GPT shows what a strategy costs the host: its kernels are short, so the device waits for
+launches. The GPT of 124 M parameters (GPT-2's small shape; embedding and head are not tied) shows
+what training loses.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dist import (
+    DDPStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+)
+from lightning_dist.callbacks import MixedPrecision
+from lightning_dist.engine.profiling.report import find_peak_flops
+from recipes.gpt import build_gpt
+from tests.benchmarks import contestants as c
+from tests.benchmarks.data_parallel import shard_blocks
+from tests.benchmarks.paired import Pair, Turns
+from tests.gpu.ranks import attempt, beside_goal, trainer_of
+from tests.gpu.records import Row, Verdict
+from tests.gpu.setting import Setting
+
+GOAL = 0.98
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A GPT, its batch, and the number of turns."""
+
+    vocab: int
+    width: int
+    depth: int
+    heads: int
+    batch: int
+    length: int
+    turns: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a batch."""
+        return self.batch * self.length
+
+    @property
+    def flops_per_token(self) -> int:
+        """Forward and backward: the matrix products, and attention as if it were not causal."""
+        products = self.depth * 12 * self.width**2 + self.vocab * self.width
+        return 6 * products + 12 * self.depth * self.width * self.length
+
+    def build(self) -> nn.Sequential:
+        torch.manual_seed(0)
+        return build_gpt(self.vocab, self.width, self.depth, self.heads)
+
+
+TINY = Sizes(vocab=256, width=32, depth=2, heads=2, batch=2, length=16, turns=4)
+SMALL = Sizes(vocab=256, width=256, depth=8, heads=4, batch=8, length=128, turns=20)
+
+
+def gpt_124m(device: torch.device) -> Sizes:
+    """Returns the size of GPT-2 small, with as large a batch as the device's memory takes."""
+    gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+    batch = 16 if gib > 60 else 8 if gib > 30 else 4 if gib > 20 else 2
+    return Sizes(vocab=50304, width=768, depth=12, heads=12, batch=batch, length=1024, turns=8)
+
+
+class Trained(c.PlainGPT):
+    """The recipe's module on a model of any size, which may be compiled."""
+
+    def __init__(self, sizes: Sizes, compile_for: Setting | None = None) -> None:
+        L.LightningModule.__init__(self)
+        self.model = sizes.build()
+        if compile_for is not None:
+            for layer in self.model:
+                layer.compile(backend=compile_for.compiler)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+class Sharded(Trained):
+    """Shards itself, as Lightning's ModelParallelStrategy wants it."""
+
+    def configure_model(self) -> None:
+        shard_blocks(self.model, self.device_mesh["data_parallel"])
+
+
+def loader_of(setting: Setting, sizes: Sizes, count: int) -> DataLoader[Any]:
+    tokens = torch.randint(sizes.vocab, (count * sizes.batch, sizes.length + 1))
+    data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    return DataLoader(data, batch_size=sizes.batch, pin_memory=setting.is_gpu)
+
+
+def plain_loop(
+    setting: Setting, sizes: Sizes, *, compiled: bool = False, half: bool = False
+) -> c.RunBatch:
+    """Returns a plain loop's step, with batches that are moved as Lightning moves them."""
+    device = setting.torch_device
+    net = sizes.build().to(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+    if compiled:
+        net.compile(backend=setting.compiler)
+    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=half)
+
+    def run(x: Tensor, y: Tensor) -> None:
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        with autocast():
+            logits = net(x)
+        F.cross_entropy(logits.flatten(0, 1).float(), y.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A fit beside a raw loop.
+
+    Attributes:
+        make: Makes the fit's strategy.
+        module: Makes its module.
+        options: Makes more arguments of its Trainer.
+    """
+
+    make: Callable[[], Any]
+    module: Callable[..., L.LightningModule] = Trained
+    options: Callable[[], dict[str, Any]] = dict
+
+
+def _single(setting: Setting) -> SingleDeviceStrategy:
+    return SingleDeviceStrategy(device=setting.torch_device)
+
+
+OURS: dict[str, Callable[[], Any]] = {
+    "our DDPStrategy": DDPStrategy,
+    "our FSDPStrategy": FSDPStrategy,
+    "our PipelineStrategy, 1 stage": partial(PipelineStrategy, num_microbatches=1),
+    "our TensorParallelStrategy": partial(
+        TensorParallelStrategy, plan={"model.*.up": "colwise", "model.*.down": "rowwise"}
+    ),
+    "our MeshStrategy": MeshStrategy,
+}
+LIGHTNINGS_FSDP = partial(ModelParallelStrategy, data_parallel_size=1, tensor_parallel_size=1)
+
+
+def small(setting: Setting) -> Iterator[Row]:
+    sizes = SMALL if setting.is_gpu else TINY
+    contests = {
+        "Lightning, single device": Contest(partial(_single, setting)),
+        "Lightning's DDPStrategy": Contest(LightningDDPStrategy),
+        "Lightning's ModelParallelStrategy": Contest(LIGHTNINGS_FSDP, Sharded),
+        **{name: Contest(make) for name, make in OURS.items()},
+    }
+    loop = partial(plain_loop, setting, sizes)
+    for name, contest in contests.items():
+        yield attempt(name, partial(_small_row, name, setting, sizes, contest, loop))
+
+
+def _small_row(
+    name: str, setting: Setting, sizes: Sizes, contest: Contest, loop: Callable[[], c.RunBatch]
+) -> Row:
+    turns = take_turns(setting, sizes, contest, loop)
+    (own, raw), ratio = turns.milliseconds(), statistics.median(turns.ratios())
+    found = f"{own:.2f} ms per batch, raw loop {raw:.2f}; {ratio:.3f} x the raw loop"
+    return Row(name, found)
+
+
+def take_turns(
+    setting: Setting, sizes: Sizes, contest: Contest, loop: Callable[[], c.RunBatch]
+) -> Turns:
+    """Lets a fit and a raw loop take turns on the device."""
+    pair = Pair(contest.make, lambda _: loop(), devices=1)
+    count = pair.turn * (sizes.turns + pair.warmup_turns) + 1
+    raw_batches = iter(loader_of(setting, sizes, count + pair.turn))
+    turns = Turns(pair, loop, raw_batches, setting.torch_device)
+    options = {"callbacks": [], "limit_val_batches": 0, **contest.options()}
+    options["callbacks"].append(turns)
+    trainer = trainer_of(setting, contest.make(), **options)
+    trainer.fit(contest.module(sizes), loader_of(setting, sizes, count))
+    return turns
+
+
+# --- 124 M parameters ----------------------------------------------------------------------------
+
+# Model FLOPs utilisation that others publish for a device, each of a larger model than this one.
+PUBLISHED: Mapping[str, tuple[str, float, str]] = MappingProxyType(
+    {
+        "H100": (
+            "nanochat, 1.9 B parameters on 8 H100",
+            0.509,
+            "https://github.com/karpathy/nanochat/blob/06a1977/run1000.sh",
+        ),
+        "A100": (
+            "litgpt's TinyLlama, 1.1 B parameters on 64 A100",
+            0.52,
+            "https://github.com/Lightning-AI/litgpt/blob/0495ecb/tutorials/pretrain_tinyllama.md",
+        ),
+    }
+)
+
+
+def half() -> dict[str, Any]:
+    return {"precision": "bf16-mixed"}
+
+
+def casts() -> dict[str, Any]:
+    return {"callbacks": [MixedPrecision("bf16")]}
+
+
+def gpt(setting: Setting) -> Iterator[Row]:
+    """Trains the recipe's GPT in bf16, compiled, beside a plain compiled loop."""
+    sizes = gpt_124m(setting.torch_device) if setting.is_gpu else TINY
+    what = "FlashAttention"
+    yield attempt(what, partial(_flash_row, what, setting, sizes))
+    compiled = partial(Trained, compile_for=setting)
+    contests = {
+        "Lightning's DDPStrategy, bf16-mixed": Contest(LightningDDPStrategy, compiled, half),
+        "our DDPStrategy, bf16-mixed": Contest(DDPStrategy, compiled, half),
+        "our DDPStrategy, MixedPrecision": Contest(DDPStrategy, compiled, casts),
+        "our FSDPStrategy(compile=True), MixedPrecision": Contest(
+            partial(FSDPStrategy, compile=True), options=casts
+        ),
+        "our PipelineStrategy, 1 stage, MixedPrecision": Contest(
+            partial(PipelineStrategy, num_microbatches=1), compiled, casts
+        ),
+    }
+    loop = partial(plain_loop, setting, sizes, compiled=True, half=True)
+    plain: list[float] = []
+    for name, contest in contests.items():
+        yield attempt(name, partial(_gpt_row, name, setting, sizes, contest, loop, plain))
+    if plain:
+        yield Row("the plain compiled loop", _speed(setting, sizes, statistics.median(plain)))
+    yield from _published(setting)
+
+
+def _gpt_row(
+    name: str,
+    setting: Setting,
+    sizes: Sizes,
+    contest: Contest,
+    loop: Callable[[], c.RunBatch],
+    plain: list[float],
+) -> Row:
+    torch.compiler.reset()
+    turns = take_turns(setting, sizes, contest, loop)
+    (own, raw), ratio = turns.milliseconds(), statistics.median(turns.ratios())
+    plain.append(raw)
+    found = f"{_speed(setting, sizes, own)}; {ratio:.3f} x the plain compiled loop"
+    if not name.startswith("our"):
+        return Row(name, found)
+    return beside_goal(name, found, setting, ratio, GOAL)
+
+
+def _speed(setting: Setting, sizes: Sizes, milliseconds: float) -> str:
+    tokens = sizes.tokens / milliseconds * 1e3
+    name = torch.cuda.get_device_name(setting.torch_device) if setting.is_gpu else "cpu"
+    peak = find_peak_flops(name, "bf16-mixed")
+    mfu = "unknown" if peak is None else f"{tokens * sizes.flops_per_token / peak:.1%}"
+    return f"{tokens:,.0f} tokens per second, MFU {mfu}"
+
+
+def _flash_row(what: str, setting: Setting, sizes: Sizes) -> Row:
+    if not setting.is_gpu:
+        return Row(what, "for GPUs", "", Verdict.LEFT_OUT)
+    shape = (sizes.batch, sizes.heads, sizes.length, sizes.width // sizes.heads)
+    q = torch.randn(shape, device=setting.torch_device, dtype=torch.bfloat16)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):  # raises where it cannot be
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return Row(what, "takes these shapes in bf16", "", Verdict.HOLDS)
+
+
+def _published(setting: Setting) -> Iterator[Row]:
+    name = torch.cuda.get_device_name(setting.torch_device) if setting.is_gpu else "cpu"
+    found = [row for device, row in PUBLISHED.items() if device in name]
+    for what, mfu, source in found:
+        yield Row(f"published: {what}", f"MFU {mfu:.1%}", source)
+    if not found:
+        yield Row("published by others", f"no figure is known for {name}")
