@@ -7,7 +7,7 @@ tensors and the tensors' infos, precedes the first message that differs, since s
 by the first micro-batch give silently wrong gradients for uneven ones.
 
 Gloo alone takes CPU tensors and several ranks on one GPU. Tensors of a GPU are staged through
-pinned host memory.
+pinned host memory. The host does not wait for the copies: a thread does, and sends them then.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class DistributedSender:
         self._peer = peer
         # The schema that the receiver knows, and the layout for which it has posted a receive.
         self._schema, self._layout = pickle.dumps((None, [])), PacketLayout()
-        # The sending begins in `send`, where no thread has to wake up first.
         self._outbox = HostOutbox(peer)
+        self._is_late = False  # whether a thread begins the sends, in their order
 
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
         """Sends a tree; returns at once.
@@ -82,7 +82,7 @@ class DistributedSender:
             parts = [announcement, torch.frombuffer(bytearray(schema), dtype=torch.uint8)]
             self._schema, self._layout = schema, PacketLayout(infos)
         packet = _packed(self._layout, tensors, PacketHeader(PacketKind.TREE, tag=tag))
-        self._transmit([*parts, packet])
+        self._transmit([*parts, packet], copied=_event_after(tensors))
 
     def close(self, *, failed: bool = False) -> None:
         """Waits until everything has been sent, and closes the channel; again, does nothing.
@@ -99,14 +99,37 @@ class DistributedSender:
         # wait for threads that are not there.
         self._group = None
 
-    def _transmit(self, parts: list[Tensor]) -> None:
+    def _transmit(self, parts: list[Tensor], copied: torch.Event | None = None) -> None:
         self._outbox.check()
-        assert self._group is not None, "the channel is closed"
+        group = self._group
+        assert group is not None, "the channel is closed"
+
+        def begin() -> list[dist.Work]:
+            if copied is not None:
+                copied.synchronize()
+            works = [dist.isend(part, dst=self._peer, group=group) for part in parts]
+            return [work for work in works if work is not None]
+
+        # Where nothing has to be waited for, the sending begins here: no thread has to wake up.
+        self._is_late = self._is_late or copied is not None
+        if self._is_late:
+            self._outbox.begin(begin, parts)
+            return
         try:
-            works = [dist.isend(part, dst=self._peer, group=self._group) for part in parts]
+            works = begin()
         except RuntimeError as error:
             raise PeerLostError(f"Rank {self._peer} cannot be reached: {error}") from error
-        self._outbox.keep([work for work in works if work is not None], parts)
+        self._outbox.keep(works, parts)
+
+
+def _event_after(tensors: Sequence[Tensor]) -> torch.Event | None:
+    """Returns an event after the copies of tensors to the host; None if all were there."""
+    device = next((t.device for t in tensors if t.device.type != "cpu"), None)
+    if device is None:
+        return None
+    event = torch.Event(device)
+    event.record()
+    return event
 
 
 def _packed(layout: PacketLayout, tensors: Sequence[Tensor], header: PacketHeader) -> Tensor:
@@ -116,7 +139,7 @@ def _packed(layout: PacketLayout, tensors: Sequence[Tensor], header: PacketHeade
     memory: Memory = packet.numpy()
     write_header(memory, header)
     for place, tensor in zip(layout.tensors(memory), tensors, strict=False):
-        place.copy_(tensor.detach())
+        place.copy_(tensor.detach(), non_blocking=True)
     return packet
 
 

@@ -8,6 +8,8 @@ progress bar, loggers and callbacks see the same numbers everywhere; data replic
 A call's ``reduce_fx`` is over batches. Over the micro-batches of one batch a value is averaged by
 samples. Integers, and sums whose first values are whole, count something: they are reduced by
 ``reduce_fx`` over the micro-batches too.
+
+Values of a GPU stay there, as numbers of no dim, so that logging does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -31,6 +33,9 @@ from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.lightning_internals import set_step_value, step_value
 from lightning_dist.strategies.pipelining.given_size import GivenSize
+
+Number: TypeAlias = float | Tensor
+"""A logged value: a number on the host, or a float64 tensor of no dim on another device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ class _Microbatch:
 class _Recorded:
     call: LogCall
     is_whole: bool  # of an integer type
-    values: list[float] = field(default_factory=list)
+    values: list[Number] = field(default_factory=list)
     microbatches: list[_Microbatch] = field(default_factory=list)
     given: list[float] = field(default_factory=list)
 
@@ -92,9 +97,9 @@ class _Recorded:
     def counts(self) -> bool:
         """Whether the values, the first of their name, count something."""
         is_sum = self.call.options["reduce_fx"] == "sum"
-        return self.is_whole or (is_sum and all(value.is_integer() for value in self.values))
+        return self.is_whole or (is_sum and all(float(v).is_integer() for v in self.values))
 
-    def combine(self, given_size: GivenSize, *, counts: bool) -> tuple[LogCall, float]:
+    def combine(self, given_size: GivenSize, *, counts: bool) -> tuple[LogCall, Number]:
         if not self.values:
             return self.call, float("nan")
         if self.given:
@@ -106,13 +111,17 @@ class _Recorded:
         else:
             call, weights = self.call, [microbatch.weight for microbatch in self.microbatches]
         reduce = _OF_COUNTS.get(call.options["reduce_fx"]) if counts else None
-        return call, float(mean_of(self.values, weights) if reduce is None else reduce(self.values))
+        return call, mean_of(self.values, weights) if reduce is None else reduce(self.values)
 
 
 _OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
 """Names of the arguments of ``self.log`` after the name and the value, in order."""
 
-_OF_COUNTS: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max, "min": min}
+_OF_COUNTS: dict[str, Callable[[Sequence[Number]], Number]] = {
+    "sum": sum,
+    "max": lambda values: max(map(float, values)),
+    "min": lambda values: min(map(float, values)),
+}
 """The functions that combine integers of micro-batches; other values are averaged."""
 
 _REDUCTIONS: dict[Any, str] = {
@@ -164,7 +173,7 @@ class StepLog:
             id(m): name for name, m in module.named_modules() if isinstance(m, Metric)
         }
         self._recorded: dict[str, _Recorded] = {}
-        self._made: list[tuple[LogCall, bool, float | None, float | None]] = []
+        self._made: list[tuple[LogCall, bool, Number | None, float | None]] = []
         self._microbatch = _Microbatch(0, 0.0)
         self._given_sizes: dict[tuple[Hashable, str], GivenSize] = {}
         self._counts: dict[tuple[Hashable, str], bool] = {}
@@ -208,9 +217,10 @@ class StepLog:
         combined = []
         for name, each in recorded.items():
             size = self._given_sizes.setdefault((step, name), GivenSize())
-            counts = self._counts.setdefault((step, name), each.counts)
-            combined.append(each.combine(size, counts=counts))
-        values = torch.tensor([value for _, value in combined], dtype=torch.float64)
+            if (step, name) not in self._counts:  # reads the values, so only once
+                self._counts[step, name] = each.counts
+            combined.append(each.combine(size, counts=self._counts[step, name]))
+        values = _joined([value for _, value in combined])
         return BatchLog(tuple(call for call, _ in combined), values, num_samples)
 
     def forget(self) -> None:
@@ -223,8 +233,10 @@ class StepLog:
         Args:
             log: The result of :meth:`take` on the last stage.
         """
-        for call, value in zip(log.calls, log.values.tolist(), strict=True):
-            tensor = torch.tensor(value, dtype=call.dtype, device=self._module.device)
+        is_here = log.values.device.type == "cpu"
+        values = log.values.tolist() if is_here else log.values.unbind()
+        for call, value in zip(log.calls, values, strict=True):
+            tensor = _tensor_of(value, call.dtype, self._module.device)
             logged: Tensor | Metric = tensor
             if call.metric is not None:
                 logged = self._metric(call.metric)
@@ -263,7 +275,7 @@ class StepLog:
                 entry.microbatches.append(self._microbatch)
                 entry.given += [] if size is None else [size]
 
-    def _number_of(self, name: str, value: Any) -> tuple[float | None, torch.dtype, str | None]:
+    def _number_of(self, name: str, value: Any) -> tuple[Number | None, torch.dtype, str | None]:
         if isinstance(value, Metric):
             if id(value) not in self._metric_names:
                 raise ValueError(
@@ -274,17 +286,34 @@ class StepLog:
             name = self._metric_names[id(value)]
             if not isinstance(present, Tensor):
                 return None, torch.get_default_dtype(), name
-            return float(present), _floating(present.dtype), name
+            return _number(present), _floating(present.dtype), name
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(
                     f"self.log({name!r}, tensor) takes a tensor of one element, not of shape"
                     f" {tuple(value.shape)}. Log its mean, or a torchmetrics object."
                 )
-            return float(whole(value.detach())), _floating(value.dtype), None
+            return _number(whole(value.detach())), _floating(value.dtype), None
         if not isinstance(value, numbers.Number):
             pl.LightningModule.log(self._module, name, value)  # raises, and lists the types it logs
         return float(value), torch.get_default_dtype(), None
+
+
+def _number(value: Tensor) -> Number:
+    return float(value) if value.device.type == "cpu" else value.reshape(()).double()
+
+
+def _tensor_of(value: Number, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device, dtype)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def _joined(values: Sequence[Number]) -> Tensor:
+    device = next((v.device for v in values if isinstance(v, Tensor)), None)
+    if device is None:
+        return torch.tensor(values, dtype=torch.float64)
+    return torch.stack([_tensor_of(value, torch.float64, device) for value in values])
 
 
 def _is_whole(value: Any) -> bool:

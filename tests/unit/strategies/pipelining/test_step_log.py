@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -40,6 +41,28 @@ def test_logged_values_are_combined_over_microbatches() -> None:
     assert [call.options["reduce_fx"] for call in taken.calls[2:6]] == ["sum", "max", "sum", "max"]
     assert "log" not in vars(module)
     assert log.take(4).calls == ()
+
+
+def test_values_of_a_device_are_not_read() -> None:
+    """Tensors on the meta device have no values: a read would raise."""
+    module = Logging().to("meta")
+    log = StepLog(module)
+    for size in (3, 1):
+        with log.recording(size):
+            module.log("mean", torch.empty((), device="meta"))
+            module.log("halves", torch.empty(1, dtype=torch.bfloat16, device="meta"))
+            module.log("count", torch.empty((), dtype=torch.int64, device="meta"), reduce_fx="sum")
+            module.log("number", float(size))
+    taken = log.take(4)
+    assert taken.values.shape == (4,)
+    assert taken.values.device.type == "meta"
+    logged: dict[str, Any] = {}
+    with mock.patch.object(module, "log", lambda name, value, **_: logged.update({name: value})):
+        log.replay(taken)
+    assert [value.device.type for value in logged.values()] == ["meta"] * 4
+    assert [value.dtype for value in logged.values()] == [
+        *(torch.float32, torch.bfloat16, torch.float32, torch.float32)
+    ]
 
 
 def test_what_a_step_logs_before_it_is_left_is_dropped() -> None:
