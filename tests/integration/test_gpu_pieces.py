@@ -1,4 +1,4 @@
-"""The pieces of ``make gpu`` on a CPU: a piece runs, is kept, does not run again, and is printed."""
+"""The pieces of ``make gpu`` on a CPU: each runs, is kept, does not run again, and is printed."""
 
 from __future__ import annotations
 
