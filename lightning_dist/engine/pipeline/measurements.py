@@ -12,7 +12,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, pipelined
 from lightning_dist.engine.schedules.registry import find_schedules
-from lightning_dist.engine.schedules.timeline import Span, Timeline
+from lightning_dist.engine.schedules.timeline import PackedSpans, Span, Timeline
 
 
 class MeasuredTimelines:
@@ -22,7 +22,7 @@ class MeasuredTimelines:
         stretches: Each rank's spans by stretch; stretches have the same numbers on all ranks.
     """
 
-    def __init__(self, stretches: Sequence[Mapping[int, tuple[Span, ...]]]) -> None:
+    def __init__(self, stretches: Sequence[Mapping[int, Sequence[Span]]]) -> None:
         self._stretches = stretches
 
     @property
@@ -100,7 +100,8 @@ def gather_measurements(
     """
     own_stages = pipeline.stages
     stages = {s: (own_stages.peak_stash_bytes[s], own_stages.staleness[s]) for s in own_stages}
-    own = (pipeline.recorder.stretches(), stages)
+    spans = {n: PackedSpans(part) for n, part in pipeline.recorder.stretches().items()}
+    own = (spans, stages)
     everyone = gather_objects(own, group)
     of_stages: dict[int, tuple[int, tuple[int, ...]]] = {}
     for rank, (_, by_stage) in enumerate(everyone):
