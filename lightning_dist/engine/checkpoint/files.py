@@ -177,10 +177,6 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Writes an ordinary Lightning checkpoint file, under a temporary name first.
 
-    Args:
-        checkpoint: The Lightning checkpoint dictionary.
-        path: Path of the file.
-
     Raises:
         NotSavedError: The file system could not store the file.
     """

@@ -70,9 +70,6 @@ class JointSave:
     def step(self, action: Callable[[], Any]) -> list[Any]:
         """Runs an action on each rank. Collective: every rank must call it.
 
-        Args:
-            action: This rank's action.
-
         Returns:
             The results of all ranks' actions.
 

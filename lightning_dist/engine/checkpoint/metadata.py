@@ -33,9 +33,6 @@ METADATA_FILE = ".metadata"
 class ShardReader(FileSystemReader):
     """Reads shards, and an index that need not be trusted.
 
-    Args:
-        path: The checkpoint's directory.
-
     Raises:
         ValueError: The index is not one that torch writes.
     """

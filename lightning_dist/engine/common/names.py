@@ -36,10 +36,6 @@ def check_count(name: str, value: object, at_least: int = 1, *, instead: str = "
 def check_positive(name: str, value: object) -> None:
     """Checks that an argument is a finite number above zero.
 
-    Args:
-        name: Name of the argument.
-        value: Value of the argument.
-
     Raises:
         ValueError: The value is no finite number above zero.
     """
@@ -60,12 +56,7 @@ def with_stars(name: str) -> str:
 
 
 def nearest(wanted: str, available: Iterable[str]) -> str:
-    """Returns a question that suggests similar names, in any case; empty if none is similar.
-
-    Args:
-        wanted: The name that matches nothing.
-        available: All names.
-    """
+    """Returns a question that suggests similar names, in any case; empty if none is similar."""
     names: dict[str, list[str]] = {}
     for name in dict.fromkeys(available):
         names.setdefault(name.casefold(), []).append(name)

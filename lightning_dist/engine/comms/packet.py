@@ -71,9 +71,6 @@ class PacketHeader:
 class PacketLayout:
     """The places of a header and some tensors in a packet.
 
-    Args:
-        infos: Infos of the tensors.
-
     Attributes:
         begins: Bytes before each tensor.
         num_bytes: Bytes of the whole packet.

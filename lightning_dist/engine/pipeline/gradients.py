@@ -77,19 +77,11 @@ class HeldGradients:
         """Completes the held gradients."""
 
     def held(self, update: int) -> dict[str, Tensor]:
-        """Returns the gradients for an update by parameter name, and keeps them.
-
-        Args:
-            update: Index of the update.
-        """
+        """Returns the gradients for an update by parameter name, and keeps them."""
         return self._held.get(update, {})
 
     def take(self, update: int) -> dict[str, Tensor]:
-        """Removes and returns the gradients for an update by parameter name.
-
-        Args:
-            update: Index of the update.
-        """
+        """Removes and returns the gradients for an update by parameter name."""
         return self._held.pop(update, {})
 
     def clear(self) -> None:

@@ -115,12 +115,7 @@ def gather_measurements(
 
 
 def predict_memory(pipeline: Pipeline, part: TrainedPart) -> RankMemory:
-    """Returns the planner's prediction of the memory of a rank's stages.
-
-    Args:
-        pipeline: This rank's pipeline.
-        part: This rank's layers.
-    """
+    """Returns the planner's prediction of the memory of a rank's stages."""
     shape, stages = pipeline.shape, pipeline.stages
     schedules, count = find_schedules(shape.schedule), shape.num_microbatches
     num_batches = schedules.update_rule.steady_batches(shape.num_stages, count)

@@ -87,9 +87,6 @@ class Loss:
 def weight_of(result: Any) -> float | None:
     """Returns the weight of a loss in a step's result.
 
-    Args:
-        result: The step's result.
-
     Returns:
         The number under ``"weight"``; None if there is none beside a loss.
     """

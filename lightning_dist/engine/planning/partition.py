@@ -175,10 +175,6 @@ def _sums(values: Sequence[float]) -> list[float]:
 def uniform_partition(num_layers: int, num_stages: int) -> list[int]:
     """Returns the partition into equal stages; earlier ones get one more layer if need be.
 
-    Args:
-        num_layers: Number of layers.
-        num_stages: Number of stages.
-
     Raises:
         ValueError: There are more stages than layers.
     """

@@ -75,9 +75,6 @@ class HalfPrecision:
 
         The root's own parameters are left out: a step uses them with the model's output.
 
-        Args:
-            root: The user's module.
-
         Raises:
             ValueError: A parameter is neither fp32 nor converted by this rule already.
         """

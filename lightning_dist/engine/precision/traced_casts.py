@@ -31,11 +31,7 @@ class TracedCasts:
     path: str
 
     def __call__(self, structure: nn.Module) -> None:
-        """Casts the structure's weights and adds the hooks that cast inputs.
-
-        Args:
-            structure: Structure of the part, changed in place.
-        """
+        """Casts the structure's weights and adds the hooks that cast inputs."""
         root = _placed(structure, self.path)
         for parameter in self.half.half_parameters(root).values():
             parameter.data = parameter.data.to(self.half.dtype)

@@ -64,10 +64,6 @@ def steady(timeline: Timeline) -> Timeline:
 def measured_costs(spans: Sequence[Span], num_stages: int) -> StageCosts | None:
     """Returns the costs of stages: medians over micro-batches, and over replicas.
 
-    Args:
-        spans: Spans of all ranks.
-        num_stages: Number of stages of the pipeline.
-
     Returns:
         The costs; None if some stage has not run forward and backward.
     """
@@ -91,10 +87,6 @@ def measured_costs(spans: Sequence[Span], num_stages: int) -> StageCosts | None:
 
 def predicted_timeline(shape: PipelineShape, costs: StageCosts) -> Timeline:
     """Simulates the schedule with measured costs, and transfers that take no time.
-
-    Args:
-        shape: Shape of the pipeline.
-        costs: Costs of the pipeline's stages.
 
     Returns:
         The timeline of one batch; for an asynchronous pipeline of some batches between fill and

@@ -26,12 +26,6 @@ _OF_UPDATES = (ActionKind.REDUCE_GRAD, ActionKind.STEP)
 class Stream:
     """One rank's actions, batch by batch.
 
-    Args:
-        schedules: The kind of schedule.
-        rank_of_stage: The rank of each stage.
-        num_microbatches: Number of micro-batches per batch.
-        rank: Index of the rank in the pipeline.
-
     Raises:
         ValueError: The kind of schedule takes another number of micro-batches.
     """
@@ -110,9 +104,6 @@ def _after_each_step(actions: Sequence[Action]) -> tuple[Round, ...]:
 
 class Rounds:
     """One rank's rounds of actions.
-
-    Args:
-        shape: This rank's part of the pipeline.
 
     Raises:
         ValueError: The schedule does not fit the sizes.

@@ -196,11 +196,7 @@ class Schedule:
 
 
 class Execution:
-    """Plays a schedule by its dependencies.
-
-    Args:
-        schedule: The schedule to play.
-    """
+    """Plays a schedule by its dependencies."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

@@ -116,12 +116,6 @@ class UpdateRule(ABC):
         is paired with the last of these. In a drain no forward follows, so each update is due when
         its gradients are complete. The reduction is next to the update, unless gradients
         are final before.
-
-        Args:
-            actions: The rank's compute actions.
-            rank: Index of the rank in the pipeline.
-            num_ranks: Number of ranks of the pipeline.
-            num_microbatches: Number of micro-batches per update.
         """
         # Forwards from the first of an update's batch until the update.
         span = num_microbatches * (1 + self.delay(rank, num_ranks, num_microbatches))

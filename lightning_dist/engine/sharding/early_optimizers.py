@@ -34,9 +34,6 @@ class EarlyParameters:
         """Puts the module's present parameters into optimizers.
 
         An optimizer that has state of its parameters keeps them; naming its groups raises an error.
-
-        Args:
-            optimizers: Optimizers of the module's parameters.
         """
         present = dict(self._module.named_parameters())
 

@@ -41,10 +41,6 @@ def choose_recomputed(root: nn.Module, names: Collection[str]) -> list[nn.Module
     To recompute a whole model at the start of the backward saves nothing. So the outermost modules
     are chosen, but inside a module with several modules of one kind, those blocks are chosen.
 
-    Args:
-        root: The model.
-        names: Names of modules in the model.
-
     Returns:
         Modules, none inside of another.
     """

@@ -202,9 +202,6 @@ class PipelineConfig:
     def rank_of_stage(self, num_ranks: int) -> tuple[int, ...]:
         """Returns the rank of each stage.
 
-        Args:
-            num_ranks: Ranks of the pipeline.
-
         Raises:
             ValueError: The schedule takes other numbers of stages or micro-batches.
         """
@@ -231,13 +228,7 @@ class PipelineConfig:
         return self.training_microbatches(num_ranks)
 
     def shape(self, mesh: MeshShape, rank: int, layers_per_stage: tuple[int, ...]) -> PipelineShape:
-        """Returns a rank's part of its pipeline.
-
-        Args:
-            mesh: The mesh of all ranks.
-            rank: Global rank.
-            layers_per_stage: The partition.
-        """
+        """Returns a rank's part of its pipeline."""
         return PipelineShape(
             self.schedule,
             self.training_microbatches(mesh.pp),

@@ -211,13 +211,7 @@ def is_cut(module: nn.Module) -> bool:
 def layers_of(
     module: nn.Sequential | Layers, layers_per_stage: Sequence[int], stage_index: int
 ) -> nn.Module:
-    """Returns the module that runs the layers of a stage of this rank.
-
-    Args:
-        module: The pipelined module, or its layers.
-        layers_per_stage: The partition.
-        stage_index: The stage.
-    """
+    """Returns the module that runs the layers of a stage of this rank."""
     first = sum(layers_per_stage[:stage_index])
     return layers_in(module).stage(first, first + layers_per_stage[stage_index])
 

@@ -241,11 +241,6 @@ def refuse_places_outside(module: nn.Module, path: str, pipelined: nn.Module) ->
     """Checks that no parameter of a layer has another name outside of the pipelined module.
 
     Stages without the layer would keep that parameter at its initial value.
-
-    Args:
-        module: The user's module.
-        path: Dotted path of the pipelined module.
-        pipelined: The pipelined module.
     """
     inside = {id(p): name for name, p in pipelined.named_parameters()}
     every = module.named_modules(remove_duplicate=False)

@@ -116,11 +116,7 @@ class Layers:
 
 
 class LayerSequence(Layers):
-    """The children of an ``nn.Sequential``.
-
-    Args:
-        module: The sequence.
-    """
+    """The children of an ``nn.Sequential``."""
 
     def __init__(self, module: nn.Sequential) -> None:
         # `named_children` lists a child once, but one activation module may occur several times.

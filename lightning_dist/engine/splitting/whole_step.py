@@ -29,11 +29,7 @@ def keep_whole(module: nn.Module) -> PipelineSplit:
 
 
 class WholeStep(Layers):
-    """A user's whole module as one layer.
-
-    Args:
-        module: The user's module.
-    """
+    """A user's whole module as one layer."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, [("",)])

@@ -32,19 +32,11 @@ class HalfWeights:
     is_in_graph: bool = False
 
     def casts(self, layers: nn.Module) -> bool:
-        """Returns whether any parameter of some layers computes in another precision than its own.
-
-        Args:
-            layers: Layers of a stage.
-        """
+        """Returns whether a parameter of the layers computes in another precision than its own."""
         return any(self.dtype_of(p) != p.dtype for p in layers.parameters())
 
     def cast(self, parameter: nn.Parameter) -> Tensor:
-        """Returns the cast of a parameter; the parameter itself if the data type is the same.
-
-        Args:
-            parameter: Parameter of a stage.
-        """
+        """Returns the cast of a parameter; the parameter itself if the data type is the same."""
         return parameter.to(self.dtype_of(parameter))
 
 

@@ -80,9 +80,6 @@ class HyperparameterHistory:
     def remember(self, optimizer: Optimizer) -> None:
         """Records the changes since the previous batch, for the update of a new batch.
 
-        Args:
-            optimizer: The optimizer whose groups to read.
-
         Raises:
             ValueError: The number of groups has changed since a batch without an update.
         """
@@ -113,9 +110,6 @@ class HyperparameterHistory:
         """Sets the groups to the values of the oldest batch without an update for a while.
 
         Changes that are made meanwhile persist.
-
-        Args:
-            optimizer: The optimizer whose groups to write.
 
         Raises:
             ValueError: The number of groups has changed since a batch without an update.
@@ -148,11 +142,7 @@ class HyperparameterHistory:
 
 
 def group_values(optimizer: Optimizer) -> _Groups:
-    """Returns copies of the values in an optimizer's parameter groups, without the parameters.
-
-    Args:
-        optimizer: Any optimizer.
-    """
+    """Returns copies of the values in an optimizer's parameter groups, without the parameters."""
     return [
         {key: _copy_of(value) for key, value in group.items() if key not in _PARAMETERS}
         for group in optimizer.param_groups
@@ -160,12 +150,7 @@ def group_values(optimizer: Optimizer) -> _Groups:
 
 
 def changes_of_groups(before: _Groups, after: _Groups) -> _Groups:
-    """Returns the values that differ, or were missing before, for each group.
-
-    Args:
-        before: Values of some groups.
-        after: Later values of the same groups.
-    """
+    """Returns the values that differ, or were missing before, for each group."""
     return [
         {k: v for k, v in new.items() if k not in old or not _are_equal(old[k], v)}
         for old, new in zip(before, after, strict=True)

@@ -25,9 +25,6 @@ _ADAMS = (Adam, NAdam, RAdam)  # AdamW is an Adam
 def check_extrapolation(optimizer: Optimizer) -> None:
     """Checks that an optimizer's next updates can be predicted.
 
-    Args:
-        optimizer: Any optimizer.
-
     Raises:
         ValueError: The updates cannot be predicted.
     """

@@ -27,12 +27,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def stacked(dim: int, num_stacked: int) -> Placement:
-    """Returns the placement that shards each of several stacked matrices of one size.
-
-    Args:
-        dim: Dim along which the matrices are stacked.
-        num_stacked: Number of matrices.
-    """
+    """Returns the placement that shards each of several stacked matrices of one size."""
     return _StridedShard(dim, split_factor=num_stacked)
 
 

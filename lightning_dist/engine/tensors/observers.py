@@ -27,11 +27,7 @@ Watch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 class OperationWatch(TorchDispatchMode):
-    """Calls a function after each operation on plain tensors, while entered.
-
-    Args:
-        watch: Called after each operation.
-    """
+    """Calls a function after each operation on plain tensors, while entered."""
 
     # Such as torch.cond and flex_attention: each is one operation, and stays usable.
     supports_higher_order_operators = True
@@ -73,11 +69,7 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedTensorsWatch:
-    """Calls a function for each tensor that autograd saves, while entered.
-
-    Args:
-        watch: Called with each saved tensor.
-    """
+    """Calls a function for each tensor that autograd saves, while entered."""
 
     def __init__(self, watch: SavedTensorWatch) -> None:
         self._watch = watch

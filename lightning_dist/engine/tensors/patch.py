@@ -87,12 +87,7 @@ def replace_method(owner: object, name: str, method: Callable[..., Any]) -> Undo
 
 @torch.no_grad()
 def add_with_hooks(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Adds a gradient to ``parameter.grad`` as autograd does, and runs the parameter's hooks.
-
-    Args:
-        parameter: The parameter to accumulate on.
-        gradient: The parameter's gradient for a batch.
-    """
+    """Adds a gradient to ``parameter.grad`` as autograd does, and runs the parameter's hooks."""
     before, behind = gradient_hooks_of(parameter)
     for hook in before:
         changed = hook(gradient)

@@ -26,12 +26,6 @@ def check_trainer(
 ) -> None:
     """Checks the trainer and the module before training.
 
-    Args:
-        trainer: The trainer.
-        module: The user's module.
-        config: The arguments of the pipeline.
-        num_stages: Number of stages of the pipeline.
-
     Raises:
         ValueError: The trainer or the module asks for something that a pipeline cannot do.
     """
@@ -72,12 +66,7 @@ def check_trainer(
 
 
 def clips_by_norm(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Returns whether gradients are clipped by their norm, as far as that is known before a run.
-
-    Args:
-        trainer: The trainer.
-        module: The user's module.
-    """
+    """Returns whether gradients are clipped by their norm, as far as that is known before a run."""
     asked = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
     return asked or is_overridden("configure_gradient_clipping", module)
 
@@ -102,10 +91,6 @@ def one_optimizer() -> Iterator[None]:
 
 def arguments_of_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Returns a step's arguments, the batch first.
-
-    Args:
-        args: Positional arguments that Lightning passes.
-        kwargs: Keyword arguments that Lightning passes.
 
     Raises:
         ValueError: The step takes the loader's iterator.

@@ -61,9 +61,6 @@ class HookCall:
 def merge_calls(calls_of_stages: Sequence[Sequence[HookCall]]) -> list[HookCall]:
     """Reduces the calls of all stages.
 
-    Args:
-        calls_of_stages: The calls of each stage, in order.
-
     Returns:
         One call for each key; the calls of one hook follow each other.
     """

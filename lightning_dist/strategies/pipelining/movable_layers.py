@@ -33,12 +33,7 @@ from lightning_dist.strategies.pipelining.warmup_profile import profile_layers
 
 
 class MovableLayers(StageUpdates):
-    """A strategy whose ranks can hand layers to each other; see the module's docstring.
-
-    Args:
-        config: The arguments of the pipeline.
-        arguments: Arguments of :class:`.DistributedStrategy`.
-    """
+    """A strategy whose ranks can hand layers to each other; see the module's docstring."""
 
     def __init__(self, config: PipelineConfig, **arguments: Any) -> None:
         super().__init__(config, **arguments)

@@ -136,11 +136,7 @@ class Session:
         return [p for name, p in parameters if not self.tied.counts(name)]
 
     def close(self, *, failed: bool) -> None:
-        """Closes all parts. Collective: every rank must call it.
-
-        Args:
-            failed: Whether the run has failed.
-        """
+        """Closes all parts. Collective: every rank must call it."""
         if failed:
             self.pipeline.clear()
         self.hook_log.close()

@@ -40,13 +40,7 @@ class LoggedStaleness:
 
 
 class StalenessLog:
-    """Exchanges the stages' reports and logs them on all stages.
-
-    Args:
-        module: The user's module, whose ``log`` is called.
-        pipeline: This rank's stages.
-        logged: The values to log.
-    """
+    """Exchanges the stages' reports and logs them on all stages."""
 
     def __init__(
         self, module: pl.LightningModule, pipeline: Pipeline, logged: LoggedStaleness

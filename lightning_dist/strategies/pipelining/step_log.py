@@ -144,10 +144,6 @@ _REDUCTIONS: dict[Any, str] = {
 def reduction_of(name: str, reduce_fx: Any) -> str:
     """Returns the name of a reduction.
 
-    Args:
-        name: Name of the logged value.
-        reduce_fx: As for ``self.log``.
-
     Raises:
         ValueError: Lightning does not know it.
     """
@@ -161,11 +157,7 @@ def reduction_of(name: str, reduce_fx: Any) -> str:
 
 
 class StepLog:
-    """Records and replays a module's ``self.log`` calls.
-
-    Args:
-        module: The user's module.
-    """
+    """Records and replays a module's ``self.log`` calls."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
@@ -183,9 +175,6 @@ class StepLog:
         """Records the calls made inside, for one micro-batch.
 
         The calls of a step that is left before its end are dropped: the last stage makes them too.
-
-        Args:
-            num_samples: Number of samples in the micro-batch.
         """
         self._microbatch = _Microbatch(num_samples, num_samples)
         self._made = []
@@ -349,9 +338,6 @@ class Outcomes:
     forward. So each stage holds outcomes back until the first must have them too,
     ``num_stages - 1`` batches later. At the end of an epoch or a run they are exchanged at
     once.
-
-    Args:
-        channels: The channels of this stage.
     """
 
     def __init__(self, channels: Channels) -> None:

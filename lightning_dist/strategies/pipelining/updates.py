@@ -153,11 +153,7 @@ class Updates:
         return result
 
     def drain(self, optimizer: Optimizer) -> None:
-        """Runs the backwards of the batches in flight and applies each.
-
-        Args:
-            optimizer: The optimizer that steps.
-        """
+        """Runs the backwards of the batches in flight and applies each."""
         with torch.enable_grad():
             for _ in self._pipeline.drain():
                 with self._history.of_next_update(optimizer):
@@ -184,12 +180,7 @@ class Updates:
 
 
 class StageUpdates(RunSetup):
-    """A strategy that trains and updates a rank's stages: Lightning's calls for each batch.
-
-    Args:
-        config: The arguments of the pipeline.
-        arguments: Arguments of :class:`.DistributedStrategy`.
-    """
+    """A strategy that trains and updates a rank's stages: Lightning's calls for each batch."""
 
     def __init__(self, config: PipelineConfig, **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -19,11 +19,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def state_kept(module: nn.Module) -> Iterator[None]:
-    """Restores the attributes of a module and of its submodules at the end.
-
-    Args:
-        module: Any module.
-    """
+    """Restores the attributes of a module and of its submodules at the end."""
     undo = [step for part in module.modules() for step in _undo_changes(vars(part))]
     try:
         yield

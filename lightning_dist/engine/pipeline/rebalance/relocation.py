@@ -86,11 +86,7 @@ class Exchanged:
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its id lasts
 
     def strip(self, modules: nn.Module) -> None:
-        """Moves modules' tensors to the meta device, which frees their values.
-
-        Args:
-            modules: Modules, changed in place.
-        """
+        """Moves modules' tensors to the meta device, which frees their values."""
         for name, tensor in _tensors_of(modules):
             _set(modules, name, self._once(tensor, lambda t: torch.empty_like(t, device="meta")))
 

@@ -88,9 +88,6 @@ def agree_on_cut(
 def refuse_shared_parameters(layers: Layers) -> None:
     """Checks that no two layers share a parameter, since layers move one by one.
 
-    Args:
-        layers: Layers of the pipelined module.
-
     Raises:
         ValueError: Two layers share a parameter.
     """
@@ -183,10 +180,6 @@ class LayerExchange:
         )
 
     def interrupt(self, error: BaseException) -> None:
-        """Raises an error in this rank's present or next wait for a layer.
-
-        Args:
-            error: What to raise there.
-        """
+        """Raises an error in this rank's present or next wait for a layer."""
         self._interruption = error
         self._links.interrupt(error)

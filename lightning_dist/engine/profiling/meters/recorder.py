@@ -59,9 +59,6 @@ class CudaClock:
 
     CUDA returns the time between two events in single precision, which after an hour resolves a
     quarter of a millisecond. So a mark is counted from another mark some seconds earlier.
-
-    Args:
-        device: The device whose work is timed.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -24,11 +24,7 @@ _PART = "lightning_dist::"
 
 
 class CollectiveTrace:
-    """Traces from :meth:`start` to :meth:`stop`.
-
-    Args:
-        device: Device on which this rank computes.
-    """
+    """Traces from :meth:`start` to :meth:`stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -100,11 +96,7 @@ def _kind_of(name: str, on_device: bool) -> str | None:
 
 
 class TorchTrace:
-    """Traces from :meth:`start` to :meth:`write`.
-
-    Args:
-        device: Device on which this rank computes.
-    """
+    """Traces from :meth:`start` to :meth:`write`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

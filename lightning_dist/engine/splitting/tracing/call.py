@@ -63,11 +63,6 @@ class Call:
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Returns arguments in the form in which calls can be compared.
 
-    Args:
-        signature: Signature of the forward.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-
     Raises:
         ValueError: The forward does not take the arguments.
     """
@@ -87,10 +82,6 @@ def example_of(signature: inspect.Signature, call: Call) -> Call:
     """Returns a call that a graph can be traced with.
 
     A trace takes a size of 1 for a constant, so a batch of one sample becomes one of two.
-
-    Args:
-        signature: Signature of the forward.
-        call: The user's example.
 
     Raises:
         ValueError: The call has no tensor with dims.

@@ -140,10 +140,6 @@ def find_anchors(graph: TraceGraph, module: nn.Module) -> set[str]:
 
     A norm counts its batches before it uses its weight, so its buffers are anchors, too. A constant
     that many parts use is none.
-
-    Args:
-        graph: The trace in training.
-        module: The traced module.
     """
     owners = {_owner_of(name) for name in graph.parameters}
     return {
@@ -158,11 +154,6 @@ def find_starts(
     graph: TraceGraph, module: nn.Module, anchors: Collection[str]
 ) -> tuple[list[int], list[str]]:
     """Returns the positions at which the layers of a graph begin.
-
-    Args:
-        graph: The trace in training.
-        module: The traced module.
-        anchors: Result of :func:`find_anchors`.
 
     Returns:
         Position of the first operation of each layer, and the reasons for omitted cuts.
@@ -215,12 +206,7 @@ def assign_starts(graph: TraceGraph, homes: Mapping[str, int], num_layers: int) 
 
 
 def parts_of(graph: TraceGraph, starts: Sequence[int]) -> list[tuple[fx.Node, ...]]:
-    """Returns the operations of each layer.
-
-    Args:
-        graph: The trace.
-        starts: Position of each layer's first operation.
-    """
+    """Returns the operations of each layer."""
     return [graph.body[start:end] for start, end in pairwise([*starts, len(graph.body)])]
 
 

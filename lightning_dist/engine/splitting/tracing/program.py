@@ -152,10 +152,6 @@ class TraceProgram:
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Prepares for a call of the module.
 
-        Args:
-            args: Positional arguments of the call.
-            kwargs: Keyword arguments of the call.
-
         Returns:
             The leaves of the call, which the first layer takes.
 
@@ -167,13 +163,7 @@ class TraceProgram:
         return check.check(bind(self.signature, args, kwargs))
 
     def run(self, index: int, values: Any, parameters: Mapping[str, Tensor]) -> Any:
-        """Runs a layer in the mode of the latest call.
-
-        Args:
-            index: Index of the layer.
-            values: Input of the layer.
-            parameters: The layer's parameters by name.
-        """
+        """Runs a layer in the mode of the latest call."""
         segment = self._graphs[self._current][1][index]
         buffers = {
             name: self._module.get_buffer(name) for name in segment.names if name not in parameters

@@ -102,22 +102,14 @@ class TracedSequence(nn.Sequential):
         return {name for name, canonical in self.program.canonical.items() if canonical in first}
 
     def keep(self, layers: Sequence[int]) -> None:
-        """Removes the tensors of all other layers from the traced module, at the first call.
-
-        Args:
-            layers: Indices of the layers to keep.
-        """
+        """Removes the tensors of all other layers from the traced module, at the first call."""
         if self.away is None:
             names = self.names_in(range(len(self))) - self.names_in(layers)
             self.away = RemovedTensors(self._module[0], names)
 
 
 class TracedLayers(LayerSequence):
-    """The layers of a traced module, whose buffers are beside them.
-
-    Args:
-        sequence: The sequence that replaces the module's forward.
-    """
+    """The layers of a traced module, whose buffers are beside them."""
 
     def __init__(self, sequence: TracedSequence) -> None:
         super().__init__(sequence)

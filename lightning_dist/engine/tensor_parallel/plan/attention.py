@@ -78,10 +78,6 @@ def is_attention_projection(own_name: str) -> bool:
 def find_attention(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[str, str]]:
     """Finds out whether the projections of an attention can be sharded.
 
-    Args:
-        root: The model.
-        name: Name of a module in the model.
-
     Returns:
         Styles, or else the reasons against sharding, by layer name. Both are empty for no
         attention.

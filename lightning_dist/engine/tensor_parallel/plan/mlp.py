@@ -65,10 +65,6 @@ def is_mlp_projection(own_name: str) -> bool:
 def find_mlp(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[str, str]]:
     """Finds out whether the projections of an MLP can be sharded.
 
-    Args:
-        root: The model.
-        name: Name of the module with the projections.
-
     Returns:
         Styles, or else the reasons against sharding, by layer name. Both are empty for no MLP.
     """

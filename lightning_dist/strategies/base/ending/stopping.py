@@ -46,13 +46,7 @@ def drain_before_validation(module: pl.LightningModule, drain: Callable[[], None
 def stop_evaluations_together(
     trainer: pl.Trainer, guard: RunGuard, group: dist.ProcessGroup
 ) -> Undo:
-    """Lets the ranks of ``validate``, ``test`` and ``predict`` agree to stop.
-
-    Args:
-        trainer: The trainer.
-        guard: Combines the ranks' requests to stop.
-        group: A gloo group of all ranks.
-    """
+    """Lets the ranks of ``validate``, ``test`` and ``predict`` agree to stop."""
     shared_lengths: list[int] = []  # batches of each loader that all ranks have
 
     def start(lengths: Sequence[int | float]) -> None:
