@@ -15,7 +15,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.engine.common.gather import gather_objects
@@ -109,20 +108,13 @@ class MixedPrecision(pl.Callback):
         return self._every_n_steps is not None and step % self._every_n_steps == 0
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._is_due(trainer.global_step):
             self._own_ranges = self._plugin.measure_gradients()
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         if self._scale is not None:
             self._plugin.settle()

@@ -86,12 +86,7 @@ class ShardedWeightAveraging(pl.Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         step = trainer.global_step
         if step == self._last_step:
@@ -142,9 +137,7 @@ class ShardedWeightAveraging(pl.Callback):
         self._swap(pl_module)
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self._are_shown:  # a validation has not come to its end
             self._swap(pl_module)
 

@@ -145,9 +145,7 @@ class StageBalancer(pl.Callback):
             layers.check_layers_can_move()
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._place_in_window == 0:
             pipeline = _pipeline_of(trainer)
             self._profiled_cut = pipeline.shape.layers_per_stage
@@ -156,12 +154,7 @@ class StageBalancer(pl.Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         is_last_one = self._place_in_window == self._measured_steps - 1
         self._num_batches += 1

@@ -15,7 +15,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.callbacks.output import publish
@@ -122,9 +121,7 @@ class StepProfiler(pl.Callback):
             publish(self._report, self._directory, trainer.loggers)
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         self._close()
 
     @override
@@ -145,9 +142,7 @@ class StepProfiler(pl.Callback):
         return self._plan.role(self._batch)
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         role = self._role
         if role is Role.NOTHING or self._watch is None:
             return
@@ -155,15 +150,11 @@ class StepProfiler(pl.Callback):
         self._watch.begin(role, is_first=self._plan.role(self._batch - 1) is not role)
 
     @override
-    def on_before_zero_grad(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_zero_grad(self, *_: Any) -> None:
         self._note_gradients()
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         self._note_gradients()
         if self._watch is not None:
             self._watch.loop.begin_update()
@@ -174,12 +165,7 @@ class StepProfiler(pl.Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         role, plan, number, watch = self._role, self._plan, self._batch, self._watch
         self._batch += 1

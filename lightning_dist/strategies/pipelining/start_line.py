@@ -37,7 +37,7 @@ class StartLine(pl.Callback):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any
     ) -> None:
         if not self._is_told:
             self._is_told = True
