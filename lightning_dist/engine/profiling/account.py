@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lightning_dist.engine.profiling.exposure import Interval, length_outside, union
+from lightning_dist.engine.profiling.exposure import Interval, length, outside, union
 from lightning_dist.engine.profiling.record import Phase, PhaseKind, RankRecord
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.timeline import Span, SpanKind
@@ -69,7 +69,7 @@ def account_for(record: RankRecord) -> Account:
         for phase in record.phases
         if phase.kind is PhaseKind.VALIDATION
     ]
-    total = length_outside(record.steps, validation) / count
+    total = length(outside(record.steps, validation)) / count
     found = {use: value / count for use, value in _by_use(record.spans, record.phases).items()}
     if record.exposure is not None and not found[Use.WAITING] + found[Use.COMMUNICATION]:
         for use in (Use.FORWARD, Use.BACKWARD, Use.UPDATE):
@@ -94,6 +94,6 @@ def _by_use(spans: tuple[Span, ...], phases: tuple[Phase, ...]) -> dict[Use, flo
     seconds: dict[Use, float] = {}
     before: list[Interval] = []
     for use, own in intervals.items():
-        seconds[use] = length_outside(own, before)
+        seconds[use] = length(outside(own, before))
         before = union([*before, *own])
     return seconds

@@ -43,17 +43,6 @@ def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[I
     return left
 
 
-def overlap(intervals: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """Returns the length of the intersection of two unions of intervals."""
-    return length(intervals) + length(others) - length([*intervals, *others])
-
-
-def length_outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Returns the length of the parts of some intervals that are in none of the others."""
-    hidden = union(others)
-    return length([*intervals, *hidden]) - length(hidden)
-
-
 @dataclass(frozen=True, slots=True)
 class Exposure:
     """One rank's collectives in one step.
@@ -87,9 +76,13 @@ class Exposure:
         """
         every = [interval for intervals in collectives.values() for interval in intervals]
         exposed = outside(every, computing)
+        shares = {
+            name: 1.0 - length(outside(part, exposed)) / length(part)
+            for name, part in parts.items()
+        }
         return cls(
             {kind: length(intervals) for kind, intervals in collectives.items()},
             length(every),
             length(exposed),
-            {name: overlap(exposed, part) / length(part) for name, part in parts.items()},
+            shares,
         )

@@ -2,13 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dist.engine.profiling.exposure import (
-    length,
-    length_outside,
-    outside,
-    overlap,
-    union,
-)
+from lightning_dist.engine.profiling.exposure import length, outside, union
 from lightning_dist.engine.profiling.meters.clock_sync import Ping, estimate_offset
 from lightning_dist.engine.profiling.report import find_peak_flops
 from lightning_dist.engine.profiling.step_plan import Role, StepPlan
@@ -28,8 +22,6 @@ def test_intervals() -> None:
     assert union(ones) == [(0.0, 3.0), (5.0, 6.0)]
     assert length(ones) == 4.0
     assert outside(ones, others) == [(0.0, 2.5), (5.5, 5.6), (5.7, 6.0)]
-    assert length_outside(ones, others) == pytest.approx(length(outside(ones, others)))
-    assert overlap(ones, others) == pytest.approx(0.5 + 0.5 + 0.1)
 
 
 def test_roles_of_batches() -> None:
