@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebooks docs test test-all test-p2p lint unit integration all-pairs all-modules bench bench-memory bench-profiler bench-network fuzz gpu clean
+.PHONY: help install demo notebooks docs test test-all test-p2p lint unit integration all-pairs all-modules bench bench-memory bench-profiler bench-network bench-scaling fuzz gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -108,6 +108,9 @@ $(GPU_STAMP): pyproject.toml
 
 gpu: $(GPU_STAMP)  ## Find out on a GPU what is untested there; GPU_PYTHON= has torch, OPTIONS= go on
 	$(GPU_BIN)/python -m tests.gpu $(OPTIONS)
+
+bench-scaling: install  ## Print how messages, memory and start-up grow with the number of ranks
+	$(BIN)/python -m tests.benchmarks.scaling
 
 clean:  ## Remove .venv, the site and caches
 	rm -rf $(VENV) $(GPU_VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -30,8 +30,8 @@ from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import StageBalancer
 from lightning_dist.engine.planning.balance import Balance
 from lightning_dist.engine.planning.layer_costs import StepCosts
-from tests.benchmarks.pipeline import Sleep
 from tests.benchmarks.quiet import quieten
+from tests.benchmarks.sleeping import Sleep
 from tests.helpers.processes.workers import WorkerPool
 
 WARMUP, EVERY, TIMED = 3, 12, 6

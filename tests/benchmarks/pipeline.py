@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.connect import connect
@@ -31,6 +30,7 @@ from tests.benchmarks import data_parallel as d
 from tests.benchmarks import tensor_parallel as t
 from tests.benchmarks import two_axes as a
 from tests.benchmarks.quiet import quieten
+from tests.benchmarks.sleeping import SleepingLayer
 from tests.helpers.processes.workers import WorkerPool
 
 ONE_PROCESS, IDEAL, BASELINE = "one process", "ideal: two that never speak", "torch 1F1B, m=4"
@@ -105,35 +105,6 @@ def print_throughput(times: dict[str, list[float]]) -> None:
 
 
 # --- stages that sleep ---------------------------------------------------------------------------
-
-
-class Sleep(torch.autograd.Function):
-    """Keeps its rank busy for a while, without a processor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        time.sleep(ctx.seconds)
-        return gradient, None, None
-
-
-class SleepingLayer(nn.Module):
-    """Sleeps for its forward, as long for its inputs' gradient, and as long for its weight's."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(()))  # so that the first stage has all parts, too
-        self.scale = nn.Parameter(torch.ones(()))
-        self.seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = Sleep.apply(x + self.shift, self.seconds, self.seconds)
-        return x * Sleep.apply(self.scale, 0.0, self.seconds)  # type: ignore[no-any-return]
 
 
 def sleeping(num_ranks: int, schedule: str, count: int, seconds: float) -> Any:
