@@ -200,7 +200,14 @@ class Pipeline:
                 stage.policy.restart()
         self._loss_scales[self.batches_since_drain if self.asynchronous else 0] = loss_scale
         with python_state_kept():
-            work = Work(numbered, step, gradient_scale, seed=name, loss_scale=loss_scale)
+            work = Work(
+                numbered,
+                step,
+                gradient_scale,
+                seed=name,
+                loss_scale=loss_scale,
+                partition=self.shape.layers_per_stage,
+            )
             results = self._run(actions, work, on_results)
         self.batches_since_drain += 1
         self.num_batches += 1
@@ -242,7 +249,8 @@ class Pipeline:
         microbatches = split(batch, count)
         self.microbatch_sizes = tuple(m.num_samples for m in microbatches)
         name = (self.num_batches if seed is None else seed, self._num_evaluated)
-        work = Work({m.index: m for m in microbatches}, step, 1.0, name)
+        numbered = {microbatch.index: microbatch for microbatch in microbatches}
+        work = Work(numbered, step, 1.0, name, partition=self.shape.layers_per_stage)
         self._num_evaluated += 1
         with python_state_kept():
             results = self._runtime.run(self._rounds.evaluation(count), work)

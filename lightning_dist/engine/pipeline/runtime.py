@@ -43,6 +43,7 @@ class Work:
         gradient_scale: Multiplies all gradients of the batch, besides each micro-batch's weight.
         seed: Integers that name the batch for the random numbers.
         loss_scale: Multiplies the loss, so that small gradients survive in half precision.
+        partition: The layers per stage.
     """
 
     microbatches: Mapping[int, Microbatch]
@@ -50,6 +51,13 @@ class Work:
     gradient_scale: float
     seed: tuple[int, ...]
     loss_scale: float = 1.0
+    partition: tuple[int, ...] = ()
+
+    def key(self, index: int) -> Hashable:
+        """Returns what all stages know beforehand of the messages about a micro-batch."""
+        tensors, _ = flatten(self.microbatches[index].content)
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        return (self.partition, torch.is_grad_enabled(), *shapes)
 
 
 class Runtime:
@@ -141,7 +149,8 @@ class Runtime:
 
     def _receive_activation(self, place: Place, work: Work | None) -> None:
         stage, index = place
-        tag, key = self._tag(stage - 1, index), _key_of(work, index)
+        assert work is not None
+        tag, key = self._tag(stage - 1, index), work.key(index)
         self._received[place] = self._links.activations_in[stage].receive(tag=tag, key=key)
 
     def _forward(self, place: Place, work: Work | None) -> None:
@@ -151,7 +160,7 @@ class Runtime:
         seed = (*work.seed, microbatch.index)
         received = self._received.pop(place, None)
         if torch.is_grad_enabled():
-            self._keys[place] = _key_of(work, index)
+            self._keys[place] = work.key(index)
         self._results[place] = stage.forward(index, microbatch, received, work.step, seed)
         if torch.is_grad_enabled() and stage.is_last:
             loss = Loss.of(self._results[place])
@@ -164,7 +173,8 @@ class Runtime:
     def _send_activation(self, place: Place, work: Work | None) -> None:
         stage, index = place
         activation = self._results.pop(place)
-        tag, key = self._tag(stage, index), _key_of(work, index)
+        assert work is not None
+        tag, key = self._tag(stage, index), work.key(index)
         self._links.activations_out[stage].send(activation, tag=tag, key=key)
 
     def _receive_gradient(self, place: Place, _: Work | None) -> None:
@@ -232,14 +242,6 @@ class Runtime:
             flight = self._stages[action.stage_index].in_flight[index]
             lines.append(f"  layer input: {_describe(flight.layer_input)}")
         return "\n".join([*lines, self._explain(action)])
-
-
-def _key_of(work: Work | None, index: int) -> Hashable:
-    """Returns what all stages know beforehand of the messages about a micro-batch."""
-    assert work is not None, "a micro-batch crosses all stages while its batch is at hand"
-    tensors, _ = flatten(work.microbatches[index].content)
-    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    return (torch.is_grad_enabled(), *shapes)
 
 
 def explain_with(schedule: Schedule) -> Callable[[Action], str]:
