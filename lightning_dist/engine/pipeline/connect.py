@@ -6,7 +6,8 @@ direction. Stages on one rank exchange tensors in its memory. Results go from th
 straight to the others, so that a rank can have a batch's results before the batch's gradients come.
 
 Tensors may travel point to point on another backend, NCCL for example. Then there is one more
-communicator for each two neighbouring stages and direction, and gloo carries the schemas only.
+communicator for each two neighbouring stages and direction, and for each rank that gets results.
+Gloo carries the schemas only.
 """
 
 from __future__ import annotations
@@ -23,10 +24,8 @@ import torch.distributed as dist
 from lightning_dist.engine.comms.channel import MemoryChannel, Receiver, Sender
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
-from lightning_dist.engine.comms.p2p_channel import P2PReceiver, P2PSender, connect_ends
+from lightning_dist.engine.comms.p2p_lines import Line, P2PLines
 from lightning_dist.engine.pipeline.links import Links, PeerLinks
-
-_Line = tuple[int, int]
 
 # A receive is posted all the time, also while nothing is sent for hours. A thread that waits for a
 # message has its own time limit.
@@ -158,28 +157,28 @@ def connect(
             own, ranks = groups, candidates
     places = range(len(ranks)) if rank_of_stage is None else rank_of_stage
     homes = [ranks[place] for place in places]
-    last = homes[-1]
 
     def receiver(group: dist.ProcessGroup, peer: int) -> Receiver:
         return DistributedReceiver(group, peer, device, timeout_seconds)
 
-    activations, gradients, results, *of_ties = own
+    activations, gradients, of_results, *of_ties = own
     down: Ends = _GroupEnds(activations, receiver)
     up: Ends = _GroupEnds(gradients, receiver)
+    results = _result_links(ranks, places[-1], of_results, receiver)
     ties = _tie_links(ranks, pairs, of_ties, receiver)
     if p2p_backend is not None:
-        lines = _Lines(pipelines, p2p_backend, device, timeout_seconds)
+        lines = P2PLines(pipelines, p2p_backend, device, timeout_seconds)
         neighbours = [(s, s + 1) for s, (a, b) in enumerate(pairwise(places)) if a != b]
         between = lines.open({(s, t): (places[s], places[t]) for s, t in _both_ways(neighbours)})
         down, up = _P2PEnds(down, between, lines, 1), _P2PEnds(up, between, lines, -1)
-        ties = lines.over(ties, lines.open({pair: pair for pair in _both_ways(pairs)}))
+        of_last = [(places[-1], place) for place in range(len(ranks)) if place != places[-1]]
+        results = _over(lines, results, of_last, copies_leaves=True)
+        ties = _over(lines, ties, _both_ways(pairs))
         own += lines.groups
-    others = [peer for peer in ranks if peer != last]
-    senders = [DistributedSender(results, peer) for peer in others] if rank == last else []
     return Channels(
         links=wire(homes, rank, down, up),
-        results_out=tuple(senders),
-        results_in=None if rank == last else receiver(results, last),
+        results_out=tuple(results.outgoing.values()),
+        results_in=next(iter(results.incoming.values()), None),
         groups=own,
         ties=ties,
     )
@@ -213,6 +212,18 @@ def _pairs(holders: Collection[Sequence[int]]) -> list[tuple[int, int]]:
     """Returns the pairs of ranks that share a parameter: its first holder with each other one."""
     pairs = {tuple(sorted((first, other))) for first, *others in holders for other in others}
     return [(low, high) for low, high in sorted(pairs)]
+
+
+def _result_links(
+    ranks: Sequence[int],
+    last: int,
+    group: dist.ProcessGroup,
+    receiver: Callable[[dist.ProcessGroup, int], Receiver],
+) -> PeerLinks:
+    if dist.get_rank() != ranks[last]:
+        return PeerLinks(incoming={last: receiver(group, ranks[last])})
+    others = [place for place in range(len(ranks)) if place != last]
+    return PeerLinks({place: DistributedSender(group, ranks[place]) for place in others})
 
 
 def _tie_links(
@@ -257,77 +268,22 @@ class _GroupEnds:
         return self._receivers[peer]
 
 
-class _Lines:
-    """Communicators of two ranks and one direction.
-
-    Args:
-        pipelines: Global ranks of each pipeline.
-        backend: Backend of the communicators.
-        device: Device of the tensors.
-        timeout_seconds: How long a receive waits.
-
-    Attributes:
-        groups: The communicators of this rank.
-    """
-
-    def __init__(
-        self,
-        pipelines: Sequence[Sequence[int]],
-        backend: str,
-        device: torch.device,
-        timeout_seconds: float,
-    ) -> None:
-        self._pipelines = pipelines
-        self._backend = backend
-        self._device = device
-        self._timeout_seconds = timeout_seconds
-        self.groups: list[dist.ProcessGroup] = []
-
-    def open(self, ends: Mapping[_Line, tuple[int, int]]) -> dict[_Line, dist.ProcessGroup]:
-        """Opens communicators in each pipeline, and returns this rank's.
-
-        Collective: every rank of the world must call it alike.
-
-        Args:
-            ends: The places of the sender and the receiver in a pipeline, by any two numbers.
-        """
-        # The host waits for messages with a limit of its own.
-        is_host = self._device.type == "cpu"
-        timeout = _NEVER if is_host else timedelta(seconds=self._timeout_seconds)
-        found: dict[_Line, dist.ProcessGroup] = {}
-        for ranks in self._pipelines:
-            for line, places in ends.items():
-                sender, receiver = (ranks[place] for place in places)
-                group = dist.new_group([sender, receiver], timeout=timeout, backend=self._backend)
-                if dist.get_rank() in (sender, receiver):
-                    # All in one order, since both ends wait for the first message.
-                    connect_ends(group, sender, self._device)
-                    found[line] = group
-        self.groups += found.values()
-        return found
-
-    def sender(self, group: dist.ProcessGroup, peer: int, control: Sender, **how: bool) -> Sender:
-        """Returns the sending end of a communicator; see :class:`.P2PSender`."""
-        return P2PSender(group, peer, self._device, control, **how)
-
-    def receiver(self, group: dist.ProcessGroup, peer: int, control: Receiver) -> Receiver:
-        """Returns the receiving end of a communicator; see :class:`.P2PReceiver`."""
-        return P2PReceiver(group, peer, self._device, self._timeout_seconds, control)
-
-    def over(self, control: PeerLinks, groups: Mapping[_Line, dist.ProcessGroup]) -> PeerLinks:
-        """Returns channels over communicators of this rank and its peers."""
-        (ranks,) = [ranks for ranks in self._pipelines if dist.get_rank() in ranks]
-        own = ranks.index(dist.get_rank())
-        return PeerLinks(
-            {
-                peer: self.sender(groups[own, peer], ranks[peer], sender)
-                for peer, sender in control.outgoing.items()
-            },
-            {
-                peer: self.receiver(groups[peer, own], ranks[peer], receiver)
-                for peer, receiver in control.incoming.items()
-            },
-        )
+def _over(
+    lines: P2PLines, control: PeerLinks, pairs: Sequence[Line], *, copies_leaves: bool = False
+) -> PeerLinks:
+    """Opens communicators for pairs of places, and returns this rank's channels over them."""
+    groups = lines.open({pair: pair for pair in pairs})
+    own, ranks = lines.place, lines.ranks
+    return PeerLinks(
+        {
+            peer: lines.sender(groups[own, peer], ranks[peer], sender, copies_leaves=copies_leaves)
+            for peer, sender in control.outgoing.items()
+        },
+        {
+            peer: lines.receiver(groups[peer, own], ranks[peer], receiver)
+            for peer, receiver in control.incoming.items()
+        },
+    )
 
 
 class _P2PEnds:
@@ -343,8 +299,8 @@ class _P2PEnds:
     def __init__(
         self,
         control: Ends,
-        groups: Mapping[_Line, dist.ProcessGroup],
-        lines: _Lines,
+        groups: Mapping[Line, dist.ProcessGroup],
+        lines: P2PLines,
         step: int,
     ) -> None:
         self._control = control

@@ -170,5 +170,5 @@ def close_channels() -> tuple[int, int]:
 
 
 def test_closed_channels_keep_no_group(workers: WorkerPool) -> None:
-    """Five of gloo, and two for each of two boundaries and one parameter of two ranks."""
-    assert workers.run(2, close_channels) == [(0, 11), (0, 11)]
+    """Five of gloo, one for results, and two for each of two boundaries and one parameter."""
+    assert workers.run(2, close_channels) == [(0, 12), (0, 12)]
