@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebooks docs test test-all test-p2p lint unit integration all-pairs all-modules bench bench-memory bench-profiler bench-network bench-scaling fuzz gpu clean
+.PHONY: help install demo notebooks docs test test-all test-p2p lint unit integration all-pairs all-modules bench bench-start bench-memory bench-profiler bench-network bench-scaling fuzz gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -78,6 +78,9 @@ fuzz: install  ## Compare random runs with one device; SECONDS=, RUNS= and SEED=
 
 bench: install  ## Print the tables of throughput and bubbles
 	$(BIN)/python -m tests.benchmarks.pipeline
+
+bench-start: install  ## Print the time from the launch of two ranks to the end of a step
+	$(BIN)/python -m tests.benchmarks.first_step
 
 bench-memory: install  ## Print each strategy's peak memory of a rank beside the formula
 	$(BIN)/python -m tests.benchmarks.memory
