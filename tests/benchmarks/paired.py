@@ -41,6 +41,7 @@ from lightning_dist import (
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.benchmarks import contestants as c
 from tests.benchmarks import data_parallel as d
+from tests.benchmarks import peers as p
 from tests.benchmarks import tensor_parallel as t
 from tests.benchmarks import two_axes as a
 from tests.benchmarks.quiet import quieten
@@ -85,10 +86,13 @@ def _pipeline(schedule: str, loop: Callable[[int], c.RunBatch]) -> Pair:
     return Pair(lambda: c.our_pipeline(schedule, 4), loop)
 
 
-def _asynchronous(schedule: str, num_microbatches: int, **options: Any) -> Pair:
-    return Pair(
-        lambda: c.our_pipeline(schedule, num_microbatches, **options), c.ideal_loop, turn=LONG_TURN
-    )
+def _asynchronous(
+    schedule: str,
+    num_microbatches: int,
+    loop: Callable[[int], c.RunBatch] = c.ideal_loop,
+    **options: Any,
+) -> Pair:
+    return Pair(lambda: c.our_pipeline(schedule, num_microbatches, **options), loop, turn=LONG_TURN)
 
 
 def _listed(schedule: str) -> Pair:
@@ -99,6 +103,15 @@ PAIRS: dict[str, Pair] = {
     "gpipe, m=4": _pipeline("gpipe", lambda rank: c.pipelining_loop(rank, ScheduleGPipe, 4)),
     "1f1b, m=4": _pipeline("1f1b", lambda rank: c.pipelining_loop(rank, Schedule1F1B, 4)),
     **{f"{schedule}, m=4": _listed(schedule) for schedule in c.LISTED},
+    f"1f1b, m=4, beside {p.DEEPSPEED_1F1B}": _pipeline(
+        "1f1b", lambda rank: p.deepspeed_loop(rank, 4)
+    ),
+    "pipedream beside torch 1F1B, m=4": _asynchronous(
+        "pipedream", 1, loop=lambda rank: c.pipelining_loop(rank, Schedule1F1B, 4)
+    ),
+    "pipedream beside torch zbv, m=4": _asynchronous(
+        "pipedream", 1, loop=lambda rank: c.listed_loop(rank, "zbv", 4)
+    ),
     "pipedream beside the ideal": _asynchronous("pipedream", 1),
     "pipedream_2bw, m=2, beside the ideal": _asynchronous("pipedream_2bw", 2),
     "pipedream_2bw, m=2, predicting, beside the ideal": _asynchronous(
@@ -228,6 +241,9 @@ def main() -> None:
     for heading in ("", "ms per batch", "raw loop", "x raw loop", "half of the turns"):
         table.add_column(heading, justify="right" if heading else "left")
     names = [name for name in PAIRS if any(w in name for w in options.only.split("|"))]
+    raw_loops = [name.rpartition("beside ")[2] for name in names]
+    p.print_missing(raw_loops)
+    names = [n for n, loop in zip(names, raw_loops, strict=True) if not p.missing_package(loop)]
     workers = WorkerPool()
     try:
         for name in track(names, description="pairs"):

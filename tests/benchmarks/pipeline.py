@@ -27,6 +27,7 @@ from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, PipelineSha
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from tests.benchmarks import contestants as c
 from tests.benchmarks import data_parallel as d
+from tests.benchmarks import peers as p
 from tests.benchmarks import tensor_parallel as t
 from tests.benchmarks import two_axes as a
 from tests.benchmarks.quiet import quieten
@@ -56,6 +57,8 @@ CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
     a.OURS_2D: (a.our_2d, ()),
     **{f"torch GPipe, m={m}": (c.torch_gpipe, (m,)) for m in (2, 4, 8)},
     **{f"torch 1F1B, m={m}": (c.torch_1f1b, (m,)) for m in (2, 4, 8)},
+    f"{p.TORCHGPIPE}, m=4": (p.torchgpipe, (4,)),
+    **{f"{p.DEEPSPEED_1F1B}, m={m}": (p.deepspeed, (m,)) for m in (2, 4, 8)},
     **{f"ours gpipe, m={m}": (c.ours, ("gpipe", m)) for m in (2, 4, 8)},
     **{f"ours 1f1b, m={m}": (c.ours, ("1f1b", m)) for m in (2, 4, 8)},
     **{f"torch {name}, m=4": (c.torch_listed, (name, 4)) for name in c.LISTED},
@@ -63,6 +66,15 @@ CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
     "ours pipedream": (c.ours, ("pipedream", "auto")),
     "ours pipedream_2bw, m=2": (c.ours, ("pipedream_2bw", 2)),
 }
+
+PEERS: dict[str, tuple[str, ...]] = {
+    "ours gpipe, m=4": ("torch GPipe, m=4", f"{p.TORCHGPIPE}, m=4"),
+    "ours 1f1b, m=4": (BASELINE, f"{p.DEEPSPEED_1F1B}, m=4"),
+    **{f"ours {name}, m=4": (f"torch {name}, m=4",) for name in c.LISTED},
+}
+"""The same schedule of others."""
+SYNCHRONOUS_PEERS = tuple(peer for peers in PEERS.values() for peer in peers)
+PEERS |= {name: SYNCHRONOUS_PEERS for name in ("ours pipedream", "ours pipedream_2bw, m=2")}
 
 IN_LIGHTNING = (
     *(c.ours, d.lightning_ddp, d.our_ddp, d.lightning_fsdp, d.our_fsdp),
@@ -83,7 +95,7 @@ def on_rank(contestant: Callable[..., float], count: int, arguments: tuple[Any, 
 def throughput(workers: WorkerPool, rounds: int, count: int, only: str) -> dict[str, list[float]]:
     wanted = only.split("|")
     times: dict[str, list[float]] = {n: [] for n in CONTESTANTS if any(w in n for w in wanted)}
-    turns = [name for _ in range(rounds) for name in times]
+    turns = [name for _ in range(rounds) for name in times if not p.missing_package(name)]
     for name in track(turns, description="throughput"):
         contestant, arguments = CONTESTANTS[name]
         num_processes = a.NUM_PROCESSES if name in a.REFERENCES else 2
@@ -93,15 +105,34 @@ def throughput(workers: WorkerPool, rounds: int, count: int, only: str) -> dict[
 
 
 def print_throughput(times: dict[str, list[float]]) -> None:
-    medians = {name: statistics.median(values) for name, values in times.items()}
     table = Table(title="6.4 M parameter GPT, batch 8 x 128, two processes of one thread")
     for heading in ("", "ms per batch", "x one process", "of the ideal", f"x {BASELINE}"):
         table.add_column(heading, justify="left" if not heading else "right")
     references = [times.get(name, []) for name in (ONE_PROCESS, IDEAL, BASELINE)]
-    for name, seconds in medians.items():
-        ratios = [c.ratio(reference, times[name]) for reference in references]
-        table.add_row(name, f"{seconds * 1e3:.0f}", *ratios)
+    for name, seconds in times.items():
+        ratios = [c.ratio(reference, seconds) for reference in references]
+        shown = f"{statistics.median(seconds) * 1e3:.0f}" if seconds else "not installed"
+        table.add_row(name, shown, *ratios)
     Console(width=110).print(table)
+    p.print_missing(times)
+
+
+def print_beside_peers(times: dict[str, list[float]]) -> None:
+    """Prints our schedules beside the fastest peer: with the same schedule, or synchronous."""
+    table = Table(
+        title="Beside the fastest peer of the same schedule, or the fastest synchronous one"
+    )
+    for heading in ("", "fastest peer", "x it", "rounds"):
+        table.add_column(heading, justify="right" if heading in ("x it", "rounds") else "left")
+    for name, peers in PEERS.items():
+        measured = [peer for peer in peers if times.get(peer)]
+        if measured and times.get(name):
+            best = min(measured, key=lambda peer: statistics.median(times[peer]))
+            rounds = [theirs / own for theirs, own in zip(times[best], times[name], strict=True)]
+            spread = f"{min(rounds):.3f} - {max(rounds):.3f}"
+            table.add_row(name, best, c.ratio(times[best], times[name]), spread)
+    if table.rows:
+        Console(width=110).print(table)
 
 
 # --- stages that sleep ---------------------------------------------------------------------------
@@ -207,6 +238,7 @@ def main() -> None:
         pipelines |= {n: v for n, v in times.items() if n == d.LIGHTNINGS_DDP}
         if pipelines.keys() - {d.LIGHTNINGS_DDP}:
             print_throughput(pipelines)
+            print_beside_peers(pipelines)
         if replicas:
             title = "The same GPT, data parallelism: batch 2 x 4 x 128, two processes of one thread"
             d.print_beside_references(replicas, d.REFERENCES, title)
