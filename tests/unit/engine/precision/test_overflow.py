@@ -2,8 +2,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from lightning_dist.engine.precision.overflow import LocalOverflow, are_finite
+from lightning_dist.engine.common.device_group import DeviceGroup
+from lightning_dist.engine.precision.overflow import (
+    AllReducedOverflow,
+    AsyncOverflow,
+    LocalOverflow,
+    are_finite,
+)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -21,3 +29,36 @@ def test_each_step_is_told_once() -> None:
     assert overflow.decide([torch.tensor(float("nan"))])
     assert list(overflow.outcomes()) == [False, True]
     assert list(overflow.outcomes()) == []
+
+
+META = torch.device("meta")
+"""A device whose tensors have no values: reading one fails."""
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tensors that are all-reduced, over groups of one rank."""
+    tensors: list[Tensor] = []
+
+    def all_reduce(tensor: Tensor, **_: object) -> object:
+        tensors.append(tensor)
+        return object()
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return tensors
+
+
+@pytest.mark.parametrize("gradients", [[], [torch.ones(2, device=META)]])
+def test_a_vote_is_on_the_device_and_posted_unread(
+    sent: list[Tensor], gradients: list[Tensor]
+) -> None:
+    overflow = AsyncOverflow(DeviceGroup(dist.ProcessGroup(0, 1), META), lambda: 0)
+    overflow.post(0, gradients)
+    assert [(vote.device, vote.dtype) for vote in sent] == [(META, torch.int32)]
+
+
+@pytest.mark.parametrize(("gradient", "found"), [(1.0, 0), (float("nan"), 1)])
+def test_the_decision_is_read_from_the_sum(sent: list[Tensor], gradient: float, found: int) -> None:
+    overflow = AllReducedOverflow(DeviceGroup(dist.ProcessGroup(0, 1), torch.device("cpu")))
+    assert overflow.decide([torch.tensor([gradient])]) == bool(found)
+    assert [int(vote) for vote in sent] == [found]

@@ -1,0 +1,47 @@
+"""Tensors travel on the device of their group, and the host reads none of them.
+
+The device has no values here: reading one fails.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dist.engine.common.device_group import DeviceGroup
+from lightning_dist.engine.data_parallel.replicas import LocalSGD, average, broadcast_state
+
+META = torch.device("meta")
+REPLICAS = DeviceGroup(dist.ProcessGroup(0, 2), META)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tensors that are sent."""
+    tensors: list[Tensor] = []
+
+    def send(tensor: Tensor, **_: object) -> Any:
+        tensors.append(tensor)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_reduce", send)
+    monkeypatch.setattr(dist, "broadcast", send)
+    return tensors
+
+
+def test_gradients_and_weights_are_averaged_on_the_device(sent: list[Tensor]) -> None:
+    average([torch.zeros(2, device=META), torch.zeros(3, 2, device=META)], REPLICAS)
+    local = LocalSGD(nn.Linear(2, 2, device=META), REPLICAS, sync_every=1, warmup_steps=0)
+    local.count_step()
+    assert [(tensor.device, tensor.numel()) for tensor in sent] == [(META, 8), (META, 6)]
+
+
+def test_a_state_in_host_memory_is_sent_from_the_device(sent: list[Tensor]) -> None:
+    with pytest.raises(NotImplementedError, match="out of meta"):  # it has no values to return
+        broadcast_state([torch.zeros(2)], REPLICAS)
+    assert [tensor.device for tensor in sent] == [META]
