@@ -71,7 +71,8 @@ class DDPStrategy(DataParallelStrategy):
         save_full: Write one ordinary ``.ckpt`` file, as None does too, or else a directory.
         accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
         checkpoint_io, precision_plugin: As for any Lightning strategy.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
+        process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
+            device's own. Control messages always go over gloo.
         start_method: Only ``"popen"``, which runs the script once per device.
 
     Raises:

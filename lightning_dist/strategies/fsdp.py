@@ -63,7 +63,8 @@ class FSDPStrategy(ShardedStrategy):
             writes the file if a rank holds the whole model.
         accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
         checkpoint_io, precision_plugin: As for any Lightning strategy.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
+        process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
+            device's own. Control messages always go over gloo.
         start_method: Only ``"popen"``, which runs the script once per device.
 
     Raises:

@@ -127,7 +127,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         cluster_environment: As for any Lightning strategy.
         checkpoint_io: As for any Lightning strategy.
         precision_plugin: As for any Lightning strategy.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
+        process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
+            device's own. Control messages always go over gloo.
         start_method: Only ``"popen"``, which runs the script once per device.
 
     Raises:

@@ -48,7 +48,8 @@ class TensorParallelStrategy(ShardedStrategy):
             a replica must draw the same.
         accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
         checkpoint_io, precision_plugin: As for any Lightning strategy.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; None takes the device's own.
+        process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
+            device's own. Control messages always go over gloo.
         start_method: Only ``"popen"``, which runs the script once per device.
 
     Raises:

@@ -27,7 +27,10 @@ from lightning_dist.strategies.base.loaders.lengths import TrainingLengths
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
 from lightning_dist.strategies.base.run_setup import RunSetup
 from lightning_dist.strategies.mesh_runtime.layout_line import explain_own_statistics
-from lightning_dist.strategies.mesh_runtime.synced_batch_norm import SyncedBatchNorm
+from lightning_dist.strategies.mesh_runtime.synced_batch_norm import (
+    ReplicaSyncBatchNorm,
+    SyncedBatchNorm,
+)
 
 _HOOKS, _ITERATORS, _ORDER = range(3)  # uses of the random numbers that all ranks share
 
@@ -44,10 +47,10 @@ class DataParallelStrategy(RunSetup):
         broadcast_state(self.module.buffers(), self.device_group(*self.stage_axes))
 
     def synchronise_layers(self) -> None:
-        """Synchronises BatchNorm over all ranks if the Trainer has ``sync_batchnorm=True``."""
-        if isinstance(self._layer_sync, TorchSyncBatchNorm) and self.root_device.type == "cpu":
-            replicas = self.device_group(*DATA_AXES).group
-            self._layer_sync = SyncedBatchNorm(replicas)  # torch's runs on GPUs only
+        """Synchronises BatchNorm over the replicas if the Trainer has ``sync_batchnorm=True``."""
+        if isinstance(self._layer_sync, TorchSyncBatchNorm):
+            kind = SyncedBatchNorm if self.root_device.type == "cpu" else ReplicaSyncBatchNorm
+            self._layer_sync = kind(self.device_group(*DATA_AXES).group)
         if self._layer_sync is not None:
             self._layer_sync.apply(self.module)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
@@ -43,6 +43,22 @@ class SyncedBatchNorm(LayerSync):
         for layer in _layers(model):
             vars(layer).pop("forward", None)
         return model
+
+
+class ReplicaSyncBatchNorm(TorchSyncBatchNorm):
+    """Synchronises BatchNorm layers on a GPU by torch's own layers, over the data replicas.
+
+    Args:
+        group: A group of the data replicas; torch would take all ranks, those of other stages too.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @override
+    def apply(self, model: nn.Module) -> nn.Module:
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, self._group)
+        return converted
 
 
 def _layers(model: nn.Module) -> list[_BatchNorm]:
