@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
+from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.comms.batches.replica_channel import open_channel
 from lightning_dist.engine.comms.failures.parent_watch import ending_with_launcher
 from lightning_dist.engine.comms.store_notes import RankNotes
@@ -114,6 +115,7 @@ class DistributedStrategy(ProcessMesh):
         if self.mesh.data_size == 1:
             lightning_loaders.keep_users_samplers(self.module.trainer)
         share_random_state(self.group("pp", "tp"))
+        self.device_group(*DATA_AXES)  # here all ranks are; a value may be logged on some alone
         self.seed = self.broadcast(torch.initial_seed())
 
     def _meet(self) -> None:

@@ -40,25 +40,25 @@ def reduce_tensor(
     """Reduces a tensor over the ranks of a group. Collective: every rank must call it.
 
     Args:
-        tensor: The tensor, on any device; not changed.
-        group: A gloo group; the tensor travels through the host's memory.
+        tensor: The tensor; not changed.
+        group: A group for tensors of its device.
         reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch ``ReduceOp``.
 
     Returns:
-        The result on the tensor's device; the mean of an integer tensor is floating.
+        The result; the mean of an integer tensor is floating.
     """
     if dist.get_world_size(group) == 1:
         return tensor
     name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
     is_mean = name in ("mean", "avg", ReduceOp.AVG)
-    value = tensor.detach().to("cpu", copy=True)
+    value = tensor.detach().clone()
     if is_mean and not value.is_floating_point():
         value = value.double()
     op = getattr(ReduceOp, name.upper()) if isinstance(name, str) and not is_mean else name
     dist.all_reduce(value, op=ReduceOp.SUM if is_mean else op, group=group)
     if is_mean:
         value /= dist.get_world_size(group)
-    return value.to(tensor.device)
+    return value
 
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -341,7 +341,12 @@ class ProcessMesh(ParallelStrategy):
         """Reduces a tensor over the data replicas; the other axes hold the same value."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        return reduce_tensor(tensor, group or self.data_group, reduce_op)
+        return reduce_tensor(tensor, group or self._data_group_for(tensor), reduce_op)
+
+    def _data_group_for(self, tensor: Tensor) -> dist.ProcessGroup:
+        # A GPU's values stay there, so that logging does not wait for the GPU.
+        is_here = tensor.device.type == "cpu"
+        return self.data_group if is_here else self.device_group(*DATA_AXES).group
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -359,7 +364,7 @@ class ProcessMesh(ParallelStrategy):
     ) -> Tensor:
         if not dist.is_initialized():
             return tensor
-        group = group or self.data_group
+        group = group or self._data_group_for(tensor)
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     @override
