@@ -106,7 +106,7 @@ $(GPU_STAMP): pyproject.toml
 	  > $$($(GPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gpu_python.pth
 	$(GPU_BIN)/python -c 'import torch; print("torch==" + torch.__version__)' > $(GPU_VENV)/torch.txt
 	$(GPU_BIN)/python -m pip install --quiet --constraint $(GPU_VENV)/torch.txt \
-	  --config-settings editable_mode=compat --editable . rich pytest pytest-timeout hypothesis
+	  --config-settings editable_mode=compat --editable '.[plots]' rich pytest pytest-timeout hypothesis
 	touch $@
 
 gpu: $(GPU_STAMP)  ## Find out on a GPU what is untested there; GPU_PYTHON= has torch, OPTIONS= go on

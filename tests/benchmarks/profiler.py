@@ -51,7 +51,9 @@ WITHOUT, IDLE, TIMING = "without it", "nothing to do", "timing"
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "1f1b": lambda: PipelineStrategy(num_microbatches=4, partition=CUT),
     "ddp": DDPStrategy,
+    "1f1b, 1 stage": PipelineStrategy,
 }
+ON_TWO = ("1f1b", "ddp")
 
 
 Times = tuple[float, float]
@@ -59,6 +61,8 @@ Times = tuple[float, float]
 
 
 def now() -> Times:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return time.perf_counter(), time.thread_time()
 
 
@@ -135,12 +139,17 @@ class Roles(L.Callback):
 
 
 def fit(
-    name: str, num_batches: int, callbacks: list[L.Callback], profiler: Profiler | None = None
+    name: str,
+    num_batches: int,
+    callbacks: list[L.Callback],
+    profiler: Profiler | None = None,
+    accelerator: str = "cpu",
+    devices: int = 2,
 ) -> None:
     torch.manual_seed(0)
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
+        accelerator=accelerator,
+        devices=devices,
         strategy=STRATEGIES[name](),
         max_epochs=1,
         callbacks=callbacks,
@@ -156,13 +165,17 @@ def fit(
     trainer.fit(PlainGPT(width=WIDTH, depth=DEPTH, num_heads=HEADS), loader, loader)
 
 
-def switched(name: str, num_rounds: int, directory: str) -> list[dict[str, Times]]:
+def switched(
+    name: str, num_rounds: int, directory: str, accelerator: str = "cpu", devices: int = 2
+) -> list[dict[str, Times]]:
     """Runs batches in turns; gives the seconds of each round by mode."""
     warmup = 3
     timing = StepProfiler(2 * NEVER, NEVER, directory, warmup_steps=warmup)
     idle = StepProfiler(2 * NEVER, 1, directory, warmup_steps=NEVER)
     switch = Switch(timing, idle, warmup + 4)
-    fit(name, warmup + 4 + 3 * num_rounds, [timing, switch])
+    callbacks = [timing, switch]
+    count = warmup + 4 + 3 * num_rounds
+    fit(name, count, callbacks, accelerator=accelerator, devices=devices)
     return [found for found in switch.rounds if len(found) == 3]
 
 
@@ -275,7 +288,7 @@ def main() -> None:
     pool = WorkerPool()
     found, calls = {}, {}
     roles: dict[str, list[list[Batch]]] = defaultdict(list)
-    for name in STRATEGIES:
+    for name in ON_TWO:
         given = (name, arguments.rounds, arguments.directory)
         found[name] = pool.run(2, switched, *given, timeout=3600)[0]
         calls[name] = pool.run(2, own_calls, name, timeout=600)[0]

@@ -12,6 +12,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.progress import (
@@ -23,6 +24,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from lightning_dist.engine.splitting.config import Transport
 from tests.gpu.catalog import PIECES
 from tests.gpu.records import Folder, Record, Verdict
 from tests.gpu.runner import ROOT, choose, run_piece
@@ -108,7 +110,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--again", action="store_true", help="also what has run; by default the rest")
     made.add_argument("--minutes", type=float, default=30.0, help="after which no piece begins")
-    made.add_argument("--transport", default="auto", help="of stages on two ranks")
+    transports = get_args(Transport)
+    made.add_argument("--transport", choices=transports, default="auto", help="of two ranks")
     made.add_argument("--folder", type=Path, help="of the records; by default runs/gpu/DEVICE")
     made.add_argument("--table", action="store_true", help="only print the table of what has run")
     return made

@@ -6,7 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tests.gpu.pieces import in_process, parity, speed, two_ranks
+from tests.gpu.pieces import (
+    checkpoints,
+    compiled,
+    memory,
+    no_sync,
+    numerics,
+    overhead,
+    parity,
+    profiling,
+    speed,
+    two_ranks,
+)
 from tests.gpu.records import Row
 from tests.gpu.setting import Setting
 
@@ -32,17 +43,24 @@ PIECES: Mapping[str, Piece] = MappingProxyType(
         "parity_1": Piece("each strategy on one rank beside one device", parity.one_rank, 240),
         "parity_2": Piece("each strategy on two ranks beside one device", parity.two_ranks, 300),
         "no_sync": Piece(
-            "whether the host waits for the device in a steady step", in_process.no_sync, 120
+            "whether the host waits for the device in a steady step", no_sync.no_sync, 120
         ),
         "gpt": Piece(
             "the recipe's GPT at 124 M parameters beside a plain compiled loop", speed.gpt, 420
         ),
         "speed": Piece("a small GPT at one rank beside a raw loop", speed.small, 240),
+        "memory": Piece("peak memory beside the planner's prediction", memory.planner, 180),
+        "profiler": Piece("StepProfiler: its times, MFU and overhead", profiling.profiler, 150),
+        "half": Piece("bf16 and fp16 beside a plain loop", numerics.half_precision, 240),
         "compiled": Piece(
-            "torch.compile of layers and stages under each schedule", in_process.compiled, 400
+            "torch.compile of layers and stages under each schedule", compiled.compiled, 400
         ),
-        "overhead": Piece(
-            "what the engine costs: 2 stages in one process", in_process.overhead, 150
-        ),
+        "overhead": Piece("what the engine costs: 2 stages in one process", overhead.overhead, 150),
+        "optimizers": Piece("fused and capturable AdamW", numerics.optimizers, 180),
+        "recompute": Piece("activation checkpointing: weights and bytes", memory.recompute, 120),
+        "offload": Piece("shards on the host: weights and bytes", memory.offload, 120),
+        "batch_norm": Piece("SyncBatchNorm over two replicas", numerics.batch_norm, 90),
+        "deterministic": Piece("deterministic mode, twice", numerics.deterministic, 150),
+        "checkpoints": Piece("times of saves and loads", checkpoints.checkpoints, 180),
     }
 )

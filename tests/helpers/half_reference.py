@@ -126,7 +126,8 @@ class Reference:
             logits = functional_call(self.model, weights, inputs.to(self.dtype)).float()
             loss = F.cross_entropy(logits, targets)
             weight = len(targets) / len(y) / self.accumulate * self.scale.value
-            found = torch.autograd.grad(loss, list(weights.values()), torch.tensor(weight))
+            root = torch.tensor(weight, device=loss.device)
+            found = torch.autograd.grad(loss, list(weights.values()), root)
             for name, gradient in zip(weights, found, strict=True):
                 first = gradient.float() if self.master_weights else gradient
                 total[name] = total[name] + gradient if name in total else first

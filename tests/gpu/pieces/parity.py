@@ -39,7 +39,6 @@ Make = Callable[..., Any]
 
 TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 1e-5}
 SYNCHRONOUS = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zbv")
-TWO = PipelineConfig(num_microbatches=2)
 
 ON_ONE: dict[str, Make] = {
     **{f"pipeline {name}": partial(PipelineStrategy, schedule=name) for name in SYNCHRONOUS},
@@ -49,20 +48,30 @@ ON_ONE: dict[str, Make] = {
     "tensor parallel": partial(TensorParallelStrategy, plan=PLAN),
     "mesh": MeshStrategy,
 }
-# A stage for each rank, or two: the model has four layers, and a flattening one.
-ON_TWO: dict[str, Make] = {
+
+
+def _mesh_of_stages(transport: str, **options: Any) -> MeshStrategy:
+    pipeline = PipelineConfig(num_microbatches=2, transport=transport)
+    return MeshStrategy(pp=2, pipeline=pipeline, **options)
+
+
+STAGED: dict[str, Make] = {
     **{
         f"pipeline {name}": partial(PipelineStrategy, schedule=name, num_microbatches=4)
         for name in SYNCHRONOUS
     },
+    "mesh, 2 stages": _mesh_of_stages,
+}
+"""Strategies whose ranks send each other tensors; they take the transport, too."""
+ON_TWO: dict[str, Make] = {
+    **STAGED,
     "ddp": DDPStrategy,
     "fsdp": FSDPStrategy,
     "tensor parallel": partial(TensorParallelStrategy, plan=PLAN),
-    "mesh, 2 stages": partial(MeshStrategy, pp=2, pipeline=TWO),
     "mesh, 2 tensor-parallel ranks": partial(MeshStrategy, tp=2, tensor=TensorConfig(plan=PLAN)),
 }
+ORDINARY = partial(make_module, Synced)
 REPLICAS = {"ddp": 2, "fsdp": 2}
-HAVE_STAGES = ("pipeline", "mesh")
 
 
 def one_rank(setting: Setting) -> Iterator[Row]:
@@ -108,7 +117,7 @@ def _on_two(
             found = ranks.run(2, fit_late, schedule, options, environment=environment)
             yield _row(what, {torch.float64: largest_difference(found, of_oracle)})
         except CaseFailedError as error:
-            yield _failed(what, error)
+            yield failed(what, error)
 
 
 def compare(
@@ -124,14 +133,14 @@ def compare(
     try:
         parts = ranks.run(count, fit_both, name, count, options, environment=environment)
     except CaseFailedError as error:
-        return _failed(what, error)
+        return failed(what, error)
     return _row(
         what,
         {t: largest_difference([part[t] for part in parts], expected[t]) for t in TOLERANCES},
     )
 
 
-def _failed(what: str, error: CaseFailedError) -> Row:
+def failed(what: str, error: CaseFailedError) -> Row:
     return Row(what, str(error).strip().splitlines()[-1], "", Verdict.FAILS)
 
 
@@ -160,27 +169,32 @@ def fit_both(setting: Setting, name: str, count: int, options: dict[str, Any]) -
 
 
 def fit(
-    setting: Setting, name: str, count: int, options: dict[str, Any], dtype: torch.dtype
+    setting: Setting,
+    name: str,
+    count: int,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    make: Callable[[], Any] = ORDINARY,
+    **trainer_options: Any,
 ) -> dict[str, Tensor]:
-    strategy = "auto"
+    """Trains a module; returns this rank's parameters, on the CPU."""
+    strategy: Any = "auto"
     if name != "one device":
-        staged = {"transport": setting.transport} if _takes_transport(name, count) else {}
+        staged = _transport(setting, options) if count > 1 and name in STAGED else {}
         strategy = (ON_ONE if count == 1 else ON_TWO)[name](**options, **staged)
-    trainer = trainer_of(setting, strategy, count, max_epochs=2)
-    module = make_module(Synced).to(dtype)
-    trainer.fit(module, _loader(trainer, name, count, dtype))
+    trainer = trainer_of(setting, strategy, count, max_epochs=2, **trainer_options)
+    module = make().to(dtype)
+    trainer.fit(module, loader_of(trainer, name, count, dtype))
     return {n: value.cpu() for n, value in state_of(module).items()}
 
 
-def _takes_transport(name: str, count: int) -> bool:
-    return count > 1 and name.startswith(HAVE_STAGES) and "transport" in _arguments()
+def _transport(setting: Setting, options: dict[str, Any]) -> dict[str, str]:
+    """Returns the transport; gloo sends no tensors of a GPU point to point."""
+    is_staged = setting.is_gpu and options["process_group_backend"] == "gloo"
+    return {"transport": "gloo" if is_staged else setting.transport}
 
 
-def _arguments() -> set[str]:
-    return set(PipelineStrategy.__init__.__annotations__)
-
-
-def _loader(trainer: Any, name: str, count: int, dtype: torch.dtype) -> DataLoader[Any]:
+def loader_of(trainer: Any, name: str, count: int, dtype: torch.dtype) -> DataLoader[Any]:
     x, y = make_data(TRAIN_SAMPLES).tensors
     data = TensorDataset(x.to(dtype), y)
     replicas = REPLICAS.get(name, 1) if count > 1 else 1
@@ -194,6 +208,7 @@ def _loader(trainer: Any, name: str, count: int, dtype: torch.dtype) -> DataLoad
 
 def fit_late(setting: Setting, schedule: str, options: dict[str, Any]) -> dict[str, Tensor]:
     """Trains as the oracles of the asynchronous schedules do, which drain behind each epoch."""
+    options = {**options, **_transport(setting, options)}
     strategy = PipelineStrategy(schedule=schedule, partition="uniform", **options)
     trainer = trainer_of(setting, strategy, 2, max_epochs=EPOCHS, limit_val_batches=1)
     module = make_module()

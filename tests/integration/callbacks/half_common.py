@@ -116,10 +116,11 @@ def expected(
     epochs: int = 1,
     optimizer: str = "sgd",
     num_shards: int = 1,
+    device: str = "cpu",
     **options: Any,
 ) -> Run:
-    """What a plain loop gives."""
-    module = make_module(Halved).float()
+    """What a plain loop gives on a device."""
+    module = make_module(Halved).float().to(device)
     if not options.get("master_weights", True):
         make_half(module.model, torch.bfloat16)
     history = []
@@ -127,9 +128,10 @@ def expected(
         updates = ByPieces(partial(make_optimizer, optimizer), module.model, num_shards)
         loop = Reference(module.model, updates, **options)
         for batches in batches_of(shares, epochs):
-            loop.step(batches)
+            loop.step([[part.to(device) for part in batch] for batch in batches])
             history.append((loop.scale.value, float(loop.scale.num_skipped)))
         ((x, y),) = make_loader(8)
+        x, y = x.to(device), y.to(device)
         weights = half_weights(module.model, loop.dtype)
         logits = functional_call(module.model, weights, x.to(loop.dtype)).float()
         val_loss = float(F.cross_entropy(logits, y).detach())

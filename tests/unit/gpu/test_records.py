@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.gpu.catalog import PIECES
+from tests.gpu.pieces.no_sync import HostReads
+from tests.gpu.pieces.speed import TINY
 from tests.gpu.ranks import attempt, within
 from tests.gpu.records import End, Folder, Record, Row, Verdict, describe_machine
-from tests.gpu.runner import choose
+from tests.gpu.runner import ROOT, choose
 from tests.gpu.setting import Setting, missing_gpu
 from tests.gpu.table import markdown
 
@@ -95,3 +99,29 @@ def test_the_reason_of_a_missing_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert missing_gpu() is None
+
+
+def test_the_page_lists_the_pieces_in_their_order() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert listed == list(PIECES)
+
+
+def test_the_flops_of_a_gpt() -> None:
+    """Beside torch's count of the matrix products; attention is by the formula in both."""
+    sizes = TINY
+    x = torch.zeros(sizes.batch, sizes.length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        sizes.build()(x).sum().backward()
+    by_operation = counter.get_flop_counts()["Global"]
+    products = sum(count for op, count in by_operation.items() if "attention" not in str(op))
+    attention = 12 * sizes.depth * sizes.width * sizes.length
+    assert products == (sizes.flops_per_token - attention) * sizes.tokens
+
+
+def test_reads_of_values_are_noted() -> None:
+    with HostReads() as reads:
+        float(torch.ones(()) + 1.0)
+        torch.ones(3) + torch.ones(3)
+    assert len(reads.found) == 1
+    assert reads.found[0].startswith("_local_scalar_dense in ")
