@@ -47,12 +47,12 @@ class RankNotes:
 
     def common(self, round_index: int, numbers: Sequence[int]) -> list[int]:
         """Returns the numbers that are in the notes of all ranks."""
-        found = set(numbers)
-        for key in (self._key(round_index, rank) for rank in self._ranks):
-            if not found or not self._store.check([key]):
-                return []
-            found &= set(json.loads(self._store.get(key)))
-        return sorted(found)
+        # Two questions, however many ranks there are: all ranks ask the store at the same time.
+        keys = [self._key(round_index, rank) for rank in self._ranks]
+        if not numbers or not self._store.check(keys):
+            return []
+        notes = (set(json.loads(note)) for note in self._store.multi_get(keys))
+        return sorted(set(numbers).intersection(*notes))
 
     def await_common(self, round_index: int, numbers: Sequence[int], seconds: float) -> list[int]:
         """Waits for notes that may never come; see :meth:`common`."""

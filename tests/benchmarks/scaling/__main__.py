@@ -34,18 +34,22 @@ from tests.benchmarks.scaling.processes import SIZES, RankCost, on_rank
 from tests.helpers.processes.workers import WorkerPool
 
 PAPER_SIZES = paper.Sizes(layer_bytes=64 << 20, row_bytes=1 << 20, rows=128)
+NOISE = 0.15
+"""Of times and of memory, as a part of them."""
 MIB, KIB = 1 << 20, 1 << 10
 Row = tuple[str, Sequence[float]]
 
 
-def print_table(title: str, sizes: Sequence[int], rows: Sequence[Row], digits: int = 0) -> None:
+def print_table(
+    title: str, sizes: Sequence[int], rows: Sequence[Row], digits: int = 0, noise: float = 0.0
+) -> None:
     table = Table(title=title)
     table.add_column("")
     for heading in (*map(str, sizes), "growth"):
         table.add_column(heading, justify="left" if heading == "growth" else "right")
     for name, values in rows:
         shown = [f"{value:,.{digits}f}" for value in values]
-        table.add_row(name, *shown, growth(sizes, values) if len(sizes) > 2 else "")
+        table.add_row(name, *shown, growth(sizes, values, noise) if len(sizes) > 2 else "")
     Console(width=130).print(table)
 
 
@@ -130,7 +134,7 @@ def print_planning(sizes: Sequence[int]) -> None:
         (name, [1e3 * seconds_of(lambda n=n, run=run: run(n)) for n in sizes])  # type: ignore[misc]
         for name, run in tasks.items()
     ]
-    print_table("Milliseconds of planning, on one rank", sizes, rows, digits=2)
+    print_table("Milliseconds of planning, on one rank", sizes, rows, digits=2, noise=NOISE / 3)
 
 
 # --- real processes ------------------------------------------------------------------------------
@@ -171,12 +175,14 @@ def print_measured(found: dict[str, list[list[RankCost]]], sizes: Sequence[int])
             f"Milliseconds of a rank's processor {until}",
             sizes,
             rows(lambda cost, moment=moment: 1e3 * cost.start[moment][1]),  # type: ignore[misc]
+            noise=NOISE,
         )
     print_table(
         "Seconds until the first step has ended, all processes on this machine's cores",
         sizes,
         rows(lambda cost: cost.start["first step"][0]),
         digits=2,
+        noise=NOISE,
     )
     print_table("Process groups of a rank", sizes, rows(lambda cost: cost.groups))
     print_table("Connections of a rank", sizes, rows(lambda c: c.sent_at_start.connections))
@@ -193,11 +199,13 @@ def print_measured(found: dict[str, list[list[RankCost]]], sizes: Sequence[int])
         sizes,
         rows(lambda cost: (cost.after.own - cost.before.own) / MIB),
         digits=1,
+        noise=NOISE,
     )
     print_table(
         "Milliseconds of a rank's processor in all_gather_object, in the whole run",
         sizes,
         rows(lambda cost: 1e3 * cost.calls.cpu["all_gather_object"]),
+        noise=NOISE,
     )
 
 

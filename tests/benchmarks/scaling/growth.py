@@ -20,22 +20,26 @@ _SHAPES: Mapping[str, Callable[[int], float]] = MappingProxyType(
 )
 
 
-def growth(sizes: Sequence[int], values: Sequence[float]) -> str:
+def growth(sizes: Sequence[int], values: Sequence[float], noise: float = 0.0) -> str:
     """Names the curve ``a + b * f(n)`` that is nearest to some values, by least squares.
 
     Args:
         sizes: Numbers of ranks, three or more.
         values: A value for each.
+        noise: By what part of their mean values differ without a reason. Of the curves that are as
+            near as that, the slowest counts.
 
     Returns:
         ``"constant"``, ``"falling"``, ``"bounded"``, ``"logarithmic"``, ``"linear"`` or
         ``"quadratic"``; of a linear one with what each rank adds.
     """
     mean = fmean(values)
-    if all(abs(value - mean) <= ALIKE * abs(mean) for value in values):
+    if all(abs(value - mean) <= max(ALIKE, noise) * abs(mean) for value in values):
         return "constant"
     fits = {name: _fit([f(n) for n in sizes], values) for name, f in _SHAPES.items()}
-    name = min(fits, key=lambda name: fits[name][1])
+    best = min(distance for _, distance in fits.values())
+    limit = max(best, noise * abs(mean))
+    name = next(name for name, (_, distance) in fits.items() if distance <= limit)
     slope = fits[name][0]
     if slope < 0:
         return "falling"
@@ -43,9 +47,9 @@ def growth(sizes: Sequence[int], values: Sequence[float]) -> str:
 
 
 def _fit(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Returns a line's slope, and the sum of the squares of what is left."""
+    """Returns a line's slope, and how far values are from it, the root of the mean square."""
     x_mean, y_mean = fmean(xs), fmean(ys)
     spread = sum((x - x_mean) ** 2 for x in xs)
     slope = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / spread
     left = (y - y_mean - slope * (x - x_mean) for x, y in zip(xs, ys, strict=True))
-    return slope, sum(value**2 for value in left)
+    return slope, math.sqrt(fmean(value**2 for value in left))

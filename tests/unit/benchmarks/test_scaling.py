@@ -99,6 +99,13 @@ def test_growth_names_the_curve() -> None:
     }
 
 
+def test_of_noisy_values_the_slowest_curve_counts() -> None:
+    sizes, times = (2, 4, 8, 16), [110.0, 99.0, 100.0, 117.0]
+    assert growth(sizes, times) == "quadratic"
+    assert growth(sizes, times, noise=0.15) == "constant"
+    assert growth(sizes, [0.3, 0.6, 1.4, 2.9], noise=0.15) == "linear, 0.188 per rank"
+
+
 class Rows(L.LightningModule):
     """Layers whose parameters and outputs have the sizes of the paper's."""
 

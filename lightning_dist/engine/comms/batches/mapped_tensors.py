@@ -167,11 +167,19 @@ def find_mappable(files: TensorFiles, group: dist.ProcessGroup) -> frozenset[byt
     """Returns the secrets of the ranks whose files the next rank can map. Collective."""
     probe = files.write([])
     probes: list[MappedFile | None] = gather_objects(probe, group)
-    mapped = frozenset(found.secret for found in probes if found is not None and _can_map(found))
-    by_rank: list[frozenset[bytes]] = gather_objects(mapped, group)
+    own = torch.tensor([found is not None and _can_map(found) for found in probes])
+    of_next = torch.zeros_like(own)
+    place = dist.get_rank(group)
+    # From rank to rank: gathered, the answers about all ranks would grow with their square.
+    told = dist.isend(own, group=group, group_dst=place - 1) if place > 0 else None
+    if place + 1 < len(probes):
+        dist.recv(of_next, group=group, group_src=place + 1)
+    if told is not None:
+        told.wait()
+    dist.barrier(group)  # all ranks have looked
     files.close()
-    next_rank = dist.get_rank(group) + 1
-    return by_rank[next_rank] if next_rank < len(by_rank) else frozenset()
+    pairs = zip(probes, of_next.tolist(), strict=True)
+    return frozenset(probe.secret for probe, can_map in pairs if can_map and probe is not None)
 
 
 def _can_map(file: MappedFile) -> bool:

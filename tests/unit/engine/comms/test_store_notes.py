@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -23,6 +25,30 @@ def test_what_all_ranks_have_written_is_common() -> None:
     for notes, own in ((first, [2, 5, 7]), (second, [5, 7]), (third, [7, 2, 5])):
         assert notes.common(1, own) == [5, 7]
     assert first.common(2, [5]) == []
+
+
+class CountingStore:
+    """Counts the questions to a store."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.num_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_calls += 1
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("size", [2, 64])
+def test_the_notes_of_all_ranks_are_two_questions(size: int) -> None:
+    """All ranks ask at the same time, and the store answers one after the other."""
+    store = dist.HashStore()
+    for notes in of_ranks(store, size):
+        notes.leave(1, [4])
+    counting: Any = CountingStore(store)
+    asking = RankNotes(counting, "a run", 0, range(size))
+    assert asking.common(1, [4, 5]) == [4]
+    assert counting.num_calls == 2
 
 
 def test_only_the_newest_notes_are_kept() -> None:
