@@ -48,7 +48,9 @@ def start(name: str) -> dict[str, float]:
         environment = {**os.environ, FOLDER: folder, "OMP_NUM_THREADS": "1"}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         before, launched = _processor_seconds(), time.time()
-        subprocess.run(command, env=environment, check=True, capture_output=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{name} has failed: {done.stderr}")
         used = _processor_seconds() - before
         ranks = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
     last = max(ranks, key=lambda times: times["started"])
