@@ -3,8 +3,8 @@
 Not a test: it prints a table. Contestants are launched in turns. The phases are those of the rank
 that starts last. Lightning's launcher starts it when the first rank has imported its modules and
 built its model. It imports its own, meets the first one (``rendezvous``), and sets the run up until
-there is a batch. The first step ends when it has ended on all ranks. What the processor did is
-counted until all processes have ended; other users of the machine disturb it less.
+there is a batch. The first step ends when it has ended on all ranks. The processor's seconds are
+those of both ranks until they end; other users of the machine disturb these less.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -39,7 +38,7 @@ PROCESSOR = "processor seconds"
 
 
 def start(name: str) -> dict[str, float]:
-    """Runs a contestant; gives seconds by phase, and of the processor until all has ended."""
+    """Runs a contestant; gives seconds by phase, and the processor's of both ranks."""
     command = [sys.executable, "-W", "ignore", "-m"]
     if name == TORCHRUN:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
@@ -47,22 +46,17 @@ def start(name: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, FOLDER: folder, "OMP_NUM_THREADS": "1"}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        before, launched = _processor_seconds(), time.time()
+        launched = time.time()
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{name} has failed: {done.stderr}")
-        used = _processor_seconds() - before
         ranks = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
     last = max(ranks, key=lambda times: times["started"])
     last["stepped"] = max(times["stepped"] for times in ranks)
     marks = [launched, *(last[mark] for mark in PHASES)]
     seconds = [end - begin for begin, end in pairwise(marks)]
+    used = sum(times["processor"] for times in ranks)
     return {**dict(zip(PHASES.values(), seconds, strict=True)), PROCESSOR: used}
-
-
-def _processor_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def whole(seconds: dict[str, float]) -> float:
@@ -81,7 +75,7 @@ def main() -> None:
     for name in track([n for _ in range(options.rounds) for n in runs], description="starts"):
         runs[name].append(start(name))
     table = Table(title=f"Seconds to the end of the first step, two ranks, {options.rounds} starts")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     ratios = (f"x {LIGHTNINGS}", f"{PROCESSOR}, x Lightning's")
     for heading in ("all", *PHASES.values(), PROCESSOR, *ratios):
         table.add_column(heading, justify="right")

@@ -28,6 +28,7 @@ def note(mark: str) -> None:
 
 
 def save() -> None:
+    times["processor"] = time.process_time()
     rank = os.environ.get("LOCAL_RANK", "0")
     (Path(os.environ[FOLDER]) / f"{rank}.json").write_text(json.dumps(times))
 
