@@ -22,11 +22,12 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
-from lightning_dist.engine.parallelize.used_parts import UsedParts
 from lightning_dist.engine.pipeline.measurements import predict_memory
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, sharded
 from lightning_dist.engine.sharding.deferred_init.api import DeferredModel
 from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
+from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
+from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
 from lightning_dist.engine.splitting.config import (
     PipelineConfig,
@@ -222,14 +223,20 @@ class ShardedPlacement(DataParallelStrategy):
             config = with_whole_batches(config, self.mesh.pp) if statistics else config
             asked = replace(asked, pipeline=config)
         composed = parallelize(self.module, self.mesh_of_ranks, asked)
-        used = UsedParts(
-            composed,
-            (self.stage_group, self.group("dp_shard", "tp")),
+        units = UnitAgreement(
+            self.module,
+            composed.units,
+            self.stage_group,
+            self.group("dp_shard", "tp"),
             always=self._shard_config.find_unused_parameters,
         )
-        if composed.split is None:
-            return ShardedModule(composed, used)
-        return StagedModule(composed, used, config, statistics=statistics)
+        if composed.split is not None:
+            return StagedModule(composed, units, config, statistics=statistics)
+        unused = None
+        if composed.shards and UnusedParameters.are_supported_by(composed.shards[0]):
+            (root,) = composed.shards
+            unused = UnusedParameters(self.module, root, composed.units, self.stage_group)
+        return ShardedModule(composed, units, unused)
 
     @property
     def sharded(self) -> ShardedModule:

@@ -18,14 +18,16 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.data_parallel.missing_gradients import parameters_without_gradient
 from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtensor_error
-from lightning_dist.engine.parallelize.used_parts import UsedParts
 from lightning_dist.engine.pipeline.measurements import Measurements
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
 from lightning_dist.engine.sharding.fully_shard import forget_step, move_rest, reshard
 from lightning_dist.engine.sharding.manual_steps import ManualSteps
+from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
+from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
 from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary, summarise
@@ -45,7 +47,8 @@ class ShardedModule:
 
     Args:
         composed: The user's module, made parallel.
-        used: Compares which units the ranks use in a step; None where no other rank exists.
+        units: Compares which units the ranks run in a step; None where no other rank exists.
+        unused: Finds the parameters that no rank uses; None where all ranks use the same.
 
     Attributes:
         early: The module's parameters before sharding; None where no optimizer can have them.
@@ -54,7 +57,12 @@ class ShardedModule:
 
     early: EarlyParameters | None = None
 
-    def __init__(self, composed: ParallelModule, used: UsedParts | None) -> None:
+    def __init__(
+        self,
+        composed: ParallelModule,
+        units: UnitAgreement | None,
+        unused: UnusedParameters | None = None,
+    ) -> None:
         assert isinstance(composed.module, pl.LightningModule)
         self.module = composed.module
         self.summary: WrapSummary = composed.summary
@@ -67,7 +75,8 @@ class ShardedModule:
         self._entered: set[nn.Module] = set()
         for root in self._roots if self._shards else ():
             root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
-        self._used = used
+        self._units = units
+        self._unused = unused
         self._manual = ManualSteps(self._roots[0]) if composed.is_manual else None
 
     @property
@@ -156,8 +165,8 @@ class ShardedModule:
     def _run(
         self, step: Callable[..., Any], context: StepContext, args: Any, kwargs: Any, training: bool
     ) -> Any:
-        if self._used is not None and training:
-            self._used.begin_step()
+        if self._unused is not None and training:
+            self._unused.begin_step()
 
         def entered(*args: Any, **kwargs: Any) -> Any:
             with self.check_units(training=training):
@@ -172,7 +181,7 @@ class ShardedModule:
 
     def check_units(self, *, training: bool) -> AbstractContextManager[None]:
         """Returns the check that all ranks used the same FSDP units in this step."""
-        return nullcontext() if self._used is None else self._used.step(training=training)
+        return nullcontext() if self._units is None else self._units.step(training=training)
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a step so that it forgets earlier steps and gathers sharded logits by itself."""
@@ -209,8 +218,8 @@ class ShardedModule:
         """
         self.check_graph([loss])
         self.end_check()
-        if self._manual is not None and self._used is not None:
-            self._used.keep_gradients()
+        if self._manual is not None and self._unused is not None:
+            self._unused.keep_gradients()
         with self.backward_context(), reraise_mixed_dtensor_error():
             return default()
 
@@ -237,7 +246,9 @@ class ShardedModule:
 
     def without_gradient(self) -> list[str]:
         """Lists parameters without a gradient at an update. Collective."""
-        return [] if self._used is None else self._used.without_gradient()
+        if self._unused is not None:
+            return self._unused.end_update()
+        return [] if self._units is None else parameters_without_gradient(self.module)
 
     def forget_gradients(self, names: Sequence[str]) -> None:
         """Sets gradients of zeros to None, as on a single device."""
@@ -278,8 +289,8 @@ class ShardedModule:
         Raises:
             ValueError: The ranks have run different units.
         """
-        if self._used is not None:
-            self._used.run_deferred_checks()
+        if self._units is not None:
+            self._units.run_deferred_checks()
 
     def reshard(self) -> None:
         """Reshards the module's parameters, whatever has run last."""

@@ -23,10 +23,10 @@ from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtensor_error
-from lightning_dist.engine.parallelize.used_parts import UsedParts
 from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, StageBackwards
 from lightning_dist.engine.pipeline.measurements import Measurements, gather_measurements
 from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.strategies.base.run_setup import StepContext
@@ -46,7 +46,7 @@ class StagedModule(ShardedModule):
 
     Args:
         composed: The user's module, made parallel.
-        used: Compares which units the ranks use in a step; None where no other rank exists.
+        units: Compares which units the ranks run in a step; None where no other rank exists.
         config: The pipeline's arguments.
         statistics: Modules that compute statistics of the batch.
     """
@@ -54,11 +54,11 @@ class StagedModule(ShardedModule):
     def __init__(
         self,
         composed: ParallelModule,
-        used: UsedParts | None,
+        units: UnitAgreement | None,
         config: PipelineConfig,
         statistics: Sequence[str] = (),
     ) -> None:
-        super().__init__(composed, used)
+        super().__init__(composed, units)
         assert composed.split is not None
         self._split = composed.split
         self._config = config
