@@ -122,11 +122,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         read: Which ranks of a data replica read its batches. The ``"first"`` sends them to the
             others, so that a run draws its data as one device would. With ``"each"``, all ranks of
             a replica must draw the same.
-        accelerator: As for any Lightning strategy.
-        parallel_devices: As for any Lightning strategy.
-        cluster_environment: As for any Lightning strategy.
-        checkpoint_io: As for any Lightning strategy.
-        precision_plugin: As for any Lightning strategy.
+        accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
+        checkpoint_io, precision_plugin: As for any Lightning strategy.
         process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
             device's own. Control messages always go over gloo.
         start_method: Only ``"popen"``, which runs the script once per device.

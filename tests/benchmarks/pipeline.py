@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.connect import connect
-from lightning_dist.engine.pipeline.measurements import MeasuredTimelines
+from lightning_dist.engine.pipeline.measurements import Measurements
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, PipelineShape, find_schedules
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
@@ -190,7 +190,7 @@ def print_bubbles(workers: WorkerPool, seconds: float, sizes: list[int], only: s
         stretches = workers.run(
             num_ranks, sleeping, num_ranks, schedule, count, seconds, timeout=90
         )
-        measured = MeasuredTimelines(stretches).whole.bubble_fraction
+        measured = Measurements(stretches).timeline.bubble_fraction
         homes = find_schedules(schedule).rank_of_stage(num_ranks)
         per_rank = len(homes) // num_ranks
         simulated = simulate(

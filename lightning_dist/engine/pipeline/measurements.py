@@ -15,51 +15,40 @@ from lightning_dist.engine.schedules.registry import find_schedules
 from lightning_dist.engine.schedules.timeline import PackedSpans, Span, Timeline
 
 
-class MeasuredTimelines:
-    """The timelines that all ranks recorded.
-
-    Args:
-        stretches: Each rank's spans by stretch; stretches have the same numbers on all ranks.
-    """
-
-    def __init__(self, stretches: Sequence[Mapping[int, Sequence[Span]]]) -> None:
-        self._stretches = stretches
-
-    @property
-    def whole(self) -> Timeline:
-        """All spans, the first at zero."""
-        spans = (s for by_stretch in self._stretches for part in by_stretch.values() for s in part)
-        return Timeline(len(self._stretches), tuple(spans)).shifted_to_zero()
-
-    @property
-    def steady(self) -> Timeline:
-        """The longest stretch, from the last rank's begin to the first rank's end."""
-        if not self._stretches or not all(self._stretches):
-            return self.whole
-        common = set.intersection(*(set(by_stretch) for by_stretch in self._stretches))
-        longest = max(common, key=lambda number: len(self._stretches[0][number]), default=None)
-        if longest is None:
-            return self.whole
-        parts = [by_stretch[longest] for by_stretch in self._stretches]
-        begin = max(part[0].start_seconds for part in parts)
-        end = min(part[-1].end_seconds for part in parts)
-        spans = tuple(span for part in parts for span in part)
-        return Timeline(len(parts), spans).between(begin, end).shifted_to_zero()
-
-
 @dataclass(frozen=True, slots=True)
 class Measurements:
     """The measurements of a training that has ended.
 
     Attributes:
-        timelines: Timelines of all ranks.
+        stretches: Each rank's spans by stretch; stretches have the same numbers on all ranks.
         peak_stash_bytes: The most bytes of stashed weights, by stage.
         staleness: Updates between the weights of a batch and its update, for each update, by stage.
     """
 
-    timelines: MeasuredTimelines = MeasuredTimelines([])
+    stretches: Sequence[Mapping[int, Sequence[Span]]] = ()
     peak_stash_bytes: tuple[int, ...] = ()
     staleness: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def timeline(self) -> Timeline:
+        """All spans of all ranks, the first at zero."""
+        spans = (s for by_stretch in self.stretches for part in by_stretch.values() for s in part)
+        return Timeline(len(self.stretches), tuple(spans)).shifted_to_zero()
+
+    @property
+    def steady_timeline(self) -> Timeline:
+        """The longest stretch, from the last rank's begin to the first rank's end."""
+        if not self.stretches or not all(self.stretches):
+            return self.timeline
+        common = set.intersection(*(set(by_stretch) for by_stretch in self.stretches))
+        longest = max(common, key=lambda number: len(self.stretches[0][number]), default=None)
+        if longest is None:
+            return self.timeline
+        parts = [by_stretch[longest] for by_stretch in self.stretches]
+        begin = max(part[0].start_seconds for part in parts)
+        end = min(part[-1].end_seconds for part in parts)
+        spans = tuple(span for part in parts for span in part)
+        return Timeline(len(parts), spans).between(begin, end).shifted_to_zero()
 
 
 class MeasuredStages:
@@ -70,12 +59,12 @@ class MeasuredStages:
     @property
     def timeline(self) -> Timeline:
         """The spans of all ranks."""
-        return self._measurements.timelines.whole
+        return self._measurements.timeline
 
     @property
     def steady_timeline(self) -> Timeline:
         """The longest part of :attr:`timeline` without fill, drain or validation."""
-        return self._measurements.timelines.steady
+        return self._measurements.steady_timeline
 
     @property
     def peak_stash_bytes(self) -> tuple[int, ...]:
@@ -101,14 +90,13 @@ def gather_measurements(
     own_stages = pipeline.stages
     stages = {s: (own_stages.peak_stash_bytes[s], own_stages.staleness[s]) for s in own_stages}
     spans = {n: PackedSpans(part) for n, part in pipeline.recorder.stretches().items()}
-    own = (spans, stages)
-    everyone = gather_objects(own, group)
+    everyone = gather_objects((spans, stages), group)
     of_stages: dict[int, tuple[int, tuple[int, ...]]] = {}
     for rank, (_, by_stage) in enumerate(everyone):
         of_stages |= {} if mesh.data_index(rank) else by_stage
     in_order = [of_stages[stage] for stage in sorted(of_stages)]
     return Measurements(
-        MeasuredTimelines([stretches for stretches, _ in everyone]),
+        [stretches for stretches, _ in everyone],
         tuple(peak_stash_bytes for peak_stash_bytes, _ in in_order),
         tuple(staleness for _, staleness in in_order),
     )
