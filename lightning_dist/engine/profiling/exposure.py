@@ -48,14 +48,12 @@ class Exposure:
     """One rank's collectives in one step.
 
     Attributes:
-        seconds_by_kind: Time for which at least one collective of a kind was under way.
         seconds: Time for which any collective was under way.
         exposed_seconds: Time for which any collective was under way and this rank computed nothing.
         shares: Exposed time as a share of a part of the step, by the part's name. Tracing makes
             parts longer, so shares say more than seconds.
     """
 
-    seconds_by_kind: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     exposed_seconds: float = 0.0
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -63,26 +61,20 @@ class Exposure:
     @classmethod
     def of(
         cls,
-        collectives: Mapping[str, Sequence[Interval]],
+        collectives: Sequence[Interval],
         computing: Iterable[Interval],
         parts: Mapping[str, Sequence[Interval]],
     ) -> Exposure:
         """Creates the exposure from the times of collectives and of compute.
 
         Args:
-            collectives: Intervals of collectives in seconds, by kind.
+            collectives: Intervals of collectives in seconds.
             computing: Intervals of compute in seconds.
             parts: Intervals of the step's parts in seconds, by name.
         """
-        every = [interval for intervals in collectives.values() for interval in intervals]
-        exposed = outside(every, computing)
+        exposed = outside(collectives, computing)
         shares = {
             name: 1.0 - length(outside(part, exposed)) / length(part)
             for name, part in parts.items()
         }
-        return cls(
-            {kind: length(intervals) for kind, intervals in collectives.items()},
-            length(every),
-            length(exposed),
-            shares,
-        )
+        return cls(length(collectives), length(exposed), shares)

@@ -38,13 +38,7 @@ class ScheduleFile(ScheduleFamily):
     def read(cls, name: str, path: str) -> ScheduleFile:
         """Reads the schedule of a file; see :func:`read_schedule`."""
         schedule = read_schedule(path)
-        kinds = {action.kind for actions in schedule.ranks for action in actions}
-        return cls(
-            name,
-            lambda own, _: iter(schedule.ranks[own.rank]),
-            splits_backward=ActionKind.BACKWARD_INPUT in kinds,
-            schedule=schedule,
-        )
+        return cls(name, lambda own, _: iter(schedule.ranks[own.rank]), schedule=schedule)
 
     @override
     def num_ranks(self, num_stages: int, stages_per_rank: int | None = None) -> int:

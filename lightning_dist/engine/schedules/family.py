@@ -97,7 +97,6 @@ class ScheduleFamily:
         most_stages: Largest number of stages per rank; None for any number.
         update_rule: The meaning of an update.
         microbatch_rule: The numbers of micro-batches that fit.
-        splits_backward: Whether backwards are split in two.
     """
 
     name: str
@@ -107,7 +106,6 @@ class ScheduleFamily:
     most_stages: int | None = 1
     update_rule: UpdateRule = FLUSHED
     microbatch_rule: MicrobatchRule = MicrobatchRule()
-    splits_backward: bool = False
 
     def num_ranks(self, num_stages: int, stages_per_rank: int | None = None) -> int:
         """Returns the number of ranks of a pipeline.

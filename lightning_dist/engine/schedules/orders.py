@@ -186,14 +186,7 @@ SYNCHRONOUS = (
         microbatch_rule=_ROUNDS,
     ),
     ScheduleFamily("looped_bfs", _looped_bfs, fewest_stages=2, most_stages=None),
-    ScheduleFamily("zb_h1", _zb_h1, splits_backward=True),
-    ScheduleFamily(
-        "zbv",
-        _zbv,
-        place=_v_placement,
-        fewest_stages=2,
-        most_stages=2,
-        splits_backward=True,
-    ),
+    ScheduleFamily("zb_h1", _zb_h1),
+    ScheduleFamily("zbv", _zbv, place=_v_placement, fewest_stages=2, most_stages=2),
 )
 """The synchronous kinds of schedules, in the order in which they are listed to users."""

@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_dist.engine.profiling.exposure import Exposure, Interval
 
-_BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:")
+_BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:")  # before a collective's name, on the host
+_NCCL = "nccl"  # as in ncclDevKernel_AllReduce_Sum_f32_RING_LL(...), on a GPU
 _ATEN = "aten::"
 _PART = "lightning_dist::"
 
@@ -61,7 +62,7 @@ def exposure_of(events: Iterable[Any], *, on_device: bool) -> Exposure:
             nanoseconds.
         on_device: Whether kernels count, and not operations of the host.
     """
-    collectives: dict[str, list[Interval]] = {}
+    collectives: list[Interval] = []
     computing: dict[int, list[Interval]] = {}
     parts: dict[str, list[Interval]] = {}
     of_collectives: set[int] = set()
@@ -73,8 +74,8 @@ def exposure_of(events: Iterable[Any], *, on_device: bool) -> Exposure:
             computing.setdefault(event.start_thread_id(), []).append(_interval(event))
         elif name.startswith(_PART):
             parts.setdefault(name.removeprefix(_PART), []).append(_interval(event))
-        elif kind := _kind_of(name, on_device):
-            collectives.setdefault(kind, []).append(_interval(event))
+        elif name.startswith(_NCCL if on_device else _BACKENDS):
+            collectives.append(_interval(event))
             of_collectives.add(event.start_thread_id())
         elif on_device and not event.is_user_annotation():
             computing.setdefault(event.start_thread_id(), []).append(_interval(event))
@@ -85,14 +86,6 @@ def exposure_of(events: Iterable[Any], *, on_device: bool) -> Exposure:
 
 def _interval(event: Any) -> Interval:
     return event.start_ns() / 1e9, event.end_ns() / 1e9
-
-
-def _kind_of(name: str, on_device: bool) -> str | None:
-    """Returns the name of a collective, for example all_reduce; None for other events."""
-    if on_device:  # ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)
-        return name.split("_")[1] if name.startswith("nccl") and "_" in name else None
-    backend = next((b for b in _BACKENDS if name.startswith(b)), None)
-    return None if backend is None else name.removeprefix(backend)
 
 
 class TorchTrace:

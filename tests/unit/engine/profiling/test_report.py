@@ -128,7 +128,7 @@ def test_each_second_counts_once() -> None:
 
 
 def test_exposed_collectives_are_taken_out_of_what_they_happened_in() -> None:
-    exposure = Exposure({"all_reduce": 3.0}, 3.0, 1.5, {"backward": 0.25, "update": 1.0})
+    exposure = Exposure(3.0, 1.5, {"backward": 0.25, "update": 1.0})
     account = account_for(plain(0, backward=4.0, exposure=exposure))
     assert account.seconds[Use.FORWARD] == 1.0
     assert account.seconds[Use.BACKWARD] == 3.0
@@ -137,9 +137,8 @@ def test_exposed_collectives_are_taken_out_of_what_they_happened_in() -> None:
 
 
 def test_what_is_exposed() -> None:
-    collectives = {"all_reduce": [(1.0, 4.0)], "all_gather": [(3.0, 6.0)]}
+    collectives = [(1.0, 4.0), (3.0, 6.0)]
     exposure = Exposure.of(collectives, [(0.0, 2.0), (5.0, 5.5)], {"backward": [(0.0, 5.0)]})
-    assert exposure.seconds_by_kind == {"all_reduce": 3.0, "all_gather": 3.0}
     assert exposure.seconds == 5.0
     assert exposure.exposed_seconds == 3.5
     assert exposure.shares == {"backward": 3.0 / 5.0}
