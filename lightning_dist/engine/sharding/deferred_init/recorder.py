@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
             if real is None:
                 real = self.tape.run_now(operation, keep=operation.generator is None)
             returned = _stand_in(func, real, written, kwargs)
-        self._append(operation, written, returned)
+        self._append(operation, returned)
         return returned
 
     def value(self, tensor: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
             generator_state=None if generator is None else generator.get_state(),
         )
 
-    def _append(self, operation: Operation, written: list[Tensor], returned: Any) -> None:
+    def _append(self, operation: Operation, returned: Any) -> None:
         tensors = flatten(returned)[0]
         if any(tensor.is_meta and not self.tape.knows(tensor) for tensor in tensors):
             results = tuple(self.tape.refer(tensor) for tensor in tensors)
