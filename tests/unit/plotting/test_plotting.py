@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dist.engine.pipeline.measurements import MeasuredTimelines
+from lightning_dist.engine.pipeline.measurements import Measurements
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action
 from lightning_dist.engine.schedules.registry import build_schedule
@@ -104,10 +104,10 @@ def test_the_steady_part_is_the_longest_undisturbed_one() -> None:
         {0: (span(0, 0, 1),), 2: (span(0, 10, 11), span(0, 11, 14))},
         {0: (span(1, 0, 1),), 2: (span(1, 11, 12), span(1, 12, 15))},
     ]
-    steady = MeasuredTimelines(ranks).steady
+    steady = Measurements(ranks).steady_timeline
     assert steady.makespan_seconds == 3
-    assert MeasuredTimelines(ranks).whole.makespan_seconds == 15
-    assert MeasuredTimelines([]).whole.spans == ()
+    assert Measurements(ranks).timeline.makespan_seconds == 15
+    assert Measurements().timeline.spans == ()
 
 
 def test_the_recorder_forgets_what_is_old() -> None:
