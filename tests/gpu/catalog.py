@@ -45,6 +45,7 @@ PIECES: Mapping[str, Piece] = MappingProxyType(
         "no_sync": Piece(
             "whether the host waits for the device in a steady step", no_sync.no_sync, 120
         ),
+        "no_sync_fits": Piece("the same under Lightning, on one rank", no_sync.in_fits, 90),
         "gpt": Piece(
             "the recipe's GPT at 124 M parameters beside a plain compiled loop", speed.gpt, 420
         ),

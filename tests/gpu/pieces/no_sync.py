@@ -98,9 +98,6 @@ def no_sync(setting: Setting) -> Iterator[Row]:
     for name in SCHEDULE_NAMES:
         what = f"steady steps of {name}"
         yield attempt(what, partial(_steady, what, setting, name))
-    for name, make in STRATEGIES.items():
-        what = f"steady steps of {name}, 1 rank"
-        yield attempt(what, partial(_steady_fit, what, setting, make))
 
 
 def _steady(what: str, setting: Setting, schedule: str, *, reads_loss: bool = False) -> Row:
@@ -151,6 +148,13 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "DDPStrategy": DDPStrategy,
     "FSDPStrategy": FSDPStrategy,
 }
+
+
+def in_fits(setting: Setting) -> Iterator[Row]:
+    """Trains under strategies on one rank."""
+    for name, make in STRATEGIES.items():
+        what = f"steady steps of {name}, 1 rank"
+        yield attempt(what, partial(_steady_fit, what, setting, make))
 
 
 class SteadySteps(L.Callback):
