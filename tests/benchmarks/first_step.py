@@ -76,7 +76,7 @@ def main() -> None:
         runs[name].append(start(name))
     table = Table(title=f"Seconds to the end of the first step, two ranks, {options.rounds} starts")
     table.add_column("", no_wrap=True)
-    ratios = (f"x {LIGHTNINGS}", f"{PROCESSOR}, x Lightning's")
+    ratios = ("x Lightning's DDP", f"{PROCESSOR}, x Lightning's DDP")
     for heading in ("all", *PHASES.values(), PROCESSOR, *ratios):
         table.add_column(heading, justify="right")
     for name, starts in runs.items():
@@ -88,7 +88,7 @@ def main() -> None:
         columns.append([own[PROCESSOR] / theirs[PROCESSOR] for own, theirs in pairs])
         medians = (f"{statistics.median(values):.2f}" if values else "-" for values in columns)
         table.add_row(name, *medians)
-    Console(width=130).print(table)
+    Console(width=150).print(table)
 
 
 if __name__ == "__main__":
