@@ -54,8 +54,13 @@ class Work:
     partition: tuple[int, ...] = ()
 
     def key(self, index: int) -> Hashable:
-        """Returns what all stages know beforehand of the messages about a micro-batch."""
+        """Returns what all stages know beforehand of the messages about a micro-batch.
+
+        They know nothing, None, of a batch of an unknown class, whose tensors are not found.
+        """
         tensors, _ = flatten(self.microbatches[index].content)
+        if not tensors:
+            return None
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         return (self.partition, torch.is_grad_enabled(), *shapes)
 

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES
@@ -72,6 +73,30 @@ def test_each_schedule_trains_the_same_bits(name: str, fitted: Any) -> None:
 def test_tied_sums_are_the_same_bits(workers: WorkerPool, schedule: str) -> None:
     packed, straight = (workers.run(2, fit_tied, way, schedule) for way in ("gloo", "p2p"))
     assert_equal_bits(packed, straight)
+
+
+class Hidden:
+    """A batch whose tensors only its user finds."""
+
+    def __init__(self, samples: Any) -> None:
+        self.parts = torch.utils.data.default_collate(samples)
+
+
+class OfHidden(TiedText):
+    def training_step(self, batch: Hidden, batch_idx: int) -> Tensor:
+        length = 3 - batch_idx
+        return super().training_step([part[:, :length] for part in batch.parts], batch_idx)
+
+
+def train_on_hidden_batches() -> None:
+    strategy = PipelineStrategy(schedule="1f1b", num_microbatches=1, transport="p2p")
+    trainer = make_trainer(devices=2, strategy=strategy, max_steps=2, limit_val_batches=0)
+    batches = DataLoader(loader().dataset, batch_size=8, collate_fn=Hidden)
+    trainer.fit(OfHidden(), batches, batches)
+
+
+def test_shapes_of_batches_of_an_unknown_class_are_sent_along(workers: WorkerPool) -> None:
+    workers.run(2, train_on_hidden_batches)
 
 
 def train_with_growing_crops(transport: str) -> None:
