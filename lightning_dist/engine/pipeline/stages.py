@@ -41,8 +41,9 @@ class StageOptions:
             schedules only.
         seed: Base of the random numbers; the same on all ranks.
         device: Device on which the stages compute.
-        layers: Returns the module that runs a stage's layers, for example a sharded one; None runs
-            the layers in order.
+        layers: Returns the module that runs a stage's layers, for example a sharded one, in which
+            parameters have the names that they have in the pipelined module; None runs the layers
+            in order.
         gradients: Creates the holder of a stage's gradients until
             :meth:`.Pipeline.install_gradients`; by default :class:`.HeldGradients`.
         predict: Returns copies of parameters as they will be some updates later, for forwards to
@@ -195,6 +196,8 @@ class OwnStages(Mapping[int, Stage]):
     ) -> Stage:
         shape, options = self.shape, self.options
         own = layers_of(self.found, shape.layers_per_stage, number)
+        layers = own if options.layers is None else options.layers(number)
+        _check_names(number, own, layers)
         gradients = options.gradients(number)
         rule = find_schedules(shape.schedule).update_rule
         sizes = (shape.num_ranks, shape.num_microbatches)
@@ -213,11 +216,28 @@ class OwnStages(Mapping[int, Stage]):
             num_stages=shape.num_stages,
             seed=(options.seed, shape.replica_index),
             device=options.device,
-            layers=own if options.layers is None else options.layers(number),
+            layers=layers,
             interceptor=interceptor,
             layer_input=self.found.layer_input,
             root=self.found.users_module,
             policy=policy,
             gradients=gradients,
             meter=StalenessMeter(policy.release, history, measures_discrepancy=measures),
+        )
+
+
+def _check_names(number: int, own: nn.Module, layers: nn.Module) -> None:
+    """Checks that weights and gradients of a stage are found by their names.
+
+    Raises:
+        ValueError: A module that runs the layers names a parameter otherwise.
+    """
+    names = {name for name, _ in own.named_parameters()}
+    others = sorted(name for name, _ in layers.named_parameters() if name not in names)
+    if others:
+        raise ValueError(
+            f"`layers` returned for stage {number} a module with a parameter {others[0]!r}, which"
+            f" the stage does not have; its own are {sorted(names)[:3]} and so on. Return a module"
+            " whose parameters have the names that they have in the pipelined module. A compiled"
+            " module keeps them with `module.compile()` instead of `torch.compile(module)`."
         )
