@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lightning_dist.engine.comms.channel import MemoryChannel, Receiver, Sender
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
-from lightning_dist.engine.comms.p2p_lines import Line, P2PLines
+from lightning_dist.engine.comms.p2p_groups import GroupKey, P2PGroups
 from lightning_dist.engine.pipeline.links import Links, PeerLinks
 
 # A receive is posted all the time, also while nothing is sent for hours. A thread that waits for a
@@ -167,14 +167,14 @@ def connect(
     results = _result_links(ranks, places[-1], of_results, receiver)
     ties = _tie_links(ranks, pairs, of_ties, receiver)
     if p2p_backend is not None:
-        lines = P2PLines(pipelines, p2p_backend, device, timeout_seconds)
+        p2p = P2PGroups(pipelines, p2p_backend, device, timeout_seconds)
         neighbours = [(s, s + 1) for s, (a, b) in enumerate(pairwise(places)) if a != b]
-        between = lines.open({(s, t): (places[s], places[t]) for s, t in _both_ways(neighbours)})
-        down, up = _P2PEnds(down, between, lines, 1), _P2PEnds(up, between, lines, -1)
+        between = p2p.open({(s, t): (places[s], places[t]) for s, t in _both_ways(neighbours)})
+        down, up = _P2PEnds(down, between, p2p, 1), _P2PEnds(up, between, p2p, -1)
         of_last = [(places[-1], place) for place in range(len(ranks)) if place != places[-1]]
-        results = _over(lines, results, of_last, copies_leaves=True)
-        ties = _over(lines, ties, _both_ways(pairs))
-        own += lines.groups
+        results = _over(p2p, results, of_last, copies_leaves=True)
+        ties = _over(p2p, ties, _both_ways(pairs))
+        own += p2p.groups
     return Channels(
         links=wire(homes, rank, down, up),
         results_out=tuple(results.outgoing.values()),
@@ -269,18 +269,18 @@ class _GroupEnds:
 
 
 def _over(
-    lines: P2PLines, control: PeerLinks, pairs: Sequence[Line], *, copies_leaves: bool = False
+    p2p: P2PGroups, control: PeerLinks, pairs: Sequence[GroupKey], *, copies_leaves: bool = False
 ) -> PeerLinks:
     """Opens communicators for pairs of places, and returns this rank's channels over them."""
-    groups = lines.open({pair: pair for pair in pairs})
-    own, ranks = lines.place, lines.ranks
+    groups = p2p.open({pair: pair for pair in pairs})
+    own, ranks = p2p.place, p2p.ranks
     return PeerLinks(
         {
-            peer: lines.sender(groups[own, peer], ranks[peer], sender, copies_leaves=copies_leaves)
+            peer: p2p.sender(groups[own, peer], ranks[peer], sender, copies_leaves=copies_leaves)
             for peer, sender in control.outgoing.items()
         },
         {
-            peer: lines.receiver(groups[peer, own], ranks[peer], receiver)
+            peer: p2p.receiver(groups[peer, own], ranks[peer], receiver)
             for peer, receiver in control.incoming.items()
         },
     )
@@ -292,27 +292,27 @@ class _P2PEnds:
     Args:
         control: Ends for schemas.
         groups: The communicators, by sending and receiving stage.
-        lines: Creates the ends of a communicator.
+        p2p: Creates the ends of a communicator.
         step: From a sending stage to its receiver.
     """
 
     def __init__(
         self,
         control: Ends,
-        groups: Mapping[Line, dist.ProcessGroup],
-        lines: P2PLines,
+        groups: Mapping[GroupKey, dist.ProcessGroup],
+        p2p: P2PGroups,
         step: int,
     ) -> None:
         self._control = control
         self._groups = groups
-        self._lines = lines
+        self._p2p = p2p
         self._step = step
 
     def to(self, peer: int, stage: int) -> Sender:
         group = self._groups[stage, stage + self._step]
         control = self._control.to(peer, stage)
-        return self._lines.sender(group, peer, control, copies_leaves=self._step > 0)
+        return self._p2p.sender(group, peer, control, copies_leaves=self._step > 0)
 
     def of(self, peer: int, stage: int) -> Receiver:
         group = self._groups[stage, stage + self._step]
-        return self._lines.receiver(group, peer, self._control.of(peer, stage))
+        return self._p2p.receiver(group, peer, self._control.of(peer, stage))

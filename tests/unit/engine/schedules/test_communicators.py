@@ -17,7 +17,7 @@ from lightning_dist.engine.schedules.family import ScheduleFamily
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, PipelineShape, find_schedules
 from lightning_dist.engine.schedules.rounds import Rounds
 
-Line = Callable[[int, int, tuple[int, ...]], Hashable]
+GroupOf = Callable[[int, int, tuple[int, ...]], Hashable]
 """Names the communicator of two stages, by the sending and the receiving one and all homes."""
 
 
@@ -46,21 +46,21 @@ def ends_of(action: Action) -> tuple[int, int]:
 
 
 def find_stuck(
-    programs: Sequence[Sequence[Action]], homes: tuple[int, ...], line_of: Line
+    programs: Sequence[Sequence[Action]], homes: tuple[int, ...], group_of: GroupOf
 ) -> list[str]:
     """Runs all ranks' actions; returns the first action of each rank that can never begin."""
-    lines: dict[Hashable, dict[int, deque[tuple[int, Action]]]] = defaultdict(dict)
+    groups: dict[Hashable, dict[int, deque[tuple[int, Action]]]] = defaultdict(dict)
     for rank, program in enumerate(programs):
         for place, action in enumerate(program):
             if action.kind.is_send or action.kind.is_receive:
                 sender, receiver = ends_of(action)
                 if homes[sender] != homes[receiver]:
-                    line = lines[line_of(sender, receiver, homes)]
-                    line.setdefault(rank, deque()).append((place, action))
+                    group = groups[group_of(sender, receiver, homes)]
+                    group.setdefault(rank, deque()).append((place, action))
     waits = {
         (rank, place)
-        for line in lines.values()
-        for rank, queue in line.items()
+        for group in groups.values()
+        for rank, queue in group.items()
         for place, action in queue
         if action.kind.is_receive
     }
@@ -72,8 +72,8 @@ def find_stuck(
             while computed[rank] < len(program) and (rank, computed[rank]) not in waits:
                 computed[rank] += 1
                 moved = True
-        for line in lines.values():
-            while transfer(line, computed, waits):
+        for group in groups.values():
+            while transfer(group, computed, waits):
                 moved = True
     return [
         str(program[done])
@@ -83,14 +83,14 @@ def find_stuck(
 
 
 def transfer(
-    line: dict[int, deque[tuple[int, Action]]],
+    group: dict[int, deque[tuple[int, Action]]],
     computed: Sequence[int],
     waits: set[tuple[int, int]],
 ) -> bool:
     """Ends the first operations of a communicator's two ranks, if they belong together."""
-    if len(line) < 2 or not all(line.values()):
+    if len(group) < 2 or not all(group.values()):
         return False
-    heads = [(rank, *queue[0]) for rank, queue in line.items()]
+    heads = [(rank, *queue[0]) for rank, queue in group.items()]
     sent = [head for head in heads if head[2].kind.is_send]
     received = [head for head in heads if head[2].kind.is_receive]
     if not sent or not received:
@@ -100,7 +100,7 @@ def transfer(
     if not same or computed[source] <= place:
         return False
     waits.discard((target, waiting))
-    for queue in line.values():
+    for queue in group.values():
         queue.popleft()
     return True
 

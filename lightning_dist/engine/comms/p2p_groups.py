@@ -16,14 +16,14 @@ import torch.distributed as dist
 from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.comms.p2p_channel import P2PReceiver, P2PSender, connect_ends
 
-Line = tuple[int, int]
+GroupKey = tuple[int, int]
 """Any two numbers that name a communicator: the sending stage and the receiving one, say."""
 
 # The host waits for messages with a limit of its own.
 _NEVER = timedelta(days=365)
 
 
-class P2PLines:
+class P2PGroups:
     """Communicators of two ranks and one direction.
 
     Args:
@@ -53,7 +53,7 @@ class P2PLines:
         (self.ranks,) = [ranks for ranks in pipelines if dist.get_rank() in ranks]
         self.place = self.ranks.index(dist.get_rank())
 
-    def open(self, ends: Mapping[Line, tuple[int, int]]) -> dict[Line, dist.ProcessGroup]:
+    def open(self, ends: Mapping[GroupKey, tuple[int, int]]) -> dict[GroupKey, dist.ProcessGroup]:
         """Opens communicators in each pipeline, and returns this rank's.
 
         Collective: every rank of the world must call it alike.
@@ -63,15 +63,15 @@ class P2PLines:
         """
         is_host = self._device.type == "cpu"
         timeout = _NEVER if is_host else timedelta(seconds=self._timeout_seconds)
-        found: dict[Line, dist.ProcessGroup] = {}
+        found: dict[GroupKey, dist.ProcessGroup] = {}
         for ranks in self._pipelines:
-            for line, places in ends.items():
+            for key, places in ends.items():
                 sender, receiver = (ranks[place] for place in places)
                 group = dist.new_group([sender, receiver], timeout=timeout, backend=self._backend)
                 if dist.get_rank() in (sender, receiver):
                     # All in one order, since both ends wait for the first message.
                     connect_ends(group, sender, self._device)
-                    found[line] = group
+                    found[key] = group
         self.groups += found.values()
         return found
 
