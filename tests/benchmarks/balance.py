@@ -30,7 +30,7 @@ from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import StageBalancer
 from lightning_dist.engine.planning.balance import Balance
 from lightning_dist.engine.planning.layer_costs import StepCosts
-from tests.benchmarks.quiet import quieten
+from tests.benchmarks.quiet import QUIET_TRAINER, quieten
 from tests.benchmarks.sleeping import Sleep
 from tests.helpers.processes.workers import WorkerPool
 
@@ -164,11 +164,7 @@ def train(name: str) -> OfRank:
         strategy=PipelineStrategy(num_microbatches=count),
         max_epochs=1,
         callbacks=[watch, balancer],  # so that a report is not in the time of its batch
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **QUIET_TRAINER,
         limit_val_batches=0,
     )
     loader = DataLoader(module.data(BATCHES), batch_size=size)

@@ -29,6 +29,7 @@ from lightning_dist import PipelineStrategy
 from lightning_dist.engine.schedules.registry import find_schedules
 from recipes.gpt import GPT, build_gpt
 from recipes.text import load_text, split_text
+from tests.benchmarks.quiet import QUIET_TRAINER
 
 RunBatch = Callable[[Tensor, Tensor], None]
 """Trains on inputs and targets."""
@@ -234,11 +235,7 @@ def fit(
         strategy=strategy,
         max_epochs=1,
         callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **QUIET_TRAINER,
         limit_val_batches=0,
         accumulate_grad_batches=accumulate,
     )

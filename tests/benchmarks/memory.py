@@ -37,7 +37,7 @@ from lightning_dist.engine.planning.memory import (
 from lightning_dist.engine.sharding.recompute import checkpoint_activations
 from recipes.gpt import Block, build_gpt
 from tests.benchmarks.contestants import PlainGPT, batches, loss_of
-from tests.benchmarks.quiet import quieten
+from tests.benchmarks.quiet import QUIET_TRAINER, quieten
 from tests.helpers.processes.workers import WorkerPool
 
 WIDTH, DEPTH, HEADS = 384, 8, 4
@@ -134,11 +134,7 @@ def train(strategy: Any, world_size: int, depth: int, accumulate: int) -> None:
         devices=world_size,
         strategy=strategy,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **QUIET_TRAINER,
         accumulate_grad_batches=accumulate,
     )
     trainer.fit(LateGPT(depth), DataLoader(batches(STEPS, ROWS), batch_size=ROWS))

@@ -44,6 +44,7 @@ from lightning_dist.strategies.base.lightning_internals import (
     set_profiler,
 )
 from tests.benchmarks.contestants import CUT, DEPTH, HEADS, WIDTH, PlainGPT, batches
+from tests.benchmarks.quiet import QUIET_TRAINER
 from tests.helpers.processes.workers import WorkerPool
 
 NEVER, BATCH, ACTIVE, CALLS = 10**6, 4, 10, 40_000
@@ -154,11 +155,7 @@ def fit(
         max_epochs=1,
         callbacks=callbacks,
         profiler=profiler,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **QUIET_TRAINER,
         limit_val_batches=0,
     )
     loader = DataLoader(batches(num_batches, BATCH), batch_size=BATCH)

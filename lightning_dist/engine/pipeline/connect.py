@@ -40,7 +40,8 @@ class Channels:
         links: Channels to the neighbours.
         results_out: Channels from the last stage's rank to each other rank; empty elsewhere.
         results_in: Channel from the last stage's rank; None on that rank.
-        groups: The communicators, until they are closed.
+        groups: The gloo communicators, until they are closed.
+        p2p_groups: Those that send point to point, until they are closed.
         ties: Channels to ranks that hold the same parameters.
     """
 
@@ -48,6 +49,7 @@ class Channels:
     results_out: tuple[Sender, ...]
     results_in: Receiver | None
     groups: list[dist.ProcessGroup]
+    p2p_groups: list[dist.ProcessGroup]
     ties: PeerLinks
 
     def interrupt(self, error: BaseException) -> None:
@@ -74,11 +76,12 @@ class Channels:
             self.results_in.close(failed=failed)
         for receiver in self.ties.receivers():
             receiver.close(failed=failed)
-        if failed:  # NCCL would wait for them
-            never_destroy(self.groups)
-            self.groups.clear()
-        while self.groups:
-            dist.destroy_process_group(self.groups.pop())
+        if failed:  # a message that never comes may be under way, for which NCCL would wait
+            never_destroy(self.p2p_groups)
+            self.p2p_groups.clear()
+        for groups in (self.groups, self.p2p_groups):
+            while groups:
+                dist.destroy_process_group(groups.pop())
 
 
 class Ends(Protocol):
@@ -166,6 +169,7 @@ def connect(
     up: Ends = _GroupEnds(gradients, receiver)
     results = _result_links(ranks, places[-1], of_results, receiver)
     ties = _tie_links(ranks, pairs, of_ties, receiver)
+    p2p_groups: list[dist.ProcessGroup] = []
     if p2p_backend is not None:
         p2p = P2PGroups(pipelines, p2p_backend, device, timeout_seconds)
         neighbours = [(s, s + 1) for s, (a, b) in enumerate(pairwise(places)) if a != b]
@@ -174,12 +178,13 @@ def connect(
         of_last = [(places[-1], place) for place in range(len(ranks)) if place != places[-1]]
         results = _over(p2p, results, of_last, copies_leaves=True)
         ties = _over(p2p, ties, _both_ways(pairs))
-        own += p2p.groups
+        p2p_groups = p2p.groups
     return Channels(
         links=wire(homes, rank, down, up),
         results_out=tuple(results.outgoing.values()),
         results_in=next(iter(results.incoming.values()), None),
         groups=own,
+        p2p_groups=p2p_groups,
         ties=ties,
     )
 

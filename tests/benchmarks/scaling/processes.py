@@ -17,7 +17,7 @@ from lightning_dist.engine.planning.traffic import Traffic
 from lightning_dist.engine.profiling.meters.step_counter import StepCounter
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.wrap import EachBlock
-from tests.benchmarks.quiet import quieten
+from tests.benchmarks.quiet import QUIET_TRAINER, quieten
 from tests.benchmarks.scaling.layouts import LAYERS, LAYOUTS, Layout
 from tests.benchmarks.scaling.meters import Calls, Footprint, Sent
 from tests.benchmarks.scaling.paper import Sizes
@@ -147,11 +147,7 @@ def on_rank(name: str, num_ranks: int) -> RankCost:
         strategy=strategy_of(layout, num_ranks),
         max_epochs=1,
         callbacks=[watch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **QUIET_TRAINER,
     )
     model = SleepingModel(LAYERS * layout.num_stages(num_ranks))
     with watch.calls.watching():

@@ -161,7 +161,7 @@ def close_channels() -> tuple[int, int]:
     """Returns how many groups are alive after a close, and how many there were."""
     dist.init_process_group("gloo")
     channels = connect([[0, 1]], CPU, 60.0, (0, 1, 1, 0), [(0, 1)], p2p_backend="gloo")
-    groups = [weakref.ref(group) for group in channels.groups]
+    groups = [weakref.ref(group) for group in (*channels.groups, *channels.p2p_groups)]
     gc.disable()
     channels.close()
     alive = sum(group() is not None for group in groups)

@@ -5,9 +5,6 @@ The device has no values here: reading one fails.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,20 +15,6 @@ from lightning_dist.engine.data_parallel.replicas import LocalSGD, average, broa
 
 META = torch.device("meta")
 REPLICAS = DeviceGroup(dist.ProcessGroup(0, 2), META)
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The tensors that are sent."""
-    tensors: list[Tensor] = []
-
-    def send(tensor: Tensor, **_: object) -> Any:
-        tensors.append(tensor)
-        return SimpleNamespace(wait=lambda: None)
-
-    monkeypatch.setattr(dist, "all_reduce", send)
-    monkeypatch.setattr(dist, "broadcast", send)
-    return tensors
 
 
 def test_gradients_and_weights_are_averaged_on_the_device(sent: list[Tensor]) -> None:

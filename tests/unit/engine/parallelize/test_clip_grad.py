@@ -5,9 +5,6 @@ The device has no values here: reading one fails.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,19 +15,6 @@ from lightning_dist.engine.parallelize.clip_grad import AsyncGradNorm, clip_grad
 
 META = torch.device("meta")
 STAGES = DeviceGroup(dist.ProcessGroup(0, 1), META)
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The tensors that are all-reduced."""
-    tensors: list[Tensor] = []
-
-    def all_reduce(tensor: Tensor, **_: object) -> Any:
-        tensors.append(tensor)
-        return SimpleNamespace(wait=lambda: None)
-
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    return tensors
 
 
 @pytest.mark.parametrize("count", [0, 2])

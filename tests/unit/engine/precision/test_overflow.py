@@ -35,19 +35,6 @@ META = torch.device("meta")
 """A device whose tensors have no values: reading one fails."""
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The tensors that are all-reduced, over groups of one rank."""
-    tensors: list[Tensor] = []
-
-    def all_reduce(tensor: Tensor, **_: object) -> object:
-        tensors.append(tensor)
-        return object()
-
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    return tensors
-
-
 @pytest.mark.parametrize("gradients", [[], [torch.ones(2, device=META)]])
 def test_a_vote_is_on_the_device_and_posted_unread(
     sent: list[Tensor], gradients: list[Tensor]
