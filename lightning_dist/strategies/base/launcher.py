@@ -22,8 +22,10 @@ from typing_extensions import override
 
 from lightning_dist.engine.comms.failures.parent_watch import known_to_children
 from lightning_dist.engine.comms.failures.peer_failure import GRACE_SECONDS
+from lightning_dist.strategies.base.ending.signal_handlers import SIGTERM_EXIT_CODE
 
 _POLL_SECONDS = 1
+_SOUND_EXIT_CODES = (None, 0, SIGTERM_EXIT_CODE)
 
 
 class ChildProcessObserver(_ChildProcessObserver):
@@ -46,6 +48,8 @@ class ChildProcessObserver(_ChildProcessObserver):
 
     @override
     def _terminate_all(self) -> None:
+        if all(child.returncode in _SOUND_EXIT_CODES for child in self._child_processes):
+            return  # all ranks stop at one place, and the first one may have more to do
         time.sleep(self._patience_seconds)  # the process takes this thread with it when it ends
         super()._terminate_all()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_dist import DDPStrategy
+from lightning_dist.strategies.base.ending.signal_handlers import SIGTERM_EXIT_CODE
 from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
 from tests.helpers.processes.forked_runs import (
     END_AFTER_KILL_SECONDS,
@@ -53,7 +54,7 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
         time.sleep(0.3)
         for rank in ranks:
             run.send(signal.SIGTERM, rank)
-        assert run.wait(15) == [0, 0], run.output
+        assert run.wait(15) == [SIGTERM_EXIT_CODE] * 2, run.output
     reports = [(tmp_path / f"report.{rank}").read_text().splitlines() for rank in (0, 1)]
     assert len(reports[0]) == len(reports[1]) < 500
     assert "Error" not in run.output, run.output

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from lightning_dist.checkpoint import load_full
+from lightning_dist.strategies.base.ending.signal_handlers import SIGTERM_EXIT_CODE
 from tests.helpers.processes.forked_runs import END_AFTER_KILL_SECONDS, WarmPython
 
 
@@ -31,6 +32,6 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
         time.sleep(0.3)
         for rank in (0, 1):
             run.send(signal.SIGTERM, rank)
-        assert run.wait(15) == [0, 0], run.output
+        assert run.wait(15) == [SIGTERM_EXIT_CODE] * 2, run.output
     reports = [(tmp_path / f"report.{rank}").read_text().splitlines() for rank in (0, 1)]
     assert len(reports[0]) == len(reports[1])

@@ -12,6 +12,7 @@ import pytest
 from lightning_dist import MeshStrategy
 from lightning_dist.engine.comms.failures.peer_failure import RankFailedError
 from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.strategies.base.ending.signal_handlers import SIGTERM_EXIT_CODE
 from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
 from tests.helpers.processes.forked_runs import (
     END_AFTER_KILL_SECONDS,
@@ -51,7 +52,7 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
     with warm_python.training(tmp_path, *MESH, "--pause", "0.02", devices=4) as run:
         time.sleep(0.3)
         run.send(signal.SIGTERM, 2)
-        assert run.wait(15) == [0] * 4, run.output
+        assert run.wait(15) == [SIGTERM_EXIT_CODE] * 4, run.output
     reports = [(tmp_path / f"report.{rank}").read_text().splitlines() for rank in range(4)]
     assert len({len(report) for report in reports}) == 1
     assert "Error" not in run.output, run.output

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dist.checkpoint import load_full
+from lightning_dist.strategies.base.ending.signal_handlers import SIGTERM_EXIT_CODE
 from tests.helpers.networks.chosen import chosen
 from tests.helpers.processes.forked_runs import (
     END_AFTER_KILL_SECONDS,
@@ -81,7 +82,7 @@ def test_sigterm_ends_all_ranks_at_one_batch_boundary(
         time.sleep(0.3)
         for rank in ranks:
             run.send(signal.SIGTERM, rank)
-        assert run.wait(15) == [0, 0], run.output
+        assert run.wait(15) == [SIGTERM_EXIT_CODE] * 2, run.output
     check_end_at_one_boundary(tmp_path, run.output)
 
 
@@ -90,7 +91,7 @@ def test_sigterm_before_lightning_handles_it_ends_all_ranks_at_one_batch_boundar
 ) -> None:
     told = ("--sigterm-in", "setup", "--stage", "1", "--report", str(tmp_path / "report"))
     with warm_python.ranks(tmp_path, *told) as run:
-        assert run.wait(STARTUP_SECONDS) == [0, 0], run.output
+        assert run.wait(STARTUP_SECONDS) == [SIGTERM_EXIT_CODE] * 2, run.output
     check_end_at_one_boundary(tmp_path, run.output)
     assert "has fitted" not in run.output
 
@@ -100,7 +101,7 @@ def test_sigterm_behind_the_last_batch_ends_the_next_run(
 ) -> None:
     told = ("--sigterm-in", "on_train_end", "--stage", "1", "--task", "fit, validate")
     with warm_python.ranks(tmp_path, *told) as run:
-        assert run.wait(STARTUP_SECONDS) == [0, 0], run.output
+        assert run.wait(STARTUP_SECONDS) == [SIGTERM_EXIT_CODE] * 2, run.output
     assert run.output.count("has fitted") == 2, run.output
     assert "done after" not in run.output, run.output
 
@@ -185,7 +186,7 @@ def sigterm_of_the_launcher_ends_all_ranks_at_one_batch_boundary(
     with python.training_launcher(folder, *arguments) as run:
         time.sleep(0.3)
         run.send(signal.SIGTERM, 0)
-        assert run.wait(15) == [0], run.output
+        assert run.wait(15) == [SIGTERM_EXIT_CODE], run.output
     check_end_at_one_boundary(folder, run.output)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lightning_dist.strategies.base.ending.signal_handlers import SIGTERM_EXIT_CODE
 from lightning_dist.strategies.base.launcher import ChildProcessObserver
 
 PATIENCE_SECONDS = 0.3
@@ -36,8 +37,11 @@ def test_what_is_stuck_is_killed_after_the_patience(stuck: subprocess.Popen[byte
     assert time.monotonic() - begin > PATIENCE_SECONDS
 
 
-def test_nobody_is_killed_when_all_have_ended_well(stuck: subprocess.Popen[bytes]) -> None:
-    with process("") as ended:
+@pytest.mark.parametrize("code", [0, SIGTERM_EXIT_CODE])
+def test_nobody_is_killed_when_all_have_ended_well(
+    stuck: subprocess.Popen[bytes], code: int
+) -> None:
+    with process(f"raise SystemExit({code})") as ended:
         ended.wait()
         observer = ChildProcessObserver(stuck.pid, [ended], PATIENCE_SECONDS)
         observer.start()

@@ -31,7 +31,11 @@ from lightning_dist.engine.comms.votes import Posted, StopAgreement, StopReason
 from lightning_dist.engine.tensors.patch import Undo
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.brief_errors import show_briefly
-from lightning_dist.strategies.base.ending.signal_handlers import InterruptHandler, SigtermHandler
+from lightning_dist.strategies.base.ending.signal_handlers import (
+    SIGTERM_EXIT_CODE,
+    InterruptHandler,
+    SigtermHandler,
+)
 
 _NEWS_SECONDS = 2.0
 _ALIKE_SECONDS = 1.5  # for other ranks to fail, too
@@ -113,7 +117,8 @@ class RunGuard:
         """Combines the ranks' requests to stop. Collective, once before each batch.
 
         Raises:
-            SIGTERMException: All ranks stop here.
+            SIGTERMException: All ranks stop here; uncaught, it ends the process with
+                ``SIGTERM_EXIT_CODE``.
             KeyboardInterrupt: All ranks stop here.
             ValueError: As for :meth:`check_peers`.
             RankFailedError: As for :meth:`check_peers`.
@@ -129,7 +134,7 @@ class RunGuard:
         self._has_stopped = reason is not StopReason.NONE
         if reason is StopReason.TERMINATE:
             lightning_internals.set_received_sigterm(self._trainer)
-            raise SIGTERMException
+            raise SIGTERMException(SIGTERM_EXIT_CODE)
         if reason is StopReason.INTERRUPT:
             raise KeyboardInterrupt
 

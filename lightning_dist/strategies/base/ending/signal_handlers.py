@@ -18,6 +18,9 @@ import lightning.pytorch as pl
 
 from lightning_dist.strategies.base import lightning_internals
 
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+"""Exit code of a run that SIGTERM has stopped, as a shell reports it; launchers read "not done"."""
+
 
 class SigtermHandler:
     """Handles the signal from its construction on, if that is in the main thread.
