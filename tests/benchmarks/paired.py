@@ -151,6 +151,21 @@ PAIRS: dict[str, Pair] = {
 }
 
 
+@dataclass(frozen=True)
+class _Clocks:
+    """Seconds on the wall, and seconds in which threads of this process computed."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> _Clocks:
+        return cls(time.perf_counter(), time.process_time())
+
+    def __sub__(self, earlier: _Clocks) -> _Clocks:
+        return _Clocks(self.wall - earlier.wall, self.cpu - earlier.cpu)
+
+
 class Turns(L.Callback):
     """Lets a raw loop run between a fit's batches.
 
@@ -173,9 +188,9 @@ class Turns(L.Callback):
         self._make_loop = make_loop
         self._batches = batches
         self._loop: c.RunBatch | None = None
-        self._began = 0.0
-        self.fit: list[float] = []
-        self.raw: list[float] = []
+        self._began = _Clocks(0.0, 0.0)
+        self._fit: list[_Clocks] = []
+        self._raw: list[_Clocks] = []
 
     @override
     def on_train_batch_start(
@@ -185,18 +200,18 @@ class Turns(L.Callback):
             if isinstance(trainer.strategy, PipelineStrategy):
                 trainer.strategy.drain()
             self._meet()
-            self.fit.append(time.perf_counter() - self._began)
+            self._fit.append(_Clocks.now() - self._began)
             self._take_turn()
-            self._began = time.perf_counter()
+            self._began = _Clocks.now()
 
     def _take_turn(self) -> None:
         loop = self._loop = self._loop or self._make_loop()
-        began = time.perf_counter()
+        began = _Clocks.now()
         with torch.enable_grad():
             for _ in range(self._pair.turn):
                 loop(*next(self._batches))
         self._meet()
-        self.raw.append(time.perf_counter() - began)
+        self._raw.append(_Clocks.now() - began)
 
     def _meet(self) -> None:
         """Waits for the device, and for the other ranks if there are some."""
@@ -208,17 +223,27 @@ class Turns(L.Callback):
     def ratios(self) -> list[float]:
         """Gives the fit's throughput beside that of its neighbours."""
         # What the fit has done before turn n of the raw loop is number n of its own.
-        numbers = range(self._pair.warmup_turns, len(self.raw))
-        return [(self.raw[n - 1] + self.raw[n]) / 2 / self.fit[n] for n in numbers]
+        fit, raw = ([turn.wall for turn in turns] for turns in (self._fit, self._raw))
+        numbers = range(self._pair.warmup_turns, len(raw))
+        return [(raw[n - 1] + raw[n]) / 2 / fit[n] for n in numbers]
 
     def milliseconds(self) -> tuple[float, float]:
         """Gives medians of a batch, the fit's and the raw loop's."""
+        return self._medians(lambda turn: turn.wall)
+
+    def computing_milliseconds(self) -> tuple[float, float]:
+        """Gives medians of a batch, in which threads of this process computed."""
+        return self._medians(lambda turn: turn.cpu)
+
+    def _medians(self, clock: Callable[[_Clocks], float]) -> tuple[float, float]:
         begin, turn = self._pair.warmup_turns, self._pair.turn
-        fit, raw = (statistics.median(v[begin:]) for v in (self.fit, self.raw))
+        fit, raw = (statistics.median(map(clock, v[begin:])) for v in (self._fit, self._raw))
         return 1e3 * fit / turn, 1e3 * raw / turn
 
 
-def on_rank(name: str, num_turns: int) -> tuple[list[float], tuple[float, float]]:
+def on_rank(
+    name: str, num_turns: int
+) -> tuple[list[float], tuple[float, float], tuple[float, float]]:
     """Runs one pair on this worker."""
     quieten()
     pair, rank = PAIRS[name], int(os.environ["RANK"])
@@ -228,7 +253,7 @@ def on_rank(name: str, num_turns: int) -> tuple[list[float], tuple[float, float]
     c.fit(
         pair.strategy(), count, turns, pair.size, pair.module_class, pair.accumulate, pair.devices
     )
-    return turns.ratios(), turns.milliseconds()
+    return turns.ratios(), turns.milliseconds(), turns.computing_milliseconds()
 
 
 def main() -> None:
@@ -238,7 +263,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="pairs whose name contains one of these, by |")
     options = parser.parse_args()
     table = Table(title="Inside of Lightning beside raw loops, in turns")
-    for heading in ("", "ms per batch", "raw loop", "x raw loop", "half of the turns"):
+    beside = ("ms per batch", "raw loop", "x raw loop", "half of the turns")
+    for heading in ("", *beside, "CPU ms, all ranks", "raw loop"):
         table.add_column(heading, justify="right" if heading else "left")
     names = [name for name in PAIRS if any(w in name for w in options.only.split("|"))]
     raw_loops = [name.rpartition("beside ")[2] for name in names]
@@ -248,10 +274,13 @@ def main() -> None:
     try:
         for name in track(names, description="pairs"):
             count = PAIRS[name].devices
-            ratios, (fit, raw) = workers.run(count, on_rank, name, options.turns, timeout=1800)[0]
+            results = workers.run(count, on_rank, name, options.turns, timeout=1800)
+            ratios, walls, _ = results[0]
+            cpus = [sum(cpu) for cpu in zip(*(cpus for *_, cpus in results), strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
             spread = f"{low:.3f} - {high:.3f}"
-            table.add_row(name, f"{fit:.0f}", f"{raw:.0f}", f"{middle:.3f}", spread)
+            shown = [f"{milliseconds:.0f}" for milliseconds in (*walls, *cpus)]
+            table.add_row(name, *shown[:2], f"{middle:.3f}", spread, *shown[2:])
     finally:
         workers.close()
     Console(width=110).print(table)

@@ -162,7 +162,8 @@ class HeldGradients:
             if before is not None and sum_of_both is not None:
                 # autograd has not added in place: one gradient is sparse, the other is not
                 del self._held[update][name]
-        self._hold(parameters, new, others, update)
+        if any(gradient is not None for gradient in new):
+            self._hold(parameters, new, others, update)
 
     def _hold(
         self,

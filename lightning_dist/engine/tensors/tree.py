@@ -42,12 +42,12 @@ def map_leaves(
     Returns:
         A tree of the same containers.
     """
+    if isinstance(tree, Tensor) or (is_leaf is not None and is_leaf(tree)):
+        return function(tree)
 
     def inside(value: Any) -> Any:
         return map_leaves(function, value, is_leaf)
 
-    if is_leaf is not None and is_leaf(tree):
-        return function(tree)
     # First, for outputs of Hugging Face models are both, and as mappings they are read-only.
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type | Slot):
         fields = [field.name for field in dataclasses.fields(tree) if field.init]
