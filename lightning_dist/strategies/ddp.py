@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.data_parallel.replicas import LocalSGD, broadcast_state
@@ -74,6 +75,8 @@ class DDPStrategy(DataParallelStrategy):
         process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
             device's own. Control messages always go over gloo.
         start_method: Only ``"popen"``, which runs the script once per device.
+        check_environment: What to do at the start if hosts have other versions, variables or
+            scripts: ``"warn"``, ``"error"`` or ``"off"``.
 
     Raises:
         ValueError: An argument is unknown or too small.
@@ -100,6 +103,7 @@ class DDPStrategy(DataParallelStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
+        check_environment: EnvironmentCheck = "warn",
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -110,6 +114,7 @@ class DDPStrategy(DataParallelStrategy):
             process_group_backend=process_group_backend,
             timeout_s=timeout_s,
             start_method=start_method,
+            check_environment=check_environment,
             save_full=save_full,
         )
         checks.check_arguments(compression, powersgd_rank, powersgd_start_step, bucket_megabytes)

@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
+from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import MeshShape, fill_axis
 from lightning_dist.engine.parallelize.shard_config import (
     ActivationCheckpointing,
@@ -66,6 +67,8 @@ class FSDPStrategy(ShardedStrategy):
         process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
             device's own. Control messages always go over gloo.
         start_method: Only ``"popen"``, which runs the script once per device.
+        check_environment: What to do at the start if hosts have other versions, variables or
+            scripts: ``"warn"``, ``"error"`` or ``"off"``.
 
     Raises:
         ValueError: An argument is unknown.
@@ -93,6 +96,7 @@ class FSDPStrategy(ShardedStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
+        check_environment: EnvironmentCheck = "warn",
     ) -> None:
         checks.check_compression(compression)
         super().__init__(
@@ -117,6 +121,7 @@ class FSDPStrategy(ShardedStrategy):
             process_group_backend=process_group_backend,
             timeout_s=timeout_s,
             start_method=start_method,
+            check_environment=check_environment,
             save_full=save_full,
         )
         self._shard_size = shard_size

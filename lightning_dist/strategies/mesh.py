@@ -16,6 +16,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
+from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import MeshShape, fill_mesh
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.parallelize.rank_table import gather_rank_table
@@ -55,6 +56,8 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
             device's own. Control messages always go over gloo.
         start_method: Only ``"popen"``, which runs the script once per device.
+        check_environment: What to do at the start if hosts have other versions, variables or
+            scripts: ``"warn"``, ``"error"`` or ``"off"``.
 
     Raises:
         ValueError: An argument is unknown, or does not go with another.
@@ -80,6 +83,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
+        check_environment: EnvironmentCheck = "warn",
     ) -> None:
         checks.check_sizes(pp, dp_replicate, dp_shard, tp)
         checks.check_mesh(pp, tp, pipeline, shard)
@@ -96,6 +100,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
             process_group_backend=process_group_backend,
             timeout_s=timeout_s,
             start_method=start_method,
+            check_environment=check_environment,
             save_full=save_full,
             read=read,
         )

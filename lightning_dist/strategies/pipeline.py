@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
+from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
@@ -127,6 +128,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
             device's own. Control messages always go over gloo.
         start_method: Only ``"popen"``, which runs the script once per device.
+        check_environment: What to do at the start if hosts have other versions, variables or
+            scripts: ``"warn"``, ``"error"`` or ``"off"``.
 
     Raises:
         ValueError: An argument is unknown, or does not go with another.
@@ -156,6 +159,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
+        check_environment: EnvironmentCheck = "warn",
     ) -> None:
         if num_stages != "auto":
             check_count("num_stages", num_stages, instead="'auto'")
@@ -181,6 +185,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             process_group_backend=process_group_backend,
             timeout_s=timeout_s,
             start_method=start_method,
+            check_environment=check_environment,
             save_full=save_full,
             read=read,
         )

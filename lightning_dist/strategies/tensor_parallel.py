@@ -15,6 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
+from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import MeshShape, fill_axis
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
@@ -51,6 +52,8 @@ class TensorParallelStrategy(ShardedStrategy):
         process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
             device's own. Control messages always go over gloo.
         start_method: Only ``"popen"``, which runs the script once per device.
+        check_environment: What to do at the start if hosts have other versions, variables or
+            scripts: ``"warn"``, ``"error"`` or ``"off"``.
 
     Raises:
         ValueError: An argument is unknown.
@@ -73,6 +76,7 @@ class TensorParallelStrategy(ShardedStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
+        check_environment: EnvironmentCheck = "warn",
     ) -> None:
         super().__init__(
             PipelineConfig(),
@@ -87,6 +91,7 @@ class TensorParallelStrategy(ShardedStrategy):
             process_group_backend=process_group_backend,
             timeout_s=timeout_s,
             start_method=start_method,
+            check_environment=check_environment,
             save_full=save_full,
             read=read,
         )

@@ -17,9 +17,16 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
+from lightning_dist.engine.common.environment import (
+    EnvironmentCheck,
+    compare_environments,
+    read_environment,
+)
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.comms.batches.replica_channel import open_channel
 from lightning_dist.engine.comms.failures.parent_watch import ending_with_launcher
@@ -52,6 +59,8 @@ class DistributedStrategy(ProcessMesh):
             writes the file if a rank holds the whole model.
         read: Which ranks of a data replica read its batches: the first, which sends them to the
             others, or each.
+        check_environment: What to do at the start if processes have other versions, variables or
+            scripts than rank 0, whose value of this argument counts.
         arguments: Arguments of :class:`.ProcessMesh`.
 
     Attributes:
@@ -59,12 +68,22 @@ class DistributedStrategy(ProcessMesh):
     """
 
     def __init__(
-        self, save_full: bool | None = None, read: Read = "first", **arguments: Any
+        self,
+        save_full: bool | None = None,
+        read: Read = "first",
+        check_environment: EnvironmentCheck = "warn",
+        **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
         if read not in get_args(Read):
             raise ValueError(f"read={read!r} must be one of {get_args(Read)}.")
+        if check_environment not in get_args(EnvironmentCheck):
+            raise ValueError(
+                f"check_environment={check_environment!r} must be one of"
+                f" {get_args(EnvironmentCheck)}."
+            )
         self._read = read
+        self._environment_check = check_environment
         self._loaders: ReplicaLoaders | None = None
         self._save_full = save_full
         self._guard: RunGuard | None = None
@@ -116,7 +135,26 @@ class DistributedStrategy(ProcessMesh):
             lightning_loaders.keep_users_samplers(self.module.trainer)
         share_random_state(self.group("pp", "tp"))
         self.device_group(*DATA_AXES)  # here all ranks are; a value may be logged on some alone
-        self.seed = self.broadcast(torch.initial_seed())
+        self._agree_on_start()
+
+    def _agree_on_start(self) -> None:
+        """Takes rank 0's seed, and compares the environments, all in one collective."""
+        self.check_peers()
+        own = read_environment()
+        start = (torch.initial_seed(), self._environment_check, own.digest)
+        starts = gather_objects(start, self.world_group)
+        self.seed, check, digest = starts[0]
+        if check == "off" or all(other == digest for _, _, other in starts):
+            return
+        table = compare_environments(gather_objects(own, self.world_group))
+        text = (
+            f"The processes of this run have different environments:\n\n{table}\n\nThey may hang,"
+            " or train on different code. Make them the same, or give the strategy"
+            " check_environment='off'."
+        )
+        if check == "error":
+            raise ValueError(text)
+        rank_zero_warn(text)
 
     def _meet(self) -> None:
         self._init_process_group()
