@@ -14,9 +14,10 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 _AT_FDCWD = -100  # <fcntl.h>: paths are relative to the working directory
 _RENAME_EXCHANGE = 2  # <linux/fs.h>
@@ -112,12 +113,24 @@ def removed_on_failure(temporary: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # An error of the removal must not hide the failure.
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        discard(temporary)
         raise
+
+
+def discard(path: Path) -> None:
+    """Removes a directory or a file of a failed save, without an error that would hide another."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write(path: Path, write_to: Callable[[BinaryIO], object]) -> None:
+    """Writes and flushes; torch's own writer, used for a path, hides the file system's errors."""
+    with path.open("wb") as file:
+        write_to(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def describe_failure(path: str | os.PathLike[str], error: BaseException) -> str:

@@ -17,25 +17,26 @@ ranks with any partition can read the tensors it needs.
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsspec.core import url_to_fs
 from torch import Tensor
 
 from lightning_dist.engine.checkpoint import directory, tied_names
 from lightning_dist.engine.checkpoint.joint_save import JointSave
 from lightning_dist.engine.checkpoint.optimizer_state import to_numbers
+from lightning_dist.engine.checkpoint.places import MARKER, is_local, place_of
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.tensors.dtensor import storable
 
-_METADATA_FILE = "lightning.pt"
 _README = """\
 This directory is one checkpoint of lightning_dist: each rank has written the part that it held.
 torch.load and load_from_checkpoint read files, and so end with IsADirectoryError here. For one
@@ -52,7 +53,7 @@ SECTIONS = {"state_dict": "model", "current_model_state": "current"}
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
     """Returns whether a checkpoint is a directory of shards."""
-    return (directory.resolve(path) / _METADATA_FILE).is_file()
+    return place_of(path).has_checkpoint()
 
 
 def merge_command(path: str | os.PathLike[str]) -> str:
@@ -65,7 +66,7 @@ def load_full(path: str | os.PathLike[str], *, weights_only: bool | None = True)
     """Loads a checkpoint of either form in one process.
 
     Args:
-        path: An ordinary Lightning checkpoint file, or a sharded one's directory.
+        path: An ordinary Lightning checkpoint file, or a sharded one's directory; or a URL.
         weights_only: As for :func:`torch.load`.
 
     Returns:
@@ -76,13 +77,14 @@ def load_full(path: str | os.PathLike[str], *, weights_only: bool | None = True)
         FileNotFoundError: There is no checkpoint.
     """
     if not is_sharded(path):
-        resolved = directory.resolve(path)
-        if not resolved.is_file():
+        files, place = url_to_fs(os.fspath(path if not is_local(path) else directory.resolve(path)))
+        if not files.isfile(place):
             raise FileNotFoundError(
                 f"{os.fspath(path)!r} is no checkpoint: neither a file nor a directory with"
-                f" {_METADATA_FILE!r}."
+                f" {MARKER!r}."
             )
-        loaded: dict[str, Any] = torch.load(resolved, map_location="cpu", weights_only=weights_only)
+        with files.open(place, "rb") as file:
+            loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
         return loaded
     checkpoint = load_sharded(path, lambda _: True, weights_only=weights_only)
     if "optimizer_states" in checkpoint:
@@ -100,7 +102,7 @@ def load_sharded(
     """Loads a part of a sharded checkpoint, without communication.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint's directory, or its URL.
         is_wanted: Returns whether to load the tensors of a parameter or buffer, by name.
         parameters: Parameters by name; for a DTensor only this rank's shard is read.
         weights_only: As for :func:`torch.load`.
@@ -108,16 +110,13 @@ def load_sharded(
     Returns:
         The Lightning checkpoint dictionary, with optimizer states by parameter name.
     """
-    resolved = directory.resolve(path)
-    checkpoint: dict[str, Any] = torch.load(
-        resolved / _METADATA_FILE, map_location="cpu", weights_only=weights_only
-    )
+    checkpoint, folder = place_of(path).load_marker(weights_only)
     others = tied_names.with_other_names(checkpoint)
 
     def is_wanted_by_any_name(name: str) -> bool:
         return any(map(is_wanted, (name, *others.get(name, ()))))
 
-    tensors = _read_tensors(resolved, is_wanted_by_any_name, parameters or {})
+    tensors = _read_tensors(folder, is_wanted_by_any_name, parameters or {})
     for key in SECTIONS.keys() & checkpoint.keys():
         extra = {name: value for name, value in checkpoint[key].items() if is_wanted(name)}
         checkpoint[key] = tensors.pop(SECTIONS[key], {}) | extra
@@ -137,7 +136,7 @@ def save_sharded(
 
     Args:
         checkpoint: This rank's Lightning checkpoint dictionary, optimizer states by name.
-        path: The checkpoint's directory, the same on all ranks.
+        path: The checkpoint's directory or URL, the same on all ranks.
         group: Group of all ranks that save, for CPU tensors; None for a single process.
 
     Raises:
@@ -147,50 +146,45 @@ def save_sharded(
     """
     from lightning_dist.engine.checkpoint.shards import write_shards  # its docstring says why here
 
-    target = Path(path)
-    temporary = directory.temporary_name(target)
-    save = JointSave(target, group)
-    with directory.removed_on_failure(temporary) if save.is_first else nullcontext():
-        save.open_folder(temporary)
+    place = place_of(path)
+    save = JointSave(path, group)
+    draft = save.open(place)
+    with save.discarded_on_failure(draft):
         tensors, rest = _split(checkpoint)
         states = _gather_rest(rest, group)
 
-        save.step(partial(write_shards, tensors, temporary, group))
-        save.step_of_first(partial(_finish, {**rest, **states}, temporary, target))
-
-
-def _finish(rest: dict[str, Any], temporary: Path, target: Path) -> None:
-    help_text = _README.format(command=merge_command(target.name)).encode()
-    _write(temporary / "README.txt", lambda file: file.write(help_text))
-    _write(temporary / _METADATA_FILE, partial(torch.save, rest))
-    directory.publish(temporary, target)
-
-
-def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes and flushes; torch's own writer, used for a path, hides the file system's errors."""
-    with path.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
+        save.step(partial(write_shards, tensors, draft.path, group))
+        help_text = _README.format(command=merge_command(os.path.basename(path)))
+        save.step_of_first(partial(place.publish, draft, {**rest, **states}, help_text))
 
 
 def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes an ordinary Lightning checkpoint file, under a temporary name first.
+    """Writes an ordinary Lightning checkpoint file; on a disk under a temporary name first.
 
     Raises:
         NotSavedError: The file system could not store the file.
     """
+    if not is_local(path):
+        _upload(checkpoint, os.fspath(path))
+        return
     target = Path(path)
     temporary = directory.temporary_name(target)
     with directory.removed_on_failure(temporary):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            _write(temporary, partial(torch.save, dict(checkpoint)))
+            directory.write(temporary, partial(torch.save, dict(checkpoint)))
             directory.publish(temporary, target)
         except Exception as error:
             if not directory.is_storage_error(error):
                 raise
             raise directory.NotSavedError(directory.describe_failure(target, error)) from error
+
+
+def _upload(checkpoint: Mapping[str, Any], url: str) -> None:
+    content = io.BytesIO()
+    torch.save(dict(checkpoint), content)
+    files, place = url_to_fs(url)
+    files.pipe_file(place, content.getvalue())
 
 
 def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -262,7 +256,7 @@ def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[
 
 
 def _read_tensors(
-    path: Path, is_wanted: Callable[[str], bool], parameters: Mapping[str, Tensor]
+    folder: Path | str, is_wanted: Callable[[str], bool], parameters: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
     from lightning_dist.engine.checkpoint.shards import read_shards  # its docstring says why here
 
@@ -271,7 +265,7 @@ def _read_tensors(
         return name if section in SECTIONS.values() else name.rpartition(".")[0]
 
     tensors = read_shards(
-        path,
+        folder,
         lambda key: is_wanted(parameter_of(key)),
         lambda key: parameters.get(parameter_of(key)),
     )

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -22,9 +22,9 @@ from lightning_dist.engine.checkpoint.directory import (
     NotSavedError,
     describe_failure,
     is_storage_error,
-    remove,
     resolve,
 )
+from lightning_dist.engine.checkpoint.places import Draft, Place
 from lightning_dist.engine.common.gather import gather_objects
 
 _SEEN_SECONDS = 5.0  # how long a network file system may take to show a new file elsewhere
@@ -89,19 +89,37 @@ class JointSave:
         """Runs an action on the first rank, and returns its result on all; see :meth:`step`."""
         return self.step(action if self.is_first else lambda: None)[0]
 
-    def open_folder(self, folder: Path) -> None:
-        """Creates an empty directory that each rank sees. Collective: every rank must call it.
+    def open(self, place: Place) -> Draft:
+        """Creates an empty folder that each rank sees. Collective: every rank must call it.
 
         Args:
-            folder: Path of the directory; an existing one is removed first.
+            place: Where the checkpoint is to be.
 
         Raises:
-            ValueError: A rank has another disk and does not see the directory.
+            ValueError: A rank has another disk and does not see the folder.
         """
-        name = self.step_of_first(lambda: _make_marked(folder))
-        reports, _ = self._reports(lambda: _is_seen(folder / name))
+        name = self.step_of_first(lambda: uuid4().hex)
+        draft = place.draft(name)
+        with self.discarded_on_failure(draft):
+            self._check_seen(draft, mark=f".seen.{name}")
+        return draft
+
+    @contextmanager
+    def discarded_on_failure(self, draft: Draft) -> Iterator[None]:
+        """Returns a context manager that removes a draft if the save fails."""
+        try:
+            yield
+        except BaseException:
+            if self.is_first:
+                draft.discard()
+            raise
+
+    def _check_seen(self, draft: Draft, mark: str) -> None:
+        # The mark is in no folder of this path on another disk.
+        self.step_of_first(lambda: draft.make_marked(mark))
+        reports, _ = self._reports(lambda: _is_seen(draft, mark))
         if self.is_first:
-            (folder / name).unlink(missing_ok=True)
+            draft.unmark(mark)
         blind = [(rank, r.host) for rank, r in enumerate(reports) if not r.result]
         if blind:
             raise ValueError(
@@ -159,18 +177,9 @@ def _first_cause(error: BaseException, rank: int) -> tuple[int, BaseException]:
     return rank, error
 
 
-def _make_marked(folder: Path) -> str:
-    """Creates a directory, with a file that no directory of this path on another disk has."""
-    remove(folder)
-    folder.mkdir(parents=True)
-    name = f".seen.{uuid4().hex}"
-    (folder / name).touch()
-    return name
-
-
-def _is_seen(marker: Path) -> bool:
+def _is_seen(draft: Draft, mark: str) -> bool:
     deadline = time.monotonic() + _SEEN_SECONDS
-    while not marker.exists():
+    while not draft.has(mark):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

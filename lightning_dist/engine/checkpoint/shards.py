@@ -22,12 +22,14 @@ from lightning_dist.engine.checkpoint.metadata import ShardReader, reason_of
 from lightning_dist.engine.tensors.dtensor import is_storable
 
 
-def write_shards(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
+def write_shards(
+    tensors: dict[str, Tensor], folder: Path | str, group: dist.ProcessGroup | None
+) -> None:
     """Writes this rank's tensors. Collective: every rank of the group must call it.
 
     Args:
         tensors: Tensors by key; a key that several ranks have is written once.
-        folder: Path of the directory, the same on all ranks.
+        folder: Path or URL of the directory, the same on all ranks.
         group: Group of all ranks that save, for CPU tensors; None for a single process.
 
     Raises:
@@ -42,12 +44,12 @@ def write_shards(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGr
 
 
 def read_shards(
-    folder: Path, is_wanted: Callable[[str], bool], like: Callable[[str], Tensor | None]
+    folder: Path | str, is_wanted: Callable[[str], bool], like: Callable[[str], Tensor | None]
 ) -> dict[str, Tensor]:
     """Reads tensors by key, without communication.
 
     Args:
-        folder: Path of the directory.
+        folder: Path or URL of the directory.
         is_wanted: Returns whether to read the tensor of a key.
         like: Returns a key's parameter, if it has one; of a DTensor only this rank's shard is read.
 
@@ -69,7 +71,7 @@ def read_shards(
     return tensors
 
 
-def _read_error(folder: Path, error: dcp.CheckpointException) -> Exception:
+def _read_error(folder: Path | str, error: dcp.CheckpointException) -> Exception:
     """Converts torch's error, which is no ``Exception``, into an ordinary one."""
     cause = next(iter(error.failures.values()))[0]
     if isinstance(cause, OSError):

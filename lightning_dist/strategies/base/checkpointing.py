@@ -23,7 +23,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.engine.checkpoint import directory
 from lightning_dist.engine.checkpoint import files as checkpoints
 from lightning_dist.engine.checkpoint.joint_save import JointSave, path_to_read
 from lightning_dist.engine.checkpoint.optimizer_state import (
@@ -37,16 +36,12 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     to_names,
     to_numbers,
 )
+from lightning_dist.engine.checkpoint.places import is_local, place_of
 from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names, fold
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor, shard_like
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.model_checks import check_group_values
 from lightning_dist.strategies.base.part_warning import warn_of_part, without_warning
-
-
-def is_local(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is one of the operating system, not a URL."""
-    return "://" not in os.fspath(path)
 
 
 class WholeFileIO(TorchCheckpointIO):
@@ -62,12 +57,14 @@ class WholeFileIO(TorchCheckpointIO):
         if storage_options is None and is_local(path):
             checkpoints.save_full(checkpoint, path)
         else:
+            if checkpoints.is_sharded(path):  # whose marker would still count
+                place_of(path).withdraw()
             super().save_checkpoint(checkpoint, path, storage_options)
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        if is_local(path):
-            directory.withdraw(Path(path))  # a directory of shards too
+        if is_local(path) or checkpoints.is_sharded(path):
+            place_of(path).withdraw()
         else:
             super().remove_checkpoint(path)
 
@@ -200,11 +197,11 @@ class LayoutFreeCheckpoints(DistributedStrategy):
             self._save(checkpoint, path, storage_options)
 
     def _save(self, checkpoint: dict[str, Any], path: str, storage_options: Any | None) -> None:
-        if not self.writes_one_file and (storage_options is not None or not is_local(path)):
+        if not self.writes_one_file and storage_options is not None:
             raise ValueError(
-                f"{path} (storage_options={storage_options!r}): shards are written to a"
-                " directory of the file system that all ranks share, and nowhere else. The one file"
-                " of `save_full=True` can be elsewhere."
+                f"{path}: shards are written without storage_options={storage_options!r}. Set what"
+                " the file system needs in its configuration (fsspec reads ~/.config/fsspec), or"
+                " give the strategy `save_full=True`, which writes one file."
             )
         if not dist.is_initialized() and not self.is_global_zero:
             return  # no run has begun: the first rank has the whole module, and writes it alone
@@ -317,7 +314,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
 
 
 def _print_form(path: str) -> None:
-    near = os.path.relpath(path)
+    near = os.path.relpath(path) if is_local(path) else path
     shown = path if near.startswith(os.pardir) else near
     rank_zero_info(
         "Checkpoints are directories, for `ckpt_path`; `load_from_checkpoint` wants one"

@@ -123,8 +123,3 @@ def test_a_plugin_that_no_rank_would_ask_is_refused() -> None:
     make_trainer(
         strategy=PipelineStrategy(save_full=True), devices=2, plugins=[AsyncCheckpointIO()]
     )
-
-
-def test_a_directory_is_written_to_a_file_system_only(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="save_full=True"):
-        saved_before_fit(PipelineStrategy(), 2, "memory://folder/some.ckpt")  # type: ignore[arg-type]
