@@ -1,12 +1,18 @@
-"""``python -m lightning_dist merge IN OUT.ckpt``: one ordinary file of a sharded checkpoint."""
+"""The command line.
+
+``python -m lightning_dist merge IN OUT.ckpt`` makes one ordinary file of a sharded checkpoint,
+``python -m lightning_dist doctor`` checks hosts before a run.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import pickle
+import sys
 from collections.abc import Sequence
 
+from lightning_dist.doctor.command import add_arguments, run_doctor
 from lightning_dist.engine.checkpoint.files import load_full, save_full
 from lightning_dist.engine.checkpoint.metadata import reason_of
 
@@ -26,7 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--unpickle", action="store_true", help="trust IN, and load any object that it holds"
     )
     merge.add_argument("--force", action="store_true", help="overwrite OUT.ckpt if it exists")
+    merge.set_defaults(run=_merge)
+    doctor = commands.add_parser("doctor", help="check hosts, links and disks before a run")
+    add_arguments(doctor)
+    doctor.set_defaults(run=run_doctor)
     options = parser.parse_args(arguments)
+    code = options.run(parser, options)
+    if code:
+        sys.stdout.flush()
+        os._exit(code)  # a thread that hangs must not keep the process
+
+
+def _merge(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if os.path.lexists(options.target) and not options.force:
         parser.error(f"{options.target} exists. Name another file, or add --force to overwrite it.")
     try:
@@ -40,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     save_full(checkpoint, options.target)
     print(f"Wrote {options.target}: {len(checkpoint['state_dict'])} tensors of weights.")
+    return 0
 
 
 if __name__ == "__main__":

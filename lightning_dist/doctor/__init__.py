@@ -1,0 +1,1 @@
+"""``python -m lightning_dist doctor``: finds what is wrong with hosts before a run does."""
