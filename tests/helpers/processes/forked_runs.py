@@ -46,18 +46,27 @@ def group_exists(group: int) -> bool:
 
 
 class WarmPython:
-    """The other end of :mod:`tests.helpers.processes.warm_python`."""
+    """The other end of :mod:`tests.helpers.processes.warm_python`.
 
-    def __init__(self) -> None:
+    Args:
+        modules: What else to import.
+        command: A command that runs another one, which this interpreter's is appended to.
+    """
+
+    def __init__(self, modules: Sequence[str] = (), command: Sequence[str] = ()) -> None:
         environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.processes.warm_python"],
+            [*command, sys.executable, "-m", "tests.helpers.processes.warm_python", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
             env=environment,
         )
         self._turn = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def ask(self, what: str, about: Any) -> Any:
         assert self._process.stdin is not None

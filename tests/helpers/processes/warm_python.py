@@ -14,8 +14,9 @@ import runpy
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
-from typing import Any, TypedDict
+from typing import IO, Any, TypedDict
 
 
 class Request(TypedDict):
@@ -54,23 +55,38 @@ def _exit_code(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if found else None
 
 
+def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Answers ``["start", request]`` with a process ID, ``["poll", pid]`` with an exit code.
+
+    Returns when nothing more can come, and in each process that it has forked, when its script has
+    ended.
+    """
+    while line := requests.readline():
+        what, about = json.loads(line)
+        answer: Any = _exit_code(about) if what == "poll" else os.fork()
+        if what == "start" and answer == 0:
+            answers.close()
+            _become(about)
+            runpy.run_module(about["script"], run_name="__main__", alter_sys=True)
+            return
+        if what == "start" and about["leads_group"]:
+            with suppress(PermissionError, ProcessLookupError):  # the process itself was faster
+                os.setpgid(answer, answer)
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
 def main() -> None:
-    """Answers ``["start", request]`` with a process ID, ``["poll", pid]`` with an exit code."""
     gc.disable()
     for script in ("troubled_fit", "leave_script", "orphan_script"):
         import_module(f"tests.helpers.processes.{script}")
+    for name in sys.argv[1:]:
+        import_module(name)
     import_module("tests.helpers.processes.entry_points").read_entry_points_once()
     import_module("tests.helpers.processes.chosen_transport").use_chosen_transport()
     gc.freeze()  # else each process that ends spends seconds on freeing what was imported
     gc.enable()
-    while line := sys.stdin.buffer.raw.readline():  # type: ignore[attr-defined]
-        what, about = json.loads(line)
-        answer: Any = _exit_code(about) if what == "poll" else os.fork()
-        if what == "start" and answer == 0:
-            _become(about)
-            runpy.run_module(about["script"], run_name="__main__", alter_sys=True)
-            return
-        print(json.dumps(answer), flush=True)
+    serve(open(0, "rb", buffering=0, closefd=False), os.fdopen(os.dup(1), "wb"))
 
 
 if __name__ == "__main__":

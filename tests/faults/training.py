@@ -1,0 +1,216 @@
+"""The training in which the faults come; each rank runs it as its script.
+
+A rank says through a pipe when a phase begins, and :mod:`.inject` sends it its signals. An
+exception it raises itself. The data's loader says where it is, so that a resumed run can equal the
+uninterrupted one to the last bit from every checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, TypedDict
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_dist import (
+    DDPStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+)
+from tests.helpers.networks.models import (
+    Classifier,
+    make_data,
+    make_module,
+    make_trainer,
+    state_of,
+)
+
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "tensor": lambda **kw: TensorParallelStrategy(plan={"model.*.linear": "colwise_gather"}, **kw),
+    "mesh": lambda **kw: MeshStrategy(pp=2, **kw),
+    "1f1b": lambda **kw: PipelineStrategy(schedule="1f1b", **kw),
+    "interleaved": lambda **kw: PipelineStrategy(schedule="interleaved_1f1b", **kw),
+    "zb_h1": lambda **kw: PipelineStrategy(schedule="zb_h1", **kw),
+    "pipedream": lambda **kw: PipelineStrategy(schedule="pipedream", **kw),
+    "pipedream_2bw": lambda **kw: PipelineStrategy(schedule="pipedream_2bw", **kw),
+    "1f1b 2x2": lambda **kw: PipelineStrategy(schedule="1f1b", num_stages=2, **kw),
+    "mesh 2x2": lambda **kw: MeshStrategy(pp=2, dp_shard=2, **kw),
+}
+NUM_RANKS = {name: 4 if name.endswith("2x2") else 2 for name in STRATEGIES}
+
+NUM_EPOCHS = 3
+NUM_BATCHES = 6
+SAVED_EVERY = 3
+NUM_STEPS = NUM_EPOCHS * NUM_BATCHES
+MISTAKE = "the user's own mistake"
+
+
+class Plan(TypedDict):
+    """What a rank is told, in a file.
+
+    Attributes:
+        strategy: The name of the strategy.
+        num_ranks: Of all ranks.
+        timeout_seconds: The strategy's ``timeout_s``.
+        saves: ``save_top_k`` of the checkpoints.
+        checkpoints: The folder for them.
+        pipe: The pipe for the phases; empty if none is listening.
+        weights: What the files with the final weights are called, without the rank.
+        raises: The phases in which a rank raises: a rank, a phase, and the how manieth.
+    """
+
+    strategy: str
+    num_ranks: int
+    timeout_seconds: float
+    saves: int
+    checkpoints: str
+    pipe: str
+    weights: str
+    raises: list[tuple[int, str, int]]
+
+
+class Phases(L.Callback):
+    """Says when phases begin, and raises in some."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+        self.raises = {(phase, time) for rank, phase, time in plan["raises"] if rank == self.rank}
+        self.counts: Counter[str] = Counter()
+        self.pipe = -1
+        if plan["pipe"]:
+            with suppress(OSError):  # whatever has listened is gone
+                self.pipe = os.open(plan["pipe"], os.O_WRONLY | os.O_NONBLOCK)
+
+    def begin(self, phase: str, *, can_raise: bool = True) -> None:
+        self.counts[phase] += 1
+        time = self.counts[phase]
+        with suppress(OSError):
+            os.write(self.pipe, f"{self.rank} {os.getpid()} {phase} {time}\n".encode())
+        if can_raise and (phase, time) in self.raises:
+            raise KeyError(MISTAKE)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        own: Any = trainer.strategy
+        drain = own.drain
+
+        def drain_and_say() -> None:
+            self.begin("drain", can_raise=False)
+            drain()
+
+        own.drain = drain_and_say
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.begin("step", can_raise=False)
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.begin("validation", can_raise=False)
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self.begin("save")
+
+    def on_train_end(self, *_: Any) -> None:
+        self.begin("teardown")
+
+    def in_step(self) -> None:
+        if ("step", self.counts["step"]) in self.raises:
+            raise KeyError(MISTAKE)
+
+    def in_validation(self) -> None:
+        if ("validation", self.counts["validation"]) in self.raises:
+            raise KeyError(MISTAKE)
+
+    def on_validation_end(self, *_: Any) -> None:
+        if ("drain", self.counts["validation"]) in self.raises:  # no user's code runs in a drain
+            raise KeyError(MISTAKE)
+
+
+class Troubled(Classifier):
+    """Trains in steps of some milliseconds."""
+
+    phases: Phases
+
+    def __init__(self) -> None:
+        super().__init__("adamw", schedule_lr=True, depth=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.phases.in_step()
+        time.sleep(0.002)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.phases.in_validation()
+        time.sleep(0.002)
+        super().validation_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Batches:
+        strategy: Any = self.trainer.strategy
+        return Batches(**strategy.distributed_sampler_kwargs)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(make_data(16), batch_size=8)
+
+
+class Batches:
+    """A loader that says where it is, and goes on from there."""
+
+    def __init__(self, num_replicas: int, rank: int) -> None:
+        samples = make_data(NUM_BATCHES * 8 * num_replicas)
+        self.x, self.y = (part[rank::num_replicas].split(8) for part in samples.tensors)
+        self.position = 0
+        self.first = 0
+
+    def __len__(self) -> int:
+        return NUM_BATCHES
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.position, self.first = self.first, 0
+        while self.position < NUM_BATCHES:
+            self.position += 1
+            yield self.x[self.position - 1], self.y[self.position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["position"]
+
+
+def train(plan: Plan) -> None:
+    """Trains from the last checkpoint, if there is one."""
+    phases = Phases(plan)
+    phases.begin("start")
+    torch.set_num_threads(1)
+    saves = ModelCheckpoint(
+        plan["checkpoints"],
+        "{step}",
+        every_n_train_steps=SAVED_EVERY,
+        save_top_k=plan["saves"],
+        save_last=True,
+    )
+    module = make_module(Troubled)
+    module.phases = phases
+    trainer = make_trainer(
+        devices=plan["num_ranks"],
+        strategy=STRATEGIES[plan["strategy"]](timeout_s=plan["timeout_seconds"]),
+        callbacks=[phases, saves],
+        max_epochs=NUM_EPOCHS,
+        enable_checkpointing=True,
+        default_root_dir=plan["checkpoints"],
+    )
+    trainer.fit(module, ckpt_path="last", weights_only=True)
+    phases.begin("teardown")  # the rest of it: the process ends
+    torch.save(state_of(module), f"{plan['weights']}.{trainer.global_rank}")
+    print(f"rank {trainer.global_rank} has trained {trainer.global_step} steps", flush=True)
