@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebooks docs test test-all test-p2p lint unit integration all-pairs all-modules bench bench-start bench-memory bench-profiler bench-network bench-scaling fuzz gpu clean
+.PHONY: help install demo notebooks docs test test-all test-p2p lint unit integration all-pairs all-modules bench bench-start bench-memory bench-profiler bench-network bench-scaling faults fuzz gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,7 +61,7 @@ unit: install
 	$(BIN)/python -m pytest tests/unit $(ALL)
 
 integration: install
-	$(BIN)/python -m pytest tests/integration tests/differential --durations=40 $(ALL)
+	$(BIN)/python -m pytest tests/integration tests/differential tests/faults --durations=40 $(ALL)
 
 test-p2p: install  ## Run the tests of parity with tensors sent point to point between stages
 	$(BIN)/python -m pytest $(P2P_TESTS) --transport p2p $(ALL)
@@ -75,6 +75,9 @@ all-modules: install  ## Train each ordinary module under each strategy, where t
 SECONDS ?= 600
 fuzz: install  ## Compare random runs with one device; SECONDS=, RUNS= and SEED= say how long and which
 	$(BIN)/python -m tests.differential --seconds $(SECONDS) $(if $(RUNS),--runs $(RUNS)) $(if $(SEED),--seed $(SEED))
+
+faults: install  ## Train while processes are killed, stopped, fail; RUNS= and SEED= say how often and which
+	$(BIN)/python -m tests.faults $(if $(RUNS),--runs $(RUNS)) $(if $(SEED),--seed $(SEED))
 
 bench: install  ## Print the tables of throughput and bubbles
 	$(BIN)/python -m tests.benchmarks.pipeline

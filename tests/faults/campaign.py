@@ -1,4 +1,4 @@
-"""A campaign: many cases, which can be interrupted and go on, and a table of what became of them."""
+"""A campaign of many cases, which can be interrupted and go on, and a table of their results."""
 
 from __future__ import annotations
 

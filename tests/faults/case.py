@@ -61,7 +61,9 @@ class Fault:
     lasts_seconds: float = 0.0
 
     def __str__(self) -> str:
-        target = {ALL: "all ranks", LAUNCHER: "the launcher"}.get(self.target, f"rank {self.target}")
+        target = {ALL: "all ranks", LAUNCHER: "the launcher"}.get(
+            self.target, f"rank {self.target}"
+        )
         lasts = f" for {self.lasts_seconds:.1f} s" if self.kind == "SIGSTOP" else ""
         where = "the disk" if self.kind == "disk full" else target
         return f"{self.kind}{lasts} of {where} in {self.phase} {self.time}"

@@ -11,8 +11,8 @@ from tests.faults.training import MISTAKE
 # the C library say of signals and lost processes.
 _ALARM = re.compile(
     r"""^(\[rank\ ?\d+\]:?\ )?[\w.]*(Error|Exception|Interrupt|Exit)(:\ .*)?$
-    | \bfailed\ first\b | \bwas\ lost\b | has\ not\ answered | \bSIG[A-Z0-9]{3,}\b | death\ signal | exitcode:\ -
-    | terminate\ called | ^Fatal | ^Aborted | Segmentation | was\ not\ saved
+    | \bfailed\ first\b | \bwas\ lost\b | has\ not\ answered | \bSIG[A-Z0-9]{3,}\b | death\ signal
+    | exitcode:\ - | terminate\ called | ^Fatal | ^Aborted | Segmentation | was\ not\ saved
     """,
     re.VERBOSE,
 )

@@ -86,7 +86,7 @@ def main() -> None:
     import_module("tests.helpers.processes.chosen_transport").use_chosen_transport()
     gc.freeze()  # else each process that ends spends seconds on freeing what was imported
     gc.enable()
-    serve(open(0, "rb", buffering=0, closefd=False), os.fdopen(os.dup(1), "wb"))
+    serve(sys.stdin.buffer.raw, os.fdopen(os.dup(1), "wb"))  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
