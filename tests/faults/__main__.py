@@ -17,6 +17,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=100, help="how many, from the first on")
     parser.add_argument("--seed", type=int, default=0, help="chooses what goes wrong")
     parser.add_argument("--run", type=int, help="repeat this one, and keep its folder")
+    parser.add_argument("--hosts", action="store_true", help="on two hosts; needs root, iproute2")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin none after that")
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"))
@@ -27,7 +28,10 @@ def main() -> None:
     """Runs a campaign, or goes on with it; exits with 1 if something was not as it must be."""
     arguments = _arguments()
     campaign = Campaign(
-        arguments.folder.absolute(), arguments.seed, lambda line: print(line, flush=True)
+        arguments.folder.absolute(),
+        arguments.seed,
+        lambda line: print(line, flush=True),
+        on_hosts=arguments.hosts,
     )
     if arguments.run is not None:
         result = campaign.repeat(arguments.run)

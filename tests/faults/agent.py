@@ -79,7 +79,7 @@ def main() -> None:
         return
     asked.close()
     answered.close()
-    subprocess_handler.Popen = ForkedProcess  # type: ignore[attr-defined]
+    setattr(subprocess_handler, "Popen", ForkedProcess)  # noqa: B010
     run.main(arguments)
 
 

@@ -12,12 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
 
-from tests.faults.case import PHASES, draw
+from tests.faults.case import PHASES, draw, draw_on_hosts
 from tests.faults.execution import Place, Result
+from tests.faults.on_hosts import HostsPlace
 from tests.helpers.processes.forked_runs import WarmPython
 
 MODULES = ("tests.faults.training", "torch.distributed.run")
@@ -26,7 +28,9 @@ MOUNT = 'mount -t tmpfs none /dev/shm && mount -t tmpfs -o size=1m none "$0" && 
 
 
 @contextmanager
-def place(folder: Path, references: Path, turn: threading.Lock) -> Iterator[Place]:
+def place(
+    folder: Path, references: Path, turn: threading.Lock, kind: type[Place] = Place
+) -> Iterator[Place]:
     """Prepares a folder for cases; without root there is no disk to fill."""
     folder.mkdir(parents=True, exist_ok=True)
     if os.geteuid() == 0 and shutil.which("unshare"):
@@ -38,7 +42,7 @@ def place(folder: Path, references: Path, turn: threading.Lock) -> Iterator[Plac
     else:
         python, disk = WarmPython(MODULES), None
     try:
-        yield Place(python, folder, disk, references, turn)
+        yield kind(python, folder, disk, references, turn)
     finally:
         python.close()
 
@@ -50,10 +54,16 @@ class Campaign:
         folder: Takes what has become of the cases; those that are in it are not executed again.
         seed: Chooses the cases.
         report: Called with a line for each case.
+        on_hosts: Whether the cases are on two hosts.
     """
 
-    def __init__(self, folder: Path, seed: int, report: Callable[[str], None]) -> None:
-        self._folder = folder / f"seed {seed}"
+    def __init__(
+        self, folder: Path, seed: int, report: Callable[[str], None], *, on_hosts: bool
+    ) -> None:
+        self._folder = folder / f"{'hosts' if on_hosts else 'one host'}, seed {seed}"
+        self._draw = draw_on_hosts if on_hosts else draw
+        self._place = partial(place, kind=HostsPlace if on_hosts else Place)
+        self._options = f"--seed {seed} " + "--hosts " * on_hosts
         self._seed = seed
         self._report = report
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -84,18 +94,21 @@ class Campaign:
 
     def repeat(self, number: int) -> Result:
         """Executes one case, whether it has been or not."""
-        with place(self._folder / "again", *self._shared) as where:
-            return where.execute(draw(self._seed, number), f"run {number}")
+        with self._place(self._folder / "again", *self._shared) as where:
+            return where.execute(self._draw(self._seed, number), f"run {number}")
 
     def _work(self, name: str, waiting: queue.SimpleQueue[int], end: float) -> None:
-        with place(self._folder / name, *self._shared) as where:
+        with self._place(self._folder / name, *self._shared) as where:
             while time.monotonic() < end and not waiting.empty():
                 number = waiting.get()
-                case = draw(self._seed, number)
+                case = self._draw(self._seed, number)
                 if case.fills_disk and where.disk is None:
                     self._report(f"{number:4d} skipped: only root can mount a small disk")
                     continue
-                result = where.execute(case, f"run {number}")
+                try:
+                    result = where.execute(case, f"run {number}")
+                except Exception as error:  # of the campaign itself, which goes on
+                    result = Result(str(case), problems=[f"not executed: {error!r}"])
                 self._keep(number, result)
                 if not result.problems:
                     shutil.rmtree(self._folder / name / f"run {number}")
@@ -107,7 +120,7 @@ class Campaign:
                 file.write(json.dumps([number, asdict(result)]) + "\n")
             self._report(line_of(number, result))
             if result.problems:
-                self._report(f"     python -m tests.faults --seed {self._seed} --run {number}")
+                self._report(f"     python -m tests.faults {self._options}--run {number}")
 
 
 _NOTHING = {

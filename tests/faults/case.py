@@ -12,11 +12,25 @@ from typing import Literal, get_args
 
 from tests.faults.training import NUM_RANKS
 
-Kind = Literal["SIGKILL", "SIGTERM", "SIGUSR1", "SIGSTOP", "stopped for good", "raise", "disk full"]
+Kind = Literal[
+    "SIGKILL",
+    "SIGTERM",
+    "SIGUSR1",
+    "SIGSTOP",
+    "stopped for good",
+    "raise",
+    "disk full",
+    "link cut",
+    "link cut for good",
+    "host killed",
+    "host lost",
+]
 Phase = Literal["start", "step", "validation", "save", "drain", "teardown"]
-Launcher = Literal["torchrun", "script"]
+Launcher = Literal["torchrun", "script", "two hosts"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
+# Only a time-out tells of these: no connection is closed.
+SILENT: tuple[Kind, ...] = ("stopped for good", "link cut for good", "host lost")
 ALL = -1
 LAUNCHER = -2
 
@@ -45,7 +59,7 @@ class Fault:
     """Something that goes wrong.
 
     Attributes:
-        kind: What.
+        kind: What. A host that is killed closes its connections, one that is lost does not.
         phase: The phase of the run in which it comes.
         time: The how manieth such phase of the process, from 1.
         after_seconds: How long after the phase's begin.
@@ -64,7 +78,8 @@ class Fault:
         target = {ALL: "all ranks", LAUNCHER: "the launcher"}.get(
             self.target, f"rank {self.target}"
         )
-        lasts = f" for {self.lasts_seconds:.1f} s" if self.kind == "SIGSTOP" else ""
+        passes = self.kind in ("SIGSTOP", "link cut")
+        lasts = f" for {self.lasts_seconds:.1f} s" if passes else ""
         where = "the disk" if self.kind == "disk full" else target
         return f"{self.kind}{lasts} of {where} in {self.phase} {self.time}"
 
@@ -75,7 +90,8 @@ class Case:
 
     Attributes:
         strategy: The name of a strategy of :mod:`.training`.
-        launcher: What starts the ranks: torchrun, or the first rank as under Lightning alone.
+        launcher: What starts the ranks: torchrun, on one host or on two hosts with a rank each, or
+            the first rank as under Lightning alone.
         timeout_seconds: The strategy's ``timeout_s``.
         saves: ``save_top_k`` of the checkpoints beside the last one.
         keeps_port: Whether a launcher listens where the one before did.
@@ -128,6 +144,29 @@ def draw(seed: int, number: int) -> Case:
         saves=random.choice((0, 1, -1)),
         keeps_port=random.random() < 0.5,
         faults=tuple(faults),
+    )
+
+
+def draw_on_hosts(seed: int, number: int) -> Case:
+    """Draws the case of a number on two hosts; the same one for the same seed."""
+    random = Random(f"hosts {seed}/{number}")
+    kinds: list[Kind] = ["link cut", "link cut", "link cut for good", "host killed", "host lost"]
+    kind = random.choice(kinds)
+    phase = random.choice(PHASES)
+    fault = Fault(
+        kind,
+        phase,
+        time=random.randint(1, _TIMES[phase]),
+        after_seconds=random.uniform(0.0, SPREAD_SECONDS[phase]),
+        target=random.randrange(2),
+        lasts_seconds=5.0 if kind == "link cut" else 0.0,
+    )
+    return Case(
+        random.choice([name for name, ranks in NUM_RANKS.items() if ranks == 2]),
+        "two hosts",
+        timeout_seconds=8.0 if kind in SILENT else 60.0,
+        saves=random.choice((0, 1, -1)),
+        faults=(fault,),
     )
 
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lightning_dist.checkpoint import load_full
 from lightning_dist.engine.checkpoint.directory import resolve
-from tests.faults.case import LAUNCHER, Case
+from tests.faults.case import LAUNCHER, SILENT, Case
 from tests.faults.inject import Injector
 from tests.faults.training import NUM_STEPS, Plan
 from tests.faults.verdict import first_alarm, has_true_cause_first
@@ -53,6 +53,15 @@ class Result:
     seconds: float = 0.0
     alarm: str = ""
     problems: list[str] = field(default_factory=list)
+
+
+class Run(Protocol):
+    """Processes that are running, or have run."""
+
+    @property
+    def output(self) -> str: ...
+
+    def exit_codes(self) -> list[int | None]: ...
 
 
 class Place:
@@ -98,15 +107,15 @@ class Place:
         result.alarm = first_alarm(output)
         has_trained = len(list(folder.glob("weights.*"))) == case.num_ranks
         is_orphaned = LAUNCHER in (fault.target for fault in came) and case.launcher == "torchrun"
-        if has_trained and (codes == [0] or is_orphaned):
+        if has_trained and (set(codes) == {0} or is_orphaned):
             result.outcome = "on" if came else "late"
-        elif codes == [0]:
+        elif set(codes) == {0}:
             result.problems.append("ends: as if it had been finished, with exit code 0")
         if not came and result.outcome == "ended":
             result.problems.append("ends: before any fault")
         if not has_true_cause_first(case, came, output):
             result.problems.append(f"cause: {result.alarm or 'nothing was printed'}")
-        goes_on = {"SIGSTOP"}.issuperset(fault.kind for fault in came)
+        goes_on = {"SIGSTOP", "link cut"}.issuperset(fault.kind for fault in came)
         if goes_on and came and result.outcome != "on":
             result.problems.append("ends: would have to go on")
         result.problems += self._leftovers(folder, case) + _torn(checkpoints)
@@ -118,30 +127,14 @@ class Place:
     @contextmanager
     def _started(
         self, case: Case, folder: Path, checkpoints: Path, port: int
-    ) -> Iterator[tuple[ForkedRun, Injector]]:
+    ) -> Iterator[tuple[Run, Injector]]:
         """Starts a run; none of its processes is left."""
         attempt = len(list(folder.glob("plan.*")))
         pipe = folder / f"phases.{attempt}"
         run = ForkedRun(self.python, folder / f"output.{attempt}", leads_group=True)
         injector = Injector(pipe, case.faults, lambda: run.pids[0], checkpoints / "filler")
-        plan: Plan = {
-            "strategy": case.strategy,
-            "num_ranks": case.num_ranks,
-            "timeout_seconds": case.timeout_seconds,
-            "saves": case.saves,
-            "checkpoints": str(checkpoints),
-            "pipe": str(pipe),
-            "weights": str(folder / "weights"),
-            "raises": [(f.target, f.phase, f.time) for f in case.faults if f.kind == "raise"],
-        }
-        path = folder / f"plan.{attempt}"
-        path.write_text(json.dumps(plan))
-        environment = {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "PYTHONFAULTHANDLER": "1",
-            "TMPDIR": str(folder / "tmp"),
-        }
+        path = write_plan(case, folder, checkpoints, pipe)
+        environment = environment_of(folder)
         if case.launcher == "script":
             run.start("tests.faults.rank", [str(path)], {**environment, "MASTER_PORT": str(port)})
         else:
@@ -157,7 +150,7 @@ class Place:
             yield run, injector
         finally:
             injector.close()
-            for pid in {*_processes_in(folder), *(p for p in run.pids if None in run.exit_codes())}:
+            for pid in {*processes_in(folder), *(p for p in run.pids if None in run.exit_codes())}:
                 os.kill(pid, signal.SIGKILL)
             run.wait(10)
 
@@ -170,9 +163,9 @@ class Place:
         with self._started(again, folder, checkpoints, port) as (run, injector):
             _watch(again, folder, run, injector, result)
             problems, codes = result.problems, run.exit_codes()
-        if codes != [0]:
-            problems.append(f"exit code {codes[0]}")
-        names = [path.name for path in checkpoints.iterdir()]
+        if set(codes) != {0}:
+            problems.append(f"exit codes {codes}")
+        names = [path.name for path in checkpoints.glob("*")]
         problems += [f"{name} was left" for name in names if name[0] == "." or "replaced" in name]
         return [f"resumed: {problem}" for problem in problems]
 
@@ -213,16 +206,43 @@ class Place:
         return [] if is_everyones else os.listdir(own)
 
 
-def _watch(case: Case, folder: Path, run: ForkedRun, injector: Injector, result: Result) -> None:
+def write_plan(case: Case, folder: Path, checkpoints: Path, pipe: Path) -> Path:
+    """Writes what the ranks of the next attempt are told; returns where."""
+    plan: Plan = {
+        "strategy": case.strategy,
+        "num_ranks": case.num_ranks,
+        "timeout_seconds": case.timeout_seconds,
+        "saves": case.saves,
+        "checkpoints": str(checkpoints),
+        "pipe": str(pipe),
+        "weights": str(folder / "weights"),
+        "raises": [(f.target, f.phase, f.time) for f in case.faults if f.kind == "raise"],
+    }
+    path = folder / f"plan{pipe.suffix}"
+    path.write_text(json.dumps(plan))
+    return path
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """Returns what the processes of a run get beside the launcher's variables."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONFAULTHANDLER": "1",
+        "TMPDIR": str(folder / "tmp"),
+    }
+
+
+def _watch(case: Case, folder: Path, run: Run, injector: Injector, result: Result) -> None:
     """Waits for the end of all processes; says so if that takes too long."""
     begin = time.monotonic()
-    while run.exit_codes() == [None] or _processes_in(folder):
+    while None in run.exit_codes() or processes_in(folder):
         now = time.monotonic()
         at = [when for when, _ in injector.hits.values()]
         bound = max(at) + _bound(case) if at else begin + START_SECONDS
         if now > bound:
             result.problems.append(f"bound: not at its end after {now - min(at or [begin]):.0f} s")
-            for pid in _processes_in(folder):  # prints all stacks
+            for pid in processes_in(folder):  # prints all stacks
                 os.kill(pid, signal.SIGCONT)
                 os.kill(pid, signal.SIGABRT)
             time.sleep(1.0)
@@ -233,12 +253,15 @@ def _watch(case: Case, folder: Path, run: ForkedRun, injector: Injector, result:
 
 
 def _bound(case: Case) -> float:
-    stopped = [fault for fault in case.faults if fault.kind == "stopped for good"]
-    lasts = max((f.lasts_seconds for f in case.faults if f.kind == "SIGSTOP"), default=0.0)
-    return END_SECONDS + lasts + (case.timeout_seconds + TORCHRUN_SECONDS if stopped else 0.0)
+    """Returns how long a run may take to its end; longer where much else runs."""
+    lasts = max((fault.lasts_seconds for fault in case.faults), default=0.0)
+    silent = any(fault.kind in SILENT for fault in case.faults)
+    patience = case.timeout_seconds + TORCHRUN_SECONDS if silent else 0.0
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return END_SECONDS * max(1.0, load / 2) + lasts + patience
 
 
-def _processes_in(folder: Path) -> list[int]:
+def processes_in(folder: Path) -> list[int]:
     """Lists the processes whose working directory is the run's."""
     own = os.stat(folder)
     found = []

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.faults.case import ALL, LAUNCHER, Fault
+from tests.helpers.hosts.cluster import Host
 
 _POLL_SECONDS = 0.02
 _BLOCK = b"\0" * 4096
@@ -25,6 +26,7 @@ class Injector:
         faults: What shall go wrong; a rank raises by itself.
         launcher: Returns the process ID of the launcher.
         filler: A file that takes what is left of a disk.
+        hosts: The host of each rank, if they have one each.
 
     Attributes:
         pids: The process of each rank that has started.
@@ -32,7 +34,12 @@ class Injector:
     """
 
     def __init__(
-        self, pipe: Path, faults: Sequence[Fault], launcher: Callable[[], int], filler: Path
+        self,
+        pipe: Path,
+        faults: Sequence[Fault],
+        launcher: Callable[[], int],
+        filler: Path,
+        hosts: Sequence[Host] = (),
     ) -> None:
         os.mkfifo(pipe)
         self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # so it never is at an end
@@ -40,6 +47,7 @@ class Injector:
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._launcher = launcher
         self._filler = filler
+        self._hosts = hosts
         self._phases: dict[int, str] = {}
         self._is_over = threading.Event()
         self.pids: dict[int, int] = {}
@@ -85,12 +93,22 @@ class Injector:
         self.hits[fault] = time.monotonic(), self._phases[max(fault.target, 0)]
         if fault.kind == "disk full":
             self._fill()
+        elif fault.kind in ("link cut", "link cut for good", "host killed", "host lost"):
+            self._harm(fault, self._hosts[fault.target])
         elif fault.kind in ("SIGSTOP", "stopped for good"):
             self._send(fault, signal.SIGSTOP)
             if fault.kind == "SIGSTOP":
                 self._after(fault.lasts_seconds, lambda: self._send(fault, signal.SIGCONT))
         elif fault.kind != "raise":
             self._send(fault, signal.Signals[fault.kind])
+
+    def _harm(self, fault: Fault, host: Host) -> None:
+        if fault.kind != "host killed":
+            host.cut()
+        if fault.kind == "link cut":
+            self._after(fault.lasts_seconds, host.mend)
+        elif fault.kind != "link cut for good":
+            host.kill()
 
     def _send(self, fault: Fault, number: signal.Signals) -> None:
         for pid in self._targets(fault.target):

@@ -23,6 +23,10 @@ _CAUSES: dict[Kind, str] = {
     "SIGTERM": r"SIGTERM|death signal|was lost",
     "SIGSTOP": r"has not answered",
     "stopped for good": r"has not answered",
+    "link cut": r"has not answered",
+    "link cut for good": r"has not answered",
+    "host killed": r"was lost",
+    "host lost": r"has not answered",
     "raise": re.escape(MISTAKE),
     "disk full": r"No space left",
 }
@@ -37,5 +41,6 @@ def has_true_cause_first(case: Case, came: list[Fault], output: str) -> bool:
     """Returns whether the first alarm names a fault; a run without any is silent too."""
     alarm = first_alarm(output)
     if not alarm:  # what was killed cannot say so, nor what goes on
-        return all(f.kind in ("SIGKILL", "SIGUSR1", "SIGSTOP", "SIGTERM") for f in came)
+        quiet: tuple[Kind, ...] = ("SIGKILL", "SIGUSR1", "SIGSTOP", "SIGTERM", "link cut")
+        return all(fault.kind in quiet for fault in came)
     return any(re.search(_CAUSES[fault.kind], alarm) for fault in came)
