@@ -175,6 +175,7 @@ def _draw_fault(random: Random, num_ranks: int) -> Fault:
     phase = random.choice(PHASES)
     if kind == "disk full":
         phase = random.choice(("step", "save"))
+    is_mistake = kind == "raise" and phase == "drain"  # of a hook behind the drain
     target = random.randrange(num_ranks)
     if kind not in ("raise", "disk full", "stopped for good"):
         target = random.choice((target, target, target, ALL, ALL))
@@ -183,7 +184,7 @@ def _draw_fault(random: Random, num_ranks: int) -> Fault:
     return Fault(
         kind,
         phase,
-        time=random.randint(1, _TIMES[phase]),
+        time=random.randint(1, _TIMES["validation" if is_mistake else phase]),
         after_seconds=random.uniform(0.0, SPREAD_SECONDS[phase]),
         target=target,
         lasts_seconds=random.uniform(0.2, 2.0),

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from tests.faults.case import ALL, LAUNCHER, Fault
@@ -78,13 +79,17 @@ class Injector:
                 self._has_begun(int(rank), int(pid), phase, int(count))
 
     def _has_begun(self, rank: int, pid: int, phase: str, count: int) -> None:
+        # A rank raises by itself, and says so.
+        is_raised = phase.startswith("raise_in_")
+        phase = phase.removeprefix("raise_in_")
         self.pids[rank], self._phases[rank] = pid, phase
         for fault in self._waiting.copy():
-            if (max(fault.target, 0), fault.phase, fault.time) == (rank, phase, count):
+            is_due = (max(fault.target, 0), fault.phase, fault.time) == (rank, phase, count)
+            if is_due and is_raised == (fault.kind == "raise"):
                 self._waiting.remove(fault)
-                # A rank raises at once, by itself.
-                after = 0.0 if fault.kind == "raise" else fault.after_seconds
-                self._after(after, lambda fault=fault: self._bring_about(fault))  # type: ignore[misc]
+                self._after(
+                    0.0 if is_raised else fault.after_seconds, partial(self._bring_about, fault)
+                )
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         self._due.append((time.monotonic() + seconds, action))
@@ -98,7 +103,7 @@ class Injector:
         elif fault.kind in ("SIGSTOP", "stopped for good"):
             self._send(fault, signal.SIGSTOP)
             if fault.kind == "SIGSTOP":
-                self._after(fault.lasts_seconds, lambda: self._send(fault, signal.SIGCONT))
+                self._after(fault.lasts_seconds, partial(self._send, fault, signal.SIGCONT))
         elif fault.kind != "raise":
             self._send(fault, signal.Signals[fault.kind])
 

@@ -96,10 +96,17 @@ class Phases(L.Callback):
 
     def begin(self, phase: str, *, can_raise: bool = True) -> None:
         self.counts[phase] += 1
-        time = self.counts[phase]
+        self.say(phase, self.counts[phase])
+        if can_raise:
+            self.raise_if_due(phase, self.counts[phase])
+
+    def say(self, phase: str, time: int) -> None:
         with suppress(OSError):
             os.write(self.pipe, f"{self.rank} {os.getpid()} {phase} {time}\n".encode())
-        if can_raise and (phase, time) in self.raises:
+
+    def raise_if_due(self, phase: str, time: int) -> None:
+        if (phase, time) in self.raises:
+            self.say(f"raise_in_{phase}", time)
             raise KeyError(MISTAKE)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -124,17 +131,8 @@ class Phases(L.Callback):
     def on_train_end(self, *_: Any) -> None:
         self.begin("teardown")
 
-    def in_step(self) -> None:
-        if ("step", self.counts["step"]) in self.raises:
-            raise KeyError(MISTAKE)
-
-    def in_validation(self) -> None:
-        if ("validation", self.counts["validation"]) in self.raises:
-            raise KeyError(MISTAKE)
-
     def on_validation_end(self, *_: Any) -> None:
-        if ("drain", self.counts["validation"]) in self.raises:  # no user's code runs in a drain
-            raise KeyError(MISTAKE)
+        self.raise_if_due("drain", self.counts["validation"])  # no user's code runs in a drain
 
 
 class Troubled(Classifier):
@@ -146,12 +144,12 @@ class Troubled(Classifier):
         super().__init__("adamw", schedule_lr=True, depth=4)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.phases.in_step()
+        self.phases.raise_if_due("step", self.phases.counts["step"])
         time.sleep(0.002)
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.phases.in_validation()
+        self.phases.raise_if_due("validation", self.phases.counts["validation"])
         time.sleep(0.002)
         super().validation_step(batch, batch_idx)
 
@@ -185,7 +183,7 @@ class Batches:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.first = state["position"]
+        self.first = state["position"] % NUM_BATCHES  # behind an epoch's last batch begins another
 
 
 def train(plan: Plan) -> None:
