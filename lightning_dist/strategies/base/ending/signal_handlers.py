@@ -34,6 +34,7 @@ class SigtermHandler:
         self._trainer = trainer
         self._on_signal = on_signal
         self._process = os.getpid()
+        self._is_told = False
         # A handler that is not Python's reads as None, and cannot be restored.
         self._before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
         self._install(self)
@@ -45,9 +46,16 @@ class SigtermHandler:
         """
         if os.getpid() == self._process:
             self._on_signal()
+            self._tell()
         else:
             self._install(self._before)
             signal.raise_signal(signum)
+
+    def _tell(self) -> None:
+        """Names the cause of an exit code that launchers report as a failure, the first time."""
+        rank, was_told, self._is_told = self._trainer.global_rank, self._is_told, True
+        if not was_told:
+            os.write(2, f"[rank {rank}] SIGTERM: all ranks stop at the next batch.\n".encode())
 
     def remove(self) -> None:
         """Installs the handler that was there before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import time
 
 import pytest
 
@@ -30,8 +31,11 @@ def test_the_second_ctrl_c_does_not_wait() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_sigterm_is_ours_before_and_with_lightnings_handlers_and_then_the_users_again() -> None:
+def test_sigterm_is_ours_before_and_with_lightnings_handlers_and_then_the_users_again(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     trainer = make_trainer()
+    capfd.readouterr()
     ours: list[str] = []
     users: list[str] = []
     before = signal.signal(signal.SIGTERM, lambda *_: users.append("signal"))
@@ -39,11 +43,13 @@ def test_sigterm_is_ours_before_and_with_lightnings_handlers_and_then_the_users_
         handler = SigtermHandler(trainer, lambda: ours.append("signal"))
         signal.raise_signal(signal.SIGTERM)
         assert ours == ["signal"]
+        assert capfd.readouterr().err == "[rank 0] SIGTERM: all ranks stop at the next batch.\n"
         lightning_internals.replace_sigterm_protocol(trainer, lambda: None)
         trainer._signal_connector.register_signal_handlers()
         signal.raise_signal(signal.SIGTERM)
         assert ours == ["signal"] * 2
         assert not users
+        assert capfd.readouterr().err == ""
         handler.remove()
         signal.raise_signal(signal.SIGTERM)
         trainer._signal_connector.teardown()
@@ -53,12 +59,17 @@ def test_sigterm_is_ours_before_and_with_lightnings_handlers_and_then_the_users_
         signal.signal(signal.SIGTERM, before)
 
 
+def sleep_on() -> None:
+    while True:  # not for ever at once: a signal may come before
+        time.sleep(0.01)
+
+
 def test_sigterm_ends_what_was_forked_during_a_run() -> None:
     handler = SigtermHandler(make_trainer(), lambda: None)
     try:
         context = multiprocessing.get_context("fork")
         runs = context.Event()  # until it does, Python drops the signals of a forked process
-        child = context.Process(target=lambda: (runs.set(), signal.pause()))
+        child = context.Process(target=lambda: (runs.set(), sleep_on()))
         child.start()
         assert runs.wait(10)
         child.terminate()
