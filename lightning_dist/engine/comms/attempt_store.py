@@ -16,6 +16,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 _POLL_SECONDS = 0.01
+_CONNECT_SECONDS = 15.0  # torch tries for up to twice as long
 
 
 def is_shared_by_attempts() -> bool:
@@ -34,8 +35,21 @@ def connect(
         rank: This rank.
         world_size: Number of all ranks.
         timeout: How long a rank waits for another, here and later.
+
+    Raises:
+        ConnectionError: The store does not answer. It has been there before this process.
     """
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    patience = min(timeout, timedelta(seconds=_CONNECT_SECONDS))
+    try:
+        store = dist.TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=patience
+        )
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"The launcher's store at {address}:{port} does not answer: its process was lost, or"
+            " this host cannot reach that address."
+        ) from error
+    store.set_timeout(timeout)
     return dist.PrefixStore(agree_on_attempt(store, rank, world_size, timeout), store)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -9,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from lightning_dist.engine.comms import attempt_store
 from lightning_dist.engine.comms.attempt_store import agree_on_attempt
 
 PATIENCE = timedelta(seconds=10)
@@ -52,3 +54,18 @@ def test_a_first_rank_that_has_died_does_not_confuse_the_next_attempt() -> None:
     with pytest.raises(TimeoutError, match=r"The ranks \[1, 2\] have not met rank 0 within 0.05 s"):
         agree_on_attempt(store, 0, 3, timedelta(seconds=0.05))
     assert len(set(attempt(store, range(3), 3, PATIENCE))) == 1
+
+
+def test_a_launcher_that_is_lost_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt_store, "_CONNECT_SECONDS", 0.05)
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError, match="127.0.0.1:1 does not answer: its process was lost"):
+        attempt_store.connect("127.0.0.1", 1, 0, 1, timedelta(minutes=30))
+    assert time.monotonic() < begin + 30
+
+
+def test_the_stores_own_timeout_is_the_runs() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for timeout in (timedelta(seconds=5), timedelta(minutes=30)):
+        store = attempt_store.connect("127.0.0.1", server.port, 0, 1, timeout)
+        assert store.timeout == timeout
