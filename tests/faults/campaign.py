@@ -24,7 +24,7 @@ from tests.helpers.processes.forked_runs import WarmPython
 
 MODULES = ("tests.faults.training", "torch.distributed.run")
 # The disk, and shared memory of its own, in which nothing else leaves anything.
-MOUNT = 'mount -t tmpfs none /dev/shm && mount -t tmpfs -o size=1m none "$0" && exec "$@"'
+MOUNT = 'mount -t tmpfs none /dev/shm && mount -t tmpfs -o size=8m none "$0" && exec "$@"'
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class Case:
 
     strategy: str
     launcher: Launcher = "torchrun"
-    timeout_seconds: float = 60.0
+    timeout_seconds: float = 180.0
     saves: int = 0
     keeps_port: bool = True
     faults: tuple[Fault, ...] = ()
@@ -136,11 +136,11 @@ def draw(seed: int, number: int) -> Case:
     faults = [_draw_fault(random, NUM_RANKS[strategy])]
     if random.random() < 0.2:
         faults.append(_draw_fault(random, NUM_RANKS[strategy]))
-    stays = any(fault.kind == "stopped for good" for fault in faults)
+    stays = [fault.target for fault in faults if fault.kind == "stopped for good"]
     return Case(
         strategy,
-        launcher,
-        timeout_seconds=6.0 if stays else 60.0,
+        "torchrun" if 0 in stays else launcher,  # nothing ends a stopped process but its parent
+        timeout_seconds=6.0 if stays else 180.0,
         saves=random.choice((0, 1, -1)),
         keeps_port=random.random() < 0.5,
         faults=tuple(faults),
@@ -164,7 +164,7 @@ def draw_on_hosts(seed: int, number: int) -> Case:
     return Case(
         random.choice([name for name, ranks in NUM_RANKS.items() if ranks == 2]),
         "two hosts",
-        timeout_seconds=8.0 if kind in SILENT else 60.0,
+        timeout_seconds=8.0 if kind in SILENT else 180.0,
         saves=random.choice((0, 1, -1)),
         faults=(fault,),
     )
@@ -175,6 +175,8 @@ def _draw_fault(random: Random, num_ranks: int) -> Fault:
     phase = random.choice(PHASES)
     if kind == "disk full":
         phase = random.choice(("step", "save"))
+    if kind == "stopped for good":  # before the ranks have met, and later, no rank knows of it
+        phase = random.choice(PHASES[1:-1])
     is_mistake = kind == "raise" and phase == "drain"  # of a hook behind the drain
     target = random.randrange(num_ranks)
     if kind not in ("raise", "disk full", "stopped for good"):

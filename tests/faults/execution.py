@@ -155,7 +155,7 @@ class Place:
             run.wait(10)
 
     def _resume(self, case: Case, folder: Path, checkpoints: Path, port: int) -> list[str]:
-        again = replace(case, faults=(), timeout_seconds=60.0)
+        again = replace(case, faults=(), timeout_seconds=180.0)
         for weights in folder.glob("weights.*"):
             weights.unlink()
         result = Result("")
