@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -65,10 +65,10 @@ class Worker:
     tidies: bool = False
 
     @classmethod
-    def start(cls) -> Worker:
-        """Starts one."""
+    def start(cls, work: Callable[..., None], *args: Any) -> Worker:
+        """Starts one that serves its connection by a function, which is given further arguments."""
         near, far = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_work, args=(far,))
+        process = CONTEXT.Process(target=work, args=(far, *args))
         process.start()
         far.close()
         return cls(process, near)
@@ -108,26 +108,49 @@ class WorkerPool:
     """Runs cases on processes that live longer than a case."""
 
     def __init__(self) -> None:
-        self._workers: list[Worker] = []
+        self._workers: dict[Hashable, Worker] = {}
         atexit.register(self.close)  # daemons would need none, but may not have DataLoader workers
 
     def run(
         self, world_size: int, case: Callable[..., Any], *args: Any, timeout: float = 60.0
     ) -> list[Any]:
         """Runs a case on each rank and gives what each returned."""
+        # Here, so that no rank finds it missing and looks again a second later.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        places = {
+            rank: {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "WORLD_SIZE": str(world_size),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "NODE_RANK": "0",
+            }
+            for rank in range(world_size)
+        }
+        return self.run_at(places, case, *args, timeout=timeout)
+
+    def run_at(
+        self,
+        places: Mapping[Any, Mapping[str, str]],
+        case: Callable[..., Any],
+        *args: Any,
+        timeout: float,
+    ) -> list[Any]:
+        """Runs a case on workers that are named, each with what a launcher would tell it."""
         try:
-            self._prepare(world_size)
+            self._prepare(places)
         except CaseFailedError:
             self._kill()
             raise
-        # Here, so that no rank finds it missing and looks again a second later.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(world_size):
-            self._workers[rank].connection.send((case, args, rank, world_size, store.port))
+        workers = [self._workers[place] for place in places]
+        for worker, environment in zip(workers, places.values(), strict=True):
+            worker.connection.send((case, args, dict(environment)))
         deadline = time.monotonic() + timeout
         answers = []
-        for rank in range(world_size):
-            answers.append(self._workers[rank].answer(deadline))
+        for worker in workers:
+            answers.append(worker.answer(deadline))
             if not answers[-1][0]:  # the others may wait for this one
                 deadline = min(deadline, time.monotonic() + 8.0)
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
@@ -136,31 +159,35 @@ class WorkerPool:
             raise CaseFailedError("\n".join(failures))
         return [result for _, result in answers]
 
+    def start_worker(self, place: Any) -> Worker:
+        """Starts the worker of a place."""
+        return Worker.start(serve)
+
     def close(self) -> None:
         """Ends all workers, which may give back what they have registered."""
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.connection.close()
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.process.join(PARTING_SECONDS)
         self._kill()
 
     def _kill(self) -> None:
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.process.kill()  # all of them at once
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.kill()
         self._workers.clear()
 
-    def _prepare(self, world_size: int) -> None:
-        for index, worker in enumerate(self._workers[:world_size]):
-            if worker.is_crowded():
-                worker.kill()
-                self._workers[index] = Worker.start()
-        while len(self._workers) < world_size:
-            self._workers.append(Worker.start())
+    def _prepare(self, places: Iterable[Any]) -> None:
+        for place in places:
+            if place in self._workers and self._workers[place].is_crowded():
+                self._workers.pop(place).kill()
+            if place not in self._workers:
+                self._workers[place] = self.start_worker(place)
 
 
-def _work(connection: Connection) -> None:
+def serve(connection: Connection) -> None:
+    """Runs the cases that come over a connection."""
     import torch
     from tqdm import tqdm
 
@@ -180,10 +207,10 @@ def _work(connection: Connection) -> None:
 
 
 def _run_next(connection: Connection) -> None:
-    case, args, rank, world_size, port = connection.recv()
+    case, args, environment = connection.recv()
     groups: list[Any] = []
     try:
-        connection.send((True, _run_case(groups, case, args, rank, world_size, port)))
+        connection.send((True, _run_case(groups, case, args, environment)))
     except BaseException:
         connection.send((False, traceback.format_exc()))
         os._exit(1)
@@ -205,23 +232,13 @@ def _run_case(
     groups: list[Any],
     case: Callable[..., Any],
     args: tuple[Any, ...],
-    rank: int,
-    world_size: int,
-    port: int,
+    environment: dict[str, str],
 ) -> Any:
     """Runs a case, and adds to the groups those that it has left."""
     import torch.distributed as dist
 
     before = dict(os.environ)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        WORLD_SIZE=str(world_size),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        NODE_RANK="0",
-    )
+    os.environ.update(environment)
     try:
         return case(*args)
     finally:
