@@ -28,6 +28,46 @@ def _parameters() -> list[object]:
     ]
 
 
+# Of cases that differ in their schedule or layout, one runs; the others with --all.
+@pytest.mark.some(
+    "32 bits",
+    "2bw, a shared parameter",
+    "a traced module's step uses a parameter, with hooks",
+    "a metric under 64 bits, *",
+    "a plateau by steps",
+    "an error on all ranks, stages",
+    "Adagrad *",
+    "a batch size of one given, *",
+    "a callback that stops at nan",
+    "a list with a tensor for each sample",
+    "a reduction of the user's own",
+    "checkpoint names differ by rank, stages",
+    "counters in groups, 2bw",
+    "drawn at random while read, sharded layers",
+    "hooks log under names of parameters",
+    "hooks of a whole gradient that stages share, 2bw",
+    "hooks of accumulated gradients, 2bw",
+    "hooks of gradients, replicas of stages",
+    "logged before the model runs",
+    "one estimate for all parameters, pipedream",
+    "outputs of the first batches",
+    "predicts a list *",
+    "rate finder, 2bw",
+    "reductions are over batches",
+    "replicas, a backbone *",
+    "resumes an average of a shared parameter",
+    "resumes what one device has begun, stages",
+    "shards",
+    "stages resume in the middle of an epoch",
+    "stages, all hooks",
+    "stages, frozen layers",
+    "stages, running statistics",
+    "the first rank alone stops, *",
+    "the last batch of an epoch stops, asynchronous",
+    "the step penalizes the head, vertical sync",
+    "the step scales logits, 2bw",
+    "values of batches in flight at a drain",
+)
 @pytest.mark.parametrize("fixed", _parameters())
 def test_is_as_on_one_device(workers: WorkerPool, fixed: Fixed) -> None:
     if fixed.refusal is not None:

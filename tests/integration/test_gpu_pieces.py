@@ -15,6 +15,7 @@ from tests.gpu.setting import Setting
 PIECE = "no_sync"
 
 
+@pytest.mark.long
 def test_a_piece_from_the_command_to_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

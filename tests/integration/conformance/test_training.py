@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_dist.engine.tensors.dtensor import whole
+from tests.helpers.networks.chosen import chosen
 from tests.helpers.networks.models import make_module, state_of
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import (
@@ -67,8 +68,7 @@ CASES = [
 CASES += [(name, "accumulate later", "adamw") for name in (*LATER, "pipeline-2x2")]
 
 
-def fit_each(name: str) -> dict[tuple[str, str], Any]:
-    dials = [(options, optimizer) for entry, options, optimizer in CASES if entry == name]
+def fit_each(name: str, dials: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     return {(o, optimizer): fit(name, optimizer, OPTIONS[o]) for o, optimizer in dials}
 
 
@@ -76,12 +76,32 @@ single_device = cache(lambda options, optimizer: fit(None, optimizer, OPTIONS[op
 
 
 @pytest.fixture(scope="module")
-def fitted(workers: WorkerPool) -> Callable[[str], list[dict[tuple[str, str], Any]]]:
+def fitted(
+    request: pytest.FixtureRequest, workers: WorkerPool
+) -> Callable[[str], list[dict[tuple[str, str], Any]]]:
     """Gives what each rank has of a strategy's cases, which run in one go: torch learns once."""
-    return cache(lambda name: workers.run(ENTRIES[name].devices, fit_each, name, timeout=120.0))
+
+    @cache
+    def run(name: str) -> list[dict[tuple[str, str], Any]]:
+        names, options, optimizers = (
+            chosen(request.session, "fitted", parameter, request.path)
+            for parameter in ("name", "options", "optimizer")
+        )
+        cells = zip(names, options, optimizers, strict=True)
+        dials = [(option, optimizer) for entry, option, optimizer in cells if entry == name]
+        return workers.run(ENTRIES[name].devices, fit_each, name, dials, timeout=120.0)
+
+    return run
 
 
-@pytest.mark.some("pipeline-gpipe-2-*", "fsdp-2-[pac]*", "tp-2-*", "pp-2-shard-2-[pac]*")
+@pytest.mark.some(
+    "pipeline-gpipe-2-*",
+    "fsdp-2-plain-sgd",
+    "fsdp-2-acc*clip-sgd",
+    "fsdp-2-accumulate-adamw",
+    "tp-2-*",
+    "pp-2-shard-2-[pac]*",
+)
 @pytest.mark.parametrize(("name", "options", "optimizer"), CASES)
 def test_equals_a_single_device(
     fitted: Callable[[str], list[dict[tuple[str, str], Any]]],

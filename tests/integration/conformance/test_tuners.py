@@ -100,7 +100,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-@pytest.mark.some("fsdp", "pipedream")
+@pytest.mark.some("pipedream")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_goes_on_from_restored_weights(
     workers: WorkerPool, tmp_path: Path, name: str

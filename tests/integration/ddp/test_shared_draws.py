@@ -191,16 +191,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     return [i for batch in batches for i in batch]
 
 
-@pytest.mark.some(
-    "ddp-torch-0",
-    "ddp-generator-1",
-    "ddp-stream-1",
-    "ddp-buffer-0",
-    "fsdp-torch-0",
-    "ddp-one by one-0",
-    "ddp-numpy-0",
-    "ddp-python-0",
-)
+@pytest.mark.some("fsdp-torch-0", "ddp-python-0", "ddp-stream-1", "ddp-generator-1")
 @pytest.mark.parametrize(
     ("strategy", "kind", "num_workers"),
     [

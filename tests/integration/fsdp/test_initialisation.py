@@ -57,6 +57,7 @@ def fit(options: dict[str, Any] | None, devices: int, seeds_differ: bool = False
     return module.initial, parameters_of(module), module.first[0].is_meta
 
 
+@pytest.mark.some("4-options2", "2-options3")
 @pytest.mark.parametrize(
     ("devices", "options"), [(2, {}), (4, {}), (4, {"shard_size": 2}), (2, {"meta_init": False})]
 )

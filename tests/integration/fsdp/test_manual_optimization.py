@@ -138,6 +138,7 @@ def of_one_device(way: str) -> dict[str, Tensor]:
     return fit(None, way)
 
 
+@pytest.mark.some("toggled", "closures", "one_is_left")
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_one_device(workers: WorkerPool, way: str) -> None:
     assert_close(joined(workers.run(2, fit, "blocks", way)), of_one_device(way))

@@ -73,6 +73,7 @@ def fit(name: str, kind: str, where: str, accumulate: int = 1, devices: int = 2)
     return state_of(module), module.num_calls
 
 
+@pytest.mark.some("fsdp-on_train_batch_end", "replicas-__init__", "stages-on_train_start")
 @pytest.mark.parametrize(
     ("name", "where"),
     [

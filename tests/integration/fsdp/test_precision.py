@@ -96,6 +96,7 @@ def reference(
 BF16 = torch.bfloat16
 
 
+@pytest.mark.some("options1-*")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -135,6 +135,13 @@ SEL = "selective"
 BLOCKS = [f"model.{i}" for i in range(6)]
 
 
+@pytest.mark.some(
+    "odd-options0-units0",
+    "plain-options4-units4",
+    "nested-options5-units5",
+    "manual-options6-units6",
+    "layered-options8-None",
+)
 @pytest.mark.parametrize(
     ("name", "options", "units"),
     [

@@ -39,6 +39,7 @@ def fit_long(kind: type[OtherOrder], always: bool) -> tuple[str, int]:
     return str(caught.value), trainer.global_step
 
 
+@pytest.mark.some("OtherOrder-True-*")
 @pytest.mark.parametrize(
     ("kind", "always", "message", "steps"),
     [

@@ -287,7 +287,7 @@ def runs(
     with ThreadPoolExecutor(3) as pool:
         yield {
             run: pool.submit(run, warm_python, tmp_path_factory.mktemp("run"))
-            for run in chosen(request.session, "runs", "run")
+            for run in chosen(request.session, "runs", "run", request.path)
         }
 
 

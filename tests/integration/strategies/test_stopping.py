@@ -138,7 +138,7 @@ AT_ONCE = {"step": [*THREE, "validation", "epoch", "3"]}  # the last stage tells
 TWO_LATER = {"skip": [*FOUR, "validation", "epoch"] * 2 + ["8"]}
 
 
-@pytest.mark.some("ddp-1-*", "fsdp-1-*", "pipedream-1-*", "2bw-0-*")
+@pytest.mark.some("fsdp-1-*", "2bw-0-*")
 @pytest.mark.parametrize(
     ("strategy", "rank", "other"),
     [
@@ -181,7 +181,7 @@ def test_all_of_four_ranks_stop_at_the_same_batch(
         assert int(steps) < (18 if where == "skip" else 9)
 
 
-@pytest.mark.some("ddp", "pipeline")
+@pytest.mark.some("pipeline")
 @pytest.mark.parametrize("strategy", ["ddp", "stages", "pipeline"])
 def test_all_ranks_that_ask_stop_where_one_device_does(
     workers: WorkerPool, strategy: str, monkeypatch: pytest.MonkeyPatch

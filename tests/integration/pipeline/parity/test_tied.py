@@ -124,6 +124,7 @@ def assert_equal_to(expected: dict[str, Tensor], ranks: list[dict[str, Tensor]])
 SYNCHRONOUS = [n for n, f in FAMILIES.items() if not f.update_rule.is_asynchronous]
 
 
+@pytest.mark.some("4-*")
 @pytest.mark.parametrize(("devices", "schedules"), [(2, SYNCHRONOUS), (4, ["1f1b", "zbv"])])
 def test_synchronous_schedules_equal_a_single_device(
     workers: WorkerPool, devices: int, schedules: list[str]

@@ -73,6 +73,7 @@ def exit_code_of(case: Callable[..., None], *arguments: Any) -> int:
     return process.exitcode
 
 
+@pytest.mark.some("directory-exchange", "file-no exchange")
 @pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "no exchange"])
 @pytest.mark.parametrize("form", ["directory", "file"])
 def test_a_whole_checkpoint_survives_at_every_point(
