@@ -198,8 +198,8 @@ class UrlPlace(Place):
 
     @override
     def load_marker(self, weights_only: bool | None) -> tuple[dict[str, Any], str]:
-        with self._files.open(f"{self._root}/{MARKER}", "rb") as file:
-            loaded = torch.load(file, map_location="cpu", weights_only=weights_only)
+        marker = io.BytesIO(self._files.cat_file(f"{self._root}/{MARKER}"))  # in one request
+        loaded = torch.load(marker, map_location="cpu", weights_only=weights_only)
         return loaded, f"{self._url}/{_checked(loaded.pop(_SHARDS, None), self._url)}"
 
     @override
