@@ -58,7 +58,16 @@ def replace_sigterm_protocol(trainer: pl.Trainer, before_batch: Callable[[], Non
     assert hasattr(loop, broadcast)
     undo = ExitStack()
     undo.callback(replace_method(connector, notifier, lambda *_: None))
-    undo.callback(replace_method(loop, broadcast, before_batch))
+    if trainer.world_size > 1:
+        undo.callback(replace_method(loop, broadcast, before_batch))
+        return undo.close
+    advance = loop.advance  # a single process broadcasts nothing
+
+    def advance_from_boundary(fetcher: Any) -> None:
+        before_batch()
+        advance(fetcher)
+
+    undo.callback(replace_method(loop, "advance", advance_from_boundary))
     return undo.close
 
 
@@ -135,6 +144,31 @@ def can_stop_early(trainer: pl.Trainer) -> bool:
     ``min_steps`` are met. No public name says from when on the loop counts an epoch.
     """
     return trainer.fit_loop._can_stop_early
+
+
+def batches_done(trainer: pl.Trainer) -> tuple[int, int, bool]:
+    """Returns the latest epoch, its batches that were trained, and whether the epoch has ended.
+
+    The counts are public, but the types of ``epoch_progress`` and ``batch_progress`` do not declare
+    them.
+    """
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return epochs.ready - 1, batches.processed, epochs.processed == epochs.ready
+
+
+def set_batches_done(trainer: pl.Trainer, count: int) -> None:
+    """Sets how many batches of the epoch a resumed loop has behind it, before it goes on.
+
+    No public method changes ``batch_progress``. The loop itself completes a batch that the
+    checkpoint has processed and not completed, so that the difference must stay.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    shift = count - progress.current.processed
+    for counter in (progress.total, progress.current):
+        num_open = counter.processed - counter.completed
+        counter.ready = counter.started = counter.processed = counter.processed + shift
+        counter.completed = counter.processed - num_open
 
 
 def validates_by_the_clock(trainer: pl.Trainer) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from copy import copy
 from typing import Any, Literal, TypeAlias
 
@@ -66,13 +67,24 @@ def replace_loader_hooks(
         wrap: Returns the function to call in the place of each hook.
     """
     loop = trainer.fit_loop
-    sources = [loop._data_source, loop.epoch_loop.val_loop._data_source]
-    for source in sources:
-        setattr(source, "dataloader", wrap(source.dataloader))  # noqa: B010
+    undo = ExitStack()
+    for source in (loop._data_source, loop.epoch_loop.val_loop._data_source):
+        undo.callback(_wrap_hook(source, wrap))
+    return undo.close
+
+
+def replace_train_loader_hook(
+    trainer: pl.Trainer, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
+) -> Undo:
+    """Wraps the calls of ``train_dataloader`` alone; see :func:`replace_loader_hooks`."""
+    return _wrap_hook(trainer.fit_loop._data_source, wrap)
+
+
+def _wrap_hook(source: Any, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Undo:
+    setattr(source, "dataloader", wrap(source.dataloader))  # noqa: B010
 
     def undo() -> None:
-        for source in sources:
-            source.__dict__.pop("dataloader", None)
+        source.__dict__.pop("dataloader", None)  # of all wrappers, for a run ends as a whole
 
     return undo
 

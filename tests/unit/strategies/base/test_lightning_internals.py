@@ -106,8 +106,11 @@ def quiet_trainer() -> L.Trainer:
     return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
 
 
-def test_the_sigterm_protocol_is_replaced_where_lightning_looks() -> None:
+def test_the_sigterm_protocol_is_replaced_where_lightning_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trainer = quiet_trainer()
+    monkeypatch.setattr(trainer.strategy, "world_size", 2, raising=False)
     seen: list[str] = []
     lightning_internals.replace_sigterm_protocol(trainer, lambda: seen.append("batch"))
     trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
@@ -116,6 +119,27 @@ def test_the_sigterm_protocol_is_replaced_where_lightning_looks() -> None:
     assert not trainer.received_sigterm
     lightning_internals.set_received_sigterm(trainer)
     assert trainer.received_sigterm
+
+
+def test_a_single_process_comes_to_batch_boundaries_too() -> None:
+    trainer = L.Trainer(accelerator="cpu", barebones=True, max_epochs=1)
+    seen: list[str] = []
+    undo = lightning_internals.replace_sigterm_protocol(trainer, lambda: seen.append("batch"))
+    trainer.fit(Plain(), DataLoader(torch.ones(3, 1)))
+    undo()
+    assert seen == ["batch"] * 3
+
+
+class Plain(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Any) -> Any:
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.weight], lr=1.0)
 
 
 def test_a_signal_handler_is_restored_to_another() -> None:
