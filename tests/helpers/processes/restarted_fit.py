@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,20 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 
-from lightning_dist import DDPStrategy, PipelineStrategy
+from lightning_dist import (
+    DDPStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+)
+from lightning_dist.callbacks import Elastic
 from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
 
 NUM_EPOCHS = 3
-BATCHES_OF_EPOCH = 3
+NUM_SAMPLES = 48  # 3 steps of two replicas, 6 of one
+STEPS_OF_TROUBLE = (4, 7)  # in an epoch of either, and before a save of either
+STEPS_OF_BEGIN = (0, 4, 6)  # of each attempt
 
 
 class Trouble(L.Callback):
@@ -43,37 +54,50 @@ class Trouble(L.Callback):
         raise KeyError("the user's own mistake")
 
 
-def strategy_of(name: str) -> Strategy:
-    if name == "ddp":
-        return DDPStrategy(timeout_s=60)
-    return PipelineStrategy(schedule=name, timeout_s=60)  # type: ignore[arg-type]
+TENSOR_PLAN = {"model.[0-3].linear": "colwise_gather"}
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "tensor": partial(TensorParallelStrategy, plan=TENSOR_PLAN),
+    "mesh": partial(MeshStrategy, pp=2),
+    **{
+        name: partial(PipelineStrategy, schedule=name)
+        for name in ("1f1b", "pipedream", "pipedream_2bw")
+    },
+}
+
+
+def world_of(name: str) -> int:
+    return 4 if name == "mesh" else 2
 
 
 def train(name: str, folder: str, *troubles: str) -> int:
-    """Trains, with one trouble for each of the first attempts; gives the epoch of its begin."""
+    """Trains, with one trouble for each of the first attempts; gives the step of its begin."""
     torch.set_num_threads(1)
     attempt = len(list(Path(folder).glob("trouble.*")))
-    callbacks: list[L.Callback] = [ModelCheckpoint(folder, save_last=True)]
+    save = ModelCheckpoint(folder, save_last=True, every_n_train_steps=2)
+    callbacks: list[L.Callback] = [Elastic(), save]
     if attempt < len(troubles):
-        at = (attempt + 1) * BATCHES_OF_EPOCH + 1  # each attempt completes an epoch more
+        at = STEPS_OF_TROUBLE[attempt]
         callbacks.append(Trouble(troubles[attempt], at, Path(folder, f"trouble.{attempt}")))
     module = make_module(depth=4, optimizer="adamw", schedule_lr=True)
     begun: list[int] = []
-    module.on_train_epoch_start = lambda: begun.append(trainer.current_epoch)
+    module.on_train_start = lambda: begun.append(trainer.global_step)
     trainer = make_trainer(
-        devices=2,
-        strategy=strategy_of(name),
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", world_of(name))),
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+        strategy=STRATEGIES[name](timeout_s=60),
         callbacks=callbacks,
         max_epochs=NUM_EPOCHS,
         enable_checkpointing=True,
         default_root_dir=folder,
     )
     resume = "last" if attempt else None
-    loaders = make_loader(8 * BATCHES_OF_EPOCH), make_loader(8)
+    loaders = make_loader(NUM_SAMPLES, shuffle=True), make_loader(8)
     trainer.fit(module, *loaders, ckpt_path=resume, weights_only=True)
     torch.save(state_of(module), Path(folder, f"weights.{trainer.global_rank}"))
     return begun[0]
 
 
 if __name__ == "__main__":
-    print(f"has begun in epoch {train(*sys.argv[1:])}")
+    print(f"has begun at step {train(*sys.argv[1:])}")

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from tests.helpers.processes.restarted_fit import train
+from tests.helpers.processes.restarted_fit import STEPS_OF_BEGIN, train, world_of
 from tests.helpers.processes.workers import WorkerPool, free_port
 
 PATIENCE_SECONDS = 240.0
@@ -30,11 +30,11 @@ def as_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def launch(*arguments: str, restarts: int, hosts: int = 1) -> list[int]:
+def launch(name: str, *arguments: str, restarts: int, hosts: int = 1) -> list[int]:
     """Runs torchrun's agents, whose processes need import nothing; gives what each returned."""
     options = {
         "nnodes": hosts,
-        "nproc-per-node": 2 // hosts,
+        "nproc-per-node": world_of(name) // hosts,
         "max-restarts": restarts,
         "rdzv-backend": "c10d",  # this and the next two are what --standalone is short for
         "rdzv-endpoint": f"localhost:{0 if hosts == 1 else free_port()}",
@@ -47,18 +47,21 @@ def launch(*arguments: str, restarts: int, hosts: int = 1) -> list[int]:
         runs = []
         for _ in range(hosts):
             config, *_ = config_from_args(parse_args([*given, "restarted_fit.py"]))
-            runs.append(agents.submit(elastic_launch(config, train), *arguments))
-    return [epoch for run in runs for epoch in run.result().values()]
+            runs.append(agents.submit(elastic_launch(config, train), name, *arguments))
+    return [step for run in runs for step in run.result().values()]
 
 
-def weights_in(folder: Path) -> list[dict[str, torch.Tensor]]:
-    return [torch.load(folder / f"weights.{rank}", weights_only=True) for rank in (0, 1)]
+def weights_in(folder: Path, name: str) -> list[dict[str, torch.Tensor]]:
+    files = [folder / f"weights.{rank}" for rank in range(world_of(name))]
+    return [torch.load(file, weights_only=True) for file in files]
 
 
 def assert_equal_to_uninterrupted(workers: WorkerPool, folder: Path, name: str) -> None:
     whole = folder / "whole"
-    assert workers.run(2, train, name, str(whole)) == [0, 0]
-    for found, expected in zip(weights_in(folder), weights_in(whole), strict=True):
+    world_size = world_of(name)
+    assert workers.run(world_size, train, name, str(whole)) == [0] * world_size
+    pairs = zip(weights_in(folder, name), weights_in(whole, name), strict=True)
+    for found, expected in pairs:
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
 
@@ -71,6 +74,10 @@ def assert_equal_to_uninterrupted(workers: WorkerPool, folder: Path, name: str) 
         ("pipedream", 1, ["raise", "sigkill"]),
         ("ddp", 1, ["raise"]),
         ("ddp", 2, ["sigkill", "sigkill"]),
+        ("fsdp", 1, ["sigkill"]),
+        ("tensor", 1, ["sigkill"]),
+        ("pipedream_2bw", 1, ["sigkill"]),
+        ("mesh", 1, ["sigkill"]),
     ],
     ids=str,
 )
@@ -79,7 +86,7 @@ def test_restarts_end_with_the_weights_of_an_uninterrupted_run(
     workers: WorkerPool, tmp_path: Path, name: str, hosts: int, troubles: list[str]
 ) -> None:
     begun = launch(name, str(tmp_path), *troubles, restarts=len(troubles), hosts=hosts)
-    assert begun == [len(troubles)] * 2
+    assert begun == [STEPS_OF_BEGIN[len(troubles)]] * world_of(name)
     assert_equal_to_uninterrupted(workers, tmp_path, name)
 
 
@@ -97,5 +104,5 @@ def test_torchrun_itself(workers: WorkerPool, tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert re.findall(r"has begun in epoch (\d)", run.stdout) == ["1", "1"]
+    assert re.findall(r"has begun at step (\d)", run.stdout) == ["4", "4"]
     assert_equal_to_uninterrupted(workers, tmp_path, "ddp")
