@@ -28,8 +28,12 @@ class NotSavedError(OSError):
 
 
 def temporary_name(target: Path) -> Path:
-    """Returns the temporary path of a checkpoint that is being written."""
-    return target.with_name(f".{target.name}.saving")
+    """Returns the temporary path of a checkpoint that is being written.
+
+    Lightning takes each name with "ckpt_" in it for a checkpoint that it saved when SLURM ended a
+    job, and counts them.
+    """
+    return target.with_name(f".{target.name.replace('ckpt_', 'ckpt-')}.saving")
 
 
 def aside_name(target: Path) -> Path:

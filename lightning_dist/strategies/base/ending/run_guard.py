@@ -10,6 +10,7 @@ decide decides for all.
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import threading
 import time
@@ -33,8 +34,9 @@ from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.brief_errors import show_briefly
 from lightning_dist.strategies.base.ending.signal_handlers import (
     SIGTERM_EXIT_CODE,
+    FlagHandler,
     InterruptHandler,
-    SigtermHandler,
+    requeue_signal,
 )
 
 _NEWS_SECONDS = 2.0
@@ -92,7 +94,11 @@ class RunGuard:
             terminate()
         self._requeue: Callable[[], None] | None = None
         self._undo_signals: tuple[Undo, ...] = ()
-        self._sigterm = SigtermHandler(trainer, terminate)
+        self._flags = [FlagHandler(trainer, signal.SIGTERM, terminate)]
+        requeues = requeue_signal(trainer)
+        if requeues is not None and signal.getsignal(requeues) is signal.SIG_DFL:
+            ask = partial(self._stop.request, StopReason.REQUEUE)
+            self._flags.append(FlagHandler(trainer, requeues, ask))  # Lightning adds none to it
         self._sigint = InterruptHandler(trainer, self._interrupt_at_boundary)
         self._ring: FailureRing | None = None
         if dist.get_world_size() > 1:
@@ -259,7 +265,8 @@ class RunGuard:
             for undo in self._undo_signals:
                 undo()
             self._undo_signals = ()
-            self._sigterm.remove()
+            for flag in self._flags:
+                flag.remove()
             self._sigint.remove()
             self._closed.set()
         if self._stop.requested is StopReason.INTERRUPT and not self._is_leaving:

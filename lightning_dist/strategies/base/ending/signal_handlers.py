@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT set a flag while a run lasts, from the first collective of its ranks on.
+"""Signals set a flag while a run lasts, from the first collective of its ranks on.
 
 Lightning registers its handlers when all is set up. Until then a signal would end the process at
 any place, among ranks that wait for it. Lightning calls the installed handler beside its own, so
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from lightning_dist.strategies.base import lightning_internals
 
@@ -22,49 +23,64 @@ SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """Exit code of a run that SIGTERM has stopped, as a shell reports it; launchers read "not done"."""
 
 
-class SigtermHandler:
-    """Handles the signal from its construction on, if that is in the main thread.
+def requeue_signal(trainer: pl.Trainer) -> signal.Signals | None:
+    """Returns the signal by which SLURM announces the end of a job that Lightning requeues."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        return environment.requeue_signal
+    return None
+
+
+class FlagHandler:
+    """Handles a signal from its construction on, if that is in the main thread.
 
     Args:
         trainer: The trainer; it must not have registered its own handlers yet.
+        signum: The signal.
         on_signal: Called in the handler, so it must do nothing that waits.
     """
 
-    def __init__(self, trainer: pl.Trainer, on_signal: Callable[[], None]) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, signum: signal.Signals, on_signal: Callable[[], None]
+    ) -> None:
         self._trainer = trainer
+        self._signum = signum
         self._on_signal = on_signal
         self._process = os.getpid()
         self._is_told = False
         # A handler that is not Python's reads as None, and cannot be restored.
-        self._before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+        self._before = signal.getsignal(signum) or signal.SIG_DFL
         self._install(self)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """Calls ``on_signal`` in the process of the run.
 
-        A forked process has no run to end: a pool's must end by this signal, for the pool waits.
+        A forked process has no run to end. A pool's must end by SIGTERM, for the pool waits. But
+        SLURM sends its signal to all processes of a job, to the workers of a loader too.
         """
         if os.getpid() == self._process:
             self._on_signal()
             self._tell()
-        else:
+        elif signum == signal.SIGTERM:
             self._install(self._before)
             signal.raise_signal(signum)
 
     def _tell(self) -> None:
-        """Names the cause of an exit code that launchers report as a failure, the first time."""
+        """Names the cause of a stop that launchers report as a failure, or of a save, once."""
         rank, was_told, self._is_told = self._trainer.global_rank, self._is_told, True
         if not was_told:
-            os.write(2, f"[rank {rank}] SIGTERM: all ranks stop at the next batch.\n".encode())
+            does = "stop" if self._signum == signal.SIGTERM else "save"
+            text = f"[rank {rank}] {self._signum.name}: all ranks {does} at the next batch.\n"
+            os.write(2, text.encode())
 
     def remove(self) -> None:
         """Installs the handler that was there before."""
         self._install(self._before)
-        lightning_internals.replace_handler_to_restore(self._trainer, signal.SIGTERM, self._before)
+        lightning_internals.replace_handler_to_restore(self._trainer, self._signum, self._before)
 
     def _install(self, handler: lightning_internals.SignalHandler) -> None:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+            signal.signal(self._signum, handler)
 
 
 class InterruptHandler:

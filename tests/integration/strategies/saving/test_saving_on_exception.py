@@ -13,9 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
@@ -226,35 +224,3 @@ def test_a_run_that_was_told_to_stop_goes_on_exactly(
         assert whole.keys() == resumed.keys()
         for name, value in whole.items():
             assert torch.allclose(value, resumed[name], rtol=1e-12, atol=0), name
-
-
-def requeued_fit(strategy: str, directory: str) -> tuple[list[Any], int]:
-    """Trains in a job of SLURM, which announces its end to one rank in the middle of a batch."""
-    rank = os.environ["RANK"]
-    os.environ.update(SLURM_JOB_ID="7", SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2")
-    os.environ.update(SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NODEID="0")
-    trainer = make_trainer(
-        devices=2,
-        strategy=STRATEGIES[strategy](),
-        plugins=[SLURMEnvironment()],
-        callbacks=[Sends(signal.SIGUSR1)],
-        limit_val_batches=0,
-        default_root_dir=directory,
-    )
-    asked: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signal_connector, "call", lambda command: asked.append(command) or 0)
-        fit_quietly(trainer, make_module())
-    return asked, trainer.global_step
-
-
-@pytest.mark.some("ddp", "mesh")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_slurms_signal_saves_at_one_batch_and_requeues_once(
-    workers: WorkerPool, tmp_path: Path, strategy: str
-) -> None:
-    results = workers.run(2, requeued_fit, strategy, str(tmp_path))
-    assert results == [([["scontrol", "requeue", "7"]], 6), ([], 6)]
-    (steps,) = saved_in(tmp_path)
-    assert AT_BATCH < steps <= 5
-    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()

@@ -21,9 +21,19 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.__main__ import main
+from lightning_dist.engine.checkpoint import directory
 from lightning_dist.engine.checkpoint.files import is_sharded, load_full
 from lightning_dist.strategies.base import checkpointing
 from tests.helpers.networks.models import Classifier, make_module, make_trainer
+
+
+def test_lightning_does_not_count_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    connector = make_trainer(default_root_dir=tmp_path)._checkpoint_connector
+    one, two = (tmp_path / f"hpc_ckpt_{number}.ckpt" for number in (1, 2))
+    one.touch()
+    directory.temporary_name(two).touch()  # as a job that was killed in its save leaves it
+    assert connector._hpc_resume_path == str(one)
+    assert connector.hpc_save_path(tmp_path) == str(two)
 
 
 def saved_before_fit(strategy: Strategy, devices: int, path: Path) -> Any:

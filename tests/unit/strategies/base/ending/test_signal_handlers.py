@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
+from typing import Any
 
 import pytest
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from lightning_dist.strategies.base import lightning_internals
-from lightning_dist.strategies.base.ending.signal_handlers import InterruptHandler, SigtermHandler
+from lightning_dist.strategies.base.ending.signal_handlers import (
+    FlagHandler,
+    InterruptHandler,
+    requeue_signal,
+)
 from tests.helpers.networks.models import make_trainer
 
 
@@ -40,7 +47,7 @@ def test_sigterm_is_ours_before_and_with_lightnings_handlers_and_then_the_users_
     users: list[str] = []
     before = signal.signal(signal.SIGTERM, lambda *_: users.append("signal"))
     try:
-        handler = SigtermHandler(trainer, lambda: ours.append("signal"))
+        handler = FlagHandler(trainer, signal.SIGTERM, lambda: ours.append("signal"))
         signal.raise_signal(signal.SIGTERM)
         assert ours == ["signal"]
         assert capfd.readouterr().err == "[rank 0] SIGTERM: all ranks stop at the next batch.\n"
@@ -64,17 +71,39 @@ def sleep_on() -> None:
         time.sleep(0.01)
 
 
-def test_sigterm_ends_what_was_forked_during_a_run() -> None:
-    handler = SigtermHandler(make_trainer(), lambda: None)
+def test_sigterm_alone_ends_what_was_forked_during_a_run() -> None:
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    handlers = [FlagHandler(make_trainer(), signum, lambda: None) for signum in signals]
     try:
         context = multiprocessing.get_context("fork")
         runs = context.Event()  # until it does, Python drops the signals of a forked process
         child = context.Process(target=lambda: (runs.set(), sleep_on()))
         child.start()
         assert runs.wait(10)
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGUSR1)
         child.terminate()
         child.join(10)
         assert child.exitcode == -signal.SIGTERM
     finally:
         child.kill()
-        handler.remove()
+        for handler in handlers:
+            handler.remove()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, signal.SIGUSR1),
+        ({"requeue_signal": signal.SIGHUP}, signal.SIGHUP),
+        ({"auto_requeue": False}, None),
+    ],
+)
+def test_slurms_signal_is_handled_if_lightning_is_to_requeue(
+    options: dict[str, Any], expected: signal.Signals | None
+) -> None:
+    trainer = make_trainer()
+    assert requeue_signal(trainer) is None
+    environment = SLURMEnvironment(**options)
+    trainer.strategy.cluster_environment = environment
+    assert requeue_signal(trainer) is expected
