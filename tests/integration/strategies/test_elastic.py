@@ -68,7 +68,7 @@ def agent(port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         "rdzv-backend": "c10d",
         "rdzv-endpoint": f"localhost:{port}",
         "rdzv-id": "elastic",
-        "rdzv-conf": "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2",
+        "rdzv-conf": "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=2",
         "local-addr": "localhost",
     }
     given = [f"--{name}={value}" for name, value in options.items()]
