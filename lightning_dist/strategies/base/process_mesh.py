@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import DeviceGroup, check_backend
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
-from lightning_dist.engine.comms import attempt_store
+from lightning_dist.engine.comms import attempt_store, interface
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.comms.group_pool import GroupKind, pool_of_world
 from lightning_dist.strategies.base import lightning_internals
@@ -210,13 +210,20 @@ class ProcessMesh(ParallelStrategy):
         # No `device_id`, which would bind the device. Then torch would split the world's NCCL
         # communicator for each later group, gloo's too: a collective of all ranks each time, even
         # for two. Unbound, a group's own ranks form its communicator when they first use it.
-        dist.init_process_group(
-            self.device_backend,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            store=store,
-            timeout=timeout,
-        )
+        if self.num_nodes > 1 and (name := interface.choose_interface(address)) is not None:
+            os.environ.setdefault(interface.VARIABLE, name)
+        try:
+            dist.init_process_group(
+                self.device_backend,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                store=store,
+                timeout=timeout,
+            )
+        except RuntimeError as error:
+            if self.num_nodes > 1 and not isinstance(error, dist.DistError):
+                error.add_note(interface.describe_meeting())
+            raise
 
     @property
     def device_backend(self) -> str:

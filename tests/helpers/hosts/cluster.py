@@ -248,6 +248,7 @@ def hosts(
     networks: Sequence[Network] = (Network(),),
     shared_disk: bool = False,
     disk_size: str = "1g",
+    own_address: str | None = None,
 ) -> Iterator[Cluster]:
     """Starts hosts, and removes all of them and what runs on them.
 
@@ -256,6 +257,8 @@ def hosts(
         networks: Each joins all hosts. The first one's addresses are those of the hosts' names.
         shared_disk: Whether all hosts have the same disk.
         disk_size: What a disk holds, as tmpfs writes it. A disk is memory, once it is written to.
+        own_address: What each host finds by its own name, "127.0.1.1" as Debian has it, instead of
+            its address; an empty one is nothing.
 
     Raises:
         RuntimeError: This machine can have no hosts, or its links no delay.
@@ -270,12 +273,17 @@ def hosts(
         mounts = ["shared"] * count if shared_disk else names
         for mount in set(mounts):
             (Path(folder) / mount).mkdir()
-        known = "".join(f"{networks[0].addresses(i)[0]} {name}\n" for i, name in enumerate(names))
-        (Path(folder) / "names").write_text(f"127.0.0.1 localhost\n::1 localhost\n{known}")
+        addresses = [networks[0].addresses(index)[0] for index in range(count)]
+        for index, name in enumerate(names):
+            known = dict(zip(names, addresses, strict=True))
+            known[name] = addresses[index] if own_address is None else own_address
+            lines = [f"{address} {name}\n" for name, address in known.items() if address]
+            content = "".join(["127.0.0.1 localhost\n::1 localhost\n", *lines])
+            (Path(folder) / f"{name}.names").write_text(content)
         disks = [
             f"mount -t tmpfs -o size={disk_size} tmpfs {folder}/{mount}" for mount in set(mounts)
         ]
-        ground = Namespaces("\n".join([f"mount --bind {folder}/names /etc/hosts", *disks]))
+        ground = Namespaces("\n".join(disks))
         cluster = Cluster([], disk)
         try:
             for network in networks:
@@ -284,7 +292,8 @@ def hosts(
             for index, name in enumerate(names):
                 script = (
                     f"hostname {name}; ip link set lo up; mount -t tmpfs tmpfs /dev/shm\n"
-                    f"mount --bind {folder}/{mounts[index]} {disk}"
+                    f"mount --bind {folder}/{mounts[index]} {disk}\n"
+                    f"mount --bind {folder}/{name}.names /etc/hosts"
                 )
                 cluster.hosts.append(Host(index, name, tuple(networks), ground, script))
                 cluster.hosts[-1].boot()

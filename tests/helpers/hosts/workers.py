@@ -23,14 +23,16 @@ _PR_SET_PDEATHSIG = 1
 class HostWorkers(WorkerPool):
     """Runs cases on processes of hosts, told of each other by Lightning's variables."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, network: str = "eth0") -> None:
         """Starts nothing yet.
 
         Args:
             cluster: Has the hosts.
+            network: Where the ranks look for the first one.
         """
         super().__init__()
         self._cluster = cluster
+        self._network = network
         self._ports = count(FIRST_PORT)
 
     def run_on(
@@ -45,7 +47,7 @@ class HostWorkers(WorkerPool):
             timeout: Seconds until a rank is said to hang.
         """
         nodes = list(dict.fromkeys(hosts))
-        first = self._cluster.hosts[nodes[0]].address()
+        first = self._cluster.hosts[nodes[0]].address(self._network)
         port = str(next(self._ports))
         so_far: Counter[int] = Counter()
         places: dict[tuple[int, int], dict[str, str]] = {}
