@@ -91,7 +91,7 @@ bench-memory: install  ## Print each strategy's peak memory of a rank beside the
 bench-profiler: install  ## Print what StepProfiler costs a batch
 	$(BIN)/python -m tests.benchmarks.profiler
 
-bench-network: install  ## The same model on two network namespaces with a limited link (root, iproute2)
+bench-network: install  ## The same model on two hosts of namespaces with a limited link (root, iproute2)
 	$(BIN)/python -m tests.benchmarks.network
 
 # An interpreter whose torch is built for CUDA. Its torch stays as it is: what else is needed goes into

@@ -58,7 +58,7 @@ def save(name: str, path: str, resume: str | None = None) -> tuple[str, float]:
     return "", time.monotonic() - begin
 
 
-@pytest.mark.some("pipedream")
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHARDED)
 def test_the_first_sharded_save_is_refused_on_all_ranks_with_the_way_out(
     cluster: Cluster, host_workers: HostWorkers, name: str
