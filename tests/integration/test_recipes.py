@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 import warnings
 from contextlib import redirect_stdout
@@ -166,26 +165,6 @@ def test_the_same_config_runs_on_one_device(workers: WorkerPool, tmp_path: Path)
     (output,) = workers.run(1, run_in_pool, words(config, tmp_path, *plain))
     assert "bigram baseline" in output
     assert "bubble fraction" not in output
-
-
-@pytest.mark.long
-def test_the_same_config_runs_under_torchrun(tmp_path: Path) -> None:
-    config = Path("recipes/configs/gpt_pipedream.yaml")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
-        *("-m", "recipes.train", *words(config, tmp_path)),
-    ]
-    result = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-        env={k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")},
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout
-    assert result.stdout.count("Run summary") == 1
 
 
 def test_help_reads_well(workers: WorkerPool) -> None:
