@@ -1,0 +1,1 @@
+"""Files and scripts that launch the recipes; docs/launchers.md says how."""
