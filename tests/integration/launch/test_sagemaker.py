@@ -40,7 +40,9 @@ def aws() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the SDK's own imports
-def test_the_installed_sdk_takes_the_job(given: argparse.Namespace, source: Path) -> None:
+def test_the_installed_sdk_takes_the_job(
+    given: argparse.Namespace, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = aws()
     if version("sagemaker").startswith("2."):
         from sagemaker import Session
@@ -51,17 +53,20 @@ def test_the_installed_sdk_takes_the_job(given: argparse.Namespace, source: Path
         assert job.source_dir == str(source)
     else:
         from sagemaker.core.helper.session_helper import Session as Connected
+        from sagemaker.train import defaults
 
+        # AWS alone knows what the role may do.
+        unasked = lambda provided_role, **_: provided_role  # noqa: E731
+        monkeypatch.setattr(defaults, "resolve_and_validate_role", unasked)
         connected = Connected(boto_session=session)
+        connected._default_bucket = "bucket"  # else it asks for the account's
         sagemaker_job.model_trainer(source, given, sagemaker_session=connected)
         (source / sagemaker_job.ENTRY).unlink()
         with pytest.raises(ValueError, match=sagemaker_job.ENTRY):
             sagemaker_job.model_trainer(source, given, sagemaker_session=connected)
 
 
-def test_the_entry_trains_under_torchrun(
-    workers: WorkerPool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_entry_trains_under_torchrun(workers: WorkerPool, source: Path, tmp_path: Path) -> None:
     words = [
         *("--config", f"{source}/recipes/configs/gpt_1f1b.yaml"),
         *("--config", f"{source}/recipes/launch/tiny.yaml"),
