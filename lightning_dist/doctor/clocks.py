@@ -6,64 +6,37 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_dist.doctor.check import Check, Run, each
 from lightning_dist.doctor.result import Result, ok, warn
+from lightning_dist.engine.profiling.meters.clock_sync import exchange_pings
+from lightning_dist.engine.profiling.record import ClockOffset
 
-_NUM_ROUNDS = 5
 _MOST_SECONDS = 0.5  # by which clocks may differ
 
 
-def probe_clock(run: Run, clock: Callable[[], float] = time.time) -> dict[int, float]:
-    """Measures on rank 0 by how many seconds the clocks of other ranks are ahead of its own.
-
-    Args:
-        run: The run.
-        clock: Reads this rank's clock.
-    """
-    if run.launch.rank > 0:
-        for _ in range(_NUM_ROUNDS):
-            dist.recv(torch.zeros(1, dtype=torch.float64), 0)
-            dist.send(torch.tensor([clock()], dtype=torch.float64), 0)
-        return {}
-    return {rank: _offset_of(rank, clock) for rank in range(1, run.launch.world_size)}
+def _probe_clock(run: Run) -> tuple[ClockOffset, ...]:
+    assert dist.group.WORLD is not None
+    return exchange_pings(time.time, dist.group.WORLD)
 
 
-def _offset_of(rank: int, clock: Callable[[], float]) -> float:
-    """Returns the offset of the round with the shortest way; half of the way is its error."""
-    rounds = []
-    for _ in range(_NUM_ROUNDS):
-        theirs = torch.zeros(1, dtype=torch.float64)
-        before = clock()
-        dist.send(theirs, rank)
-        dist.recv(theirs, rank)
-        after = clock()
-        rounds.append((after - before, theirs.item() - (before + after) / 2))
-    return min(rounds)[1]
-
-
-def judge_clocks(run: Run, facts: Mapping[int, Mapping[int, float]]) -> Result:
-    """Judges the offsets of all clocks."""
-    offsets = {run.hosts[rank]: offset for rank, offset in facts[0].items()}
-    late = [f"{host} by {offset:+.1f} s" for host, offset in offsets.items() if _is_off(offset)]
+def judge_clocks(run: Run, facts: Mapping[int, Sequence[ClockOffset]]) -> Result:
+    """Judges by how much the clocks are ahead of rank 0's."""
+    offsets = {run.hosts[rank]: offset.seconds for rank, offset in enumerate(facts[0])}
+    late = [f"{host} by {off:+.1f} s" for host, off in offsets.items() if abs(off) > _MOST_SECONDS]
     if late:
         return warn(
             f"clocks differ from rank 0's: {', '.join(late)}",
             "Synchronise them (chronyc tracking, timedatectl). Logs of hosts do not line up, and"
             " files seem to be new or old.",
         )
-    most = max(map(abs, offsets.values()), default=0.0)
+    most = max(map(abs, offsets.values()))
     return ok(f"clocks differ by {most * 1e3:.1f} ms at most")
-
-
-def _is_off(offset: float) -> bool:
-    return abs(offset) > _MOST_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +96,7 @@ def judge_restarts(run: Run, facts: tuple[int, int]) -> Result:
 
 
 CLOCKS: tuple[Check[Any], ...] = (
-    Check("clocks", probe_clock, judge_clocks, "A rank does not answer.", 30.0),
+    Check("clocks", _probe_clock, judge_clocks, "A rank does not answer.", 30.0),
     Check("signals", probe_signals, each(judge_signals), "Look at /proc/PID/status."),
     Check("restarts", _probe_restarts, each(judge_restarts), "Look at torchrun's options."),
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from subprocess import TimeoutExpired
 from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
@@ -23,7 +25,7 @@ from lightning_dist.doctor.devices import DEVICES
 from lightning_dist.doctor.disk import disk_check
 from lightning_dist.doctor.launch import find_environment, read_launch
 from lightning_dist.doctor.links import LINKS
-from lightning_dist.doctor.meeting import Meeting, NotMetError, group_check, without_answer
+from lightning_dist.doctor.meeting import Meeting, NotMetError, group_check
 from lightning_dist.doctor.report import Report
 from lightning_dist.doctor.result import Result, Status, fail
 from lightning_dist.doctor.same import ENVIRONMENT
@@ -100,42 +102,53 @@ def run_doctor(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     wanted = Options(
         options.root.absolute(), choices, options.seconds, int(options.parameters), options.script
     )
-    environment, launcher, reason = find_environment()
-    devices = options.devices or torch.cuda.device_count() or 2
-    begin = partial(_begin, environment, launcher, reason, devices, wanted, options.json)
-    if environment.creates_processes_externally:
+    report = Report(options.json, is_shown=True)
+    try:
+        found = find_environment()
+    except (RuntimeError, ValueError) as error:  # SLURM's variables do not go together
+        return _refuse(report, error)
+    begin = partial(_begin, found, wanted, report)
+    if found[0].creates_processes_externally:
         return begin()
-    starter = ScriptLauncher(environment, devices, options.nodes)
+    devices = options.devices or torch.cuda.device_count() or 2
+    os.environ["LOCAL_WORLD_SIZE"] = str(devices)  # as torchrun says it; others start no ranks
+    starter = ScriptLauncher(found[0], devices, options.nodes)
     code: int = starter.launch(begin)
     for child in starter.procs:
-        child.wait(_WAIT_SECONDS)
+        try:
+            child.wait(_WAIT_SECONDS)
+        except TimeoutExpired:
+            child.kill()
     return code
 
 
-def _begin(
-    environment: ClusterEnvironment,
-    launcher: str,
-    reason: str,
-    devices: int,
-    options: Options,
-    as_json: bool,
-) -> int:
-    report = Report(as_json, is_shown=True)
+def _refuse(report: Report, error: Exception) -> int:
+    report.add("launcher", fail(str(error), "Start with one launcher, and no stale variables."))
+    report.end({}, ["all else"])
+    return 1
+
+
+def _begin(found: tuple[ClusterEnvironment, str, str], options: Options, report: Report) -> int:
     try:
-        launch = read_launch(environment, launcher, reason, devices)
+        launch = read_launch(*found)
     except ValueError as error:
-        report.add("launcher", fail(str(error), "Start with one launcher, and no stale variables."))
-        report.end({}, ["all else"])
-        return 1
-    run = Run(launch, options, {launch.rank: os.uname().nodename})
-    before = [check.attempt(run) for check in BEFORE_MEETING]
+        return _refuse(report, error)
     report.is_shown = launch.rank == 0
+    run = Run(launch, options, {launch.rank: socket.gethostname()})
+    choices = options.choices or suitable_choices(launch.world_size)
+    try:
+        meshes = {it.name: it.build().mesh_shape(launch.world_size) for it in choices}
+    except ValueError as error:
+        report.add("strategy", fail(str(error), "Start other numbers of ranks, or choose others."))
+        report.end(run.hosts, ["all else"])
+        return 1
+    run = replace(run, options=replace(options, choices=choices), meshes=meshes)
+    before = [check.attempt(run) for check in BEFORE_MEETING]
     try:
         meeting = Meeting(launch, options.seconds)
         hosts, met = meeting.meet()
         run = replace(run, hosts=hosts)
-        examination = Examination(run, meeting, report)
-        return examination.conduct(before, met)
+        return Examination(run, meeting, report).conduct(before, met)
     except NotMetError as error:
         report.is_shown = True
         if not report.results:
@@ -189,10 +202,7 @@ class Examination:
         return code
 
     def _checks(self) -> list[Check[Any]]:
-        options, world_size = self._run.options, self._run.launch.world_size
-        choices = options.choices or suitable_choices(world_size)
-        meshes = {choice.name: choice.build().mesh_shape(world_size) for choice in choices}
-        self._run = replace(self._run, meshes=meshes)
+        options = self._run.options
         self._token = self._meeting.tell("token", f".doctor-{uuid4().hex}", _WAIT_SECONDS)
         return [
             group_check(self._meeting, options.seconds),
@@ -201,7 +211,7 @@ class Examination:
             *LINKS,
             disk_check(self._token),
             *CLOCKS,
-            *(step_check(choice, options.seconds) for choice in choices),
+            *(step_check(choice, options.seconds) for choice in options.choices),
         ]
 
     def _conclude(self, check: Check[Any], answer: object) -> bool:
@@ -210,7 +220,8 @@ class Examination:
         ranks = self._run.hosts
         answers = self._meeting.gather(check.name, answer, seconds, ranks)
         if self._run.launch.rank == 0:
-            answers |= without_answer(set(ranks) - set(answers), seconds)
+            silent = NoFacts(f"no answer within {seconds:g} s")
+            answers |= dict.fromkeys(set(ranks) - set(answers), silent)
             self._report.add(check.name, check.conclude(self._run, answers))
         is_sound = not any(isinstance(it, NoFacts) for it in answers.values())
         sound: bool = self._meeting.tell(f"{check.name}/sound", is_sound, seconds)

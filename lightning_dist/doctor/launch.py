@@ -64,16 +64,13 @@ def find_environment() -> tuple[ClusterEnvironment, str, str]:
     return LightningEnvironment(), "Lightning itself", "no launcher's variables are set"
 
 
-def read_launch(
-    environment: ClusterEnvironment, launcher: str, reason: str, devices: int
-) -> Launch:
+def read_launch(environment: ClusterEnvironment, launcher: str, reason: str) -> Launch:
     """Reads the launch of this process from its environment, when all processes are started.
 
     Args:
         environment: The environment of :func:`find_environment`.
         launcher: Name of the launcher.
         reason: Reason for the choice.
-        devices: Processes of this host, where no launcher says so.
 
     Raises:
         ValueError: A variable is missing, is no number, or does not go with another.
@@ -88,7 +85,6 @@ def read_launch(
         if is_detected:
             world_size, rank = environment.world_size(), environment.global_rank()
         else:
-            ranks_per_host = ranks_per_host or devices
             world_size = int(variables.get("WORLD_SIZE", 1))
             rank = int(variables.get("RANK", environment.node_rank() * ranks_per_host + local_rank))
         launch = Launch(

@@ -6,14 +6,14 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_dist.doctor.check import Check, NoFacts, Run, each
+from lightning_dist.doctor.check import Check, Run, each
 from lightning_dist.doctor.launch import Launch
 from lightning_dist.doctor.result import Result, fail, ok
 from lightning_dist.engine.common.names import shorten
@@ -114,10 +114,10 @@ class Meeting:
         except RuntimeError as error:
             raise NotMetError(
                 fail(
-                    f"{self._launch.address}:{self._launch.port} answers, but not as rank 0 of this"
-                    f" doctor ({name})",
-                    "Look at rank 0's output. If it has started nothing there, another job uses"
-                    " this port: set another MASTER_PORT.",
+                    f"rank 0 has not answered at {self._launch.address}:{self._launch.port}"
+                    f" ({name})",
+                    "Look at rank 0's output. If it has not started there, another job uses this"
+                    " port: set another MASTER_PORT.",
                 )
             ) from error
         return pickle.loads(bytes.fromhex(self.store.get(name).decode()))
@@ -235,8 +235,3 @@ def group_check(meeting: Meeting, seconds: float) -> Check[str]:
         " set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface that joins them.",
         seconds + _GRACE_SECONDS,
     )
-
-
-def without_answer(ranks: Iterable[int], seconds: float) -> dict[int, NoFacts]:
-    """Returns what is known of ranks that have not answered."""
-    return {rank: NoFacts(f"no answer within {seconds:g} s") for rank in ranks}

@@ -12,12 +12,15 @@ from lightning_dist.doctor.clocks import (
     probe_signals,
 )
 from lightning_dist.doctor.result import Status
+from lightning_dist.engine.profiling.record import ClockOffset
 from tests.unit.doctor.facts import ONE_HOST, TWO_HOSTS
 
 
 def test_a_clock_that_is_off_is_named_by_its_host() -> None:
-    assert judge_clocks(TWO_HOSTS, {0: {1: 0.0, 2: 0.01, 3: -0.2}}).status is Status.OK
-    result = judge_clocks(TWO_HOSTS, {0: {1: 0.0, 2: 5.0, 3: 5.0}})
+    fine = [ClockOffset(), ClockOffset(), ClockOffset(0.01), ClockOffset(-0.2)]
+    assert judge_clocks(TWO_HOSTS, {0: fine}).status is Status.OK
+    ahead = [ClockOffset(), ClockOffset(), ClockOffset(5.0), ClockOffset(5.0)]
+    result = judge_clocks(TWO_HOSTS, {0: ahead})
     assert result.status is Status.WARN
     assert "rank 0's: b by +5.0 s" in result.found
 

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
-from lightning_dist.doctor.command import parse_choice, suitable_choices
+from lightning_dist.doctor.command import (
+    add_arguments,
+    parse_choice,
+    run_doctor,
+    suitable_choices,
+)
 from lightning_dist.engine.common.mesh_shape import MeshShape
 
 
@@ -30,3 +37,37 @@ def test_a_wrong_strategy_is_refused(text: str, message: str) -> None:
 def test_the_strategies_of_each_number_of_ranks_fit_it(world_size: int) -> None:
     for choice in suitable_choices(world_size):
         assert choice.build().mesh_shape(world_size).world_size == world_size
+
+
+def diagnose(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run_doctor(parser, parser.parse_args(arguments))
+
+
+def test_a_strategy_that_does_not_fit_the_ranks_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert diagnose("--strategy", "mesh:tp=2") == 1
+    output = capsys.readouterr().out
+    assert "must multiply to the world size of 3" in output
+    assert "Not checked after that: all else." in output
+    monkeypatch.setenv("RANK", "1")
+    assert diagnose("--strategy", "mesh:tp=2") == 1
+    assert capsys.readouterr().out == ""  # rank 0 says it
+
+
+def test_variables_that_lightning_refuses_are_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # which Lightning would leave set
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert diagnose() == 1
+    assert "--ntasks-per-node=4" in capsys.readouterr().out
+    for name in ("SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "4")
+    assert diagnose() == 1
+    assert "rank 4 of 4" in capsys.readouterr().out

@@ -51,8 +51,17 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         (TORCHRUN, "torchrun", (3, 4, 1, 2, "a", 29400, False)),
         (TORCHRUN | SLURM, "torchrun", (3, 4, 1, 2, "a", 29400, False)),
         (SLURM, "srun", (2, 4, 0, 2, "n3", 16234, True)),
-        (BY_HAND | {"WORLD_SIZE": "4"}, "another launcher", (3, 4, 1, 2, "a", 1234, True)),
-        ({"MASTER_PORT": "7"}, "Lightning itself", (0, 1, 0, 2, "127.0.0.1", 7, True)),
+        (
+            BY_HAND | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+            "another launcher",
+            (3, 4, 1, 2, "a", 1234, True),
+        ),
+        (
+            BY_HAND | {"WORLD_SIZE": "4", "RANK": "3"},
+            "another launcher",
+            (3, 4, 1, 0, "a", 1234, True),
+        ),
+        ({"MASTER_PORT": "7"}, "Lightning itself", (0, 1, 0, 0, "127.0.0.1", 7, True)),
     ],
 )
 def test_the_launch_is_read_as_lightning_reads_it(
@@ -62,7 +71,7 @@ def test_the_launch_is_read_as_lightning_reads_it(
         monkeypatch.setenv(name, value)
     environment, found, reason = find_environment()
     assert found == launcher
-    launch = read_launch(environment, found, reason, devices=2)
+    launch = read_launch(environment, found, reason)
     assert place == (
         launch.rank,
         launch.world_size,
@@ -82,11 +91,11 @@ def test_the_launch_is_read_as_lightning_reads_it(
 def test_missing_and_impossible_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "stale")
     with pytest.raises(ValueError, match="LOCAL_RANK of torchrun is not set"):
-        read_launch(*find_environment(), devices=1)
+        read_launch(*find_environment())
     for name, value in (TORCHRUN | {"RANK": "4"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="rank 4 of 4, and 1 of 2 on its host, cannot be"):
-        read_launch(*find_environment(), devices=1)
+        read_launch(*find_environment())
 
 
 def test_a_launcher_that_lightning_does_not_see_is_a_failure() -> None:

@@ -59,6 +59,6 @@ def test_a_stranger_at_the_port_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     launch = replace(LAUNCH, address="127.0.0.1", port=port, world_size=2, serves=True)
     stranger = Meeting(launch, seconds=1.0)  # a store, but no doctor answers there
     second = Meeting(replace(launch, rank=1), seconds=0.2)
-    with pytest.raises(NotMetError, match="not as rank 0 of this doctor"):
+    with pytest.raises(NotMetError, match="rank 0 has not answered"):
         second.meet()
     del stranger
