@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import resource
 import shutil
 import socket
-import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,8 +20,8 @@ from lightning_dist.doctor.launch import LauncherFacts, find_launchers, judge_la
 from lightning_dist.doctor.result import Result, fail, ok, warn
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.common.table import format_bytes
+from lightning_dist.engine.comms import interface
 
-_SIOCGIFADDR = 0x8915  # Linux's request for an interface's address; Python has no name for it
 _SHM_BYTES = 1_000_000_000
 _FILES_ALONE, _FILES_PER_RANK = 512, 8  # a process's own, and connections of its groups
 
@@ -87,67 +85,56 @@ class InterfaceFacts:
     """The network interfaces of a host.
 
     Attributes:
-        addresses: The IPv4 address of each interface; empty where it has none.
-        chosen: The value of ``GLOO_SOCKET_IFNAME``.
+        names: Names of the interfaces.
+        taken: The value of ``GLOO_SOCKET_IFNAME``.
         nccl: The value of ``NCCL_SOCKET_IFNAME``.
-        of_name: The address that the host's own name has.
-        towards: The address from which this host reaches rank 0's.
+        is_loopback: Whether gloo would take the loopback by itself.
+        chosen: What the strategies take in its place; None if they cannot tell.
     """
 
-    addresses: tuple[tuple[str, str], ...]
-    chosen: str
+    names: tuple[str, ...]
+    taken: str
     nccl: str
-    of_name: str
-    towards: str
+    is_loopback: bool
+    chosen: str | None
 
 
 def _probe_interface(run: Run) -> InterfaceFacts:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        addresses = tuple((name, _address_of(asked, name)) for _, name in socket.if_nameindex())
-        # Nothing is sent: this only chooses a way.
-        failed = _errno_of(lambda: asked.connect((run.launch.address, run.launch.port)))
-        towards = "" if failed else str(asked.getsockname()[0])
-    try:
-        of_name = _resolve(socket.gethostname())[0]
-    except OSError:
-        of_name = ""
-    variables = os.environ
-    chosen, nccl = variables.get("GLOO_SOCKET_IFNAME", ""), variables.get("NCCL_SOCKET_IFNAME", "")
-    return InterfaceFacts(addresses, chosen, nccl, of_name, towards)
+    found = interface.interfaces()
+    return InterfaceFacts(
+        names=tuple(sorted(set(found.values()))),
+        taken=os.environ.get(interface.VARIABLE, ""),
+        nccl=os.environ.get("NCCL_SOCKET_IFNAME", ""),
+        is_loopback=interface.leads_to_loopback(socket.gethostname(), found),
+        chosen=interface.choose_interface(run.launch.address),
+    )
 
 
 def judge_interface(run: Run, facts: InterfaceFacts) -> Result:
     """Judges which network interface gloo and NCCL would use."""
-    names = [name for name, _ in facts.addresses]
     for variable, value in (
-        ("GLOO_SOCKET_IFNAME", facts.chosen),
+        (interface.VARIABLE, facts.taken),
         # NCCL takes beginnings of names; "=" asks for whole ones, "^" for all others.
         ("NCCL_SOCKET_IFNAME", "" if facts.nccl.startswith("^") else facts.nccl.lstrip("=")),
     ):
-        unknown = [name for name in value.split(",") if not any(n.startswith(name) for n in names)]
-        if unknown:
+        known = [n for n in value.split(",") if any(name.startswith(n) for name in facts.names)]
+        if len(known) < len(value.split(",")):
             return fail(
-                f"{variable}={value}, but this host has {shorten(names)}",
+                f"{variable}={value}, but this host has {shorten(facts.names)}",
                 f"Set {variable} to an interface of this host, or unset it.",
             )
-    if facts.chosen:
-        return ok(f"gloo uses {facts.chosen}, as GLOO_SOCKET_IFNAME says")
+    if facts.taken:
+        return ok(f"gloo uses {facts.taken}, as {interface.VARIABLE} says")
     if not run.has_several_hosts:
         return ok("one host")
-    best = next((name for name, address in facts.addresses if address == facts.towards), "eth0")
-    if not facts.of_name or _is_loopback(facts.of_name):
-        shown = facts.of_name or "unknown"
+    if not facts.is_loopback:
+        return ok("gloo uses the interface of this host's name")
+    if facts.chosen is None:
         return fail(
-            f"this host's own name is {shown}: gloo would offer an address that only it can reach",
-            f"export GLOO_SOCKET_IFNAME={best} on this host.",
+            f"this host's name leads to the loopback; there are {shorten(facts.names)}",
+            f"Set {interface.VARIABLE} to the interface that leads to the other hosts.",
         )
-    if facts.towards and facts.of_name != facts.towards and not _is_loopback(facts.towards):
-        return warn(
-            f"gloo would use {facts.of_name}, the address of this host's name, but the way to rank"
-            f" 0 leaves by {best} ({facts.towards})",
-            f"If links are slow or ranks do not meet: export GLOO_SOCKET_IFNAME={best}.",
-        )
-    return ok(f"gloo uses {facts.of_name}, the address of this host's name")
+    return ok(f"gloo uses {facts.chosen}, since this host's name leads to the loopback")
 
 
 def _probe_shm(run: Run) -> int:
@@ -258,14 +245,6 @@ def _errno_of(action: Callable[[], object]) -> int:
     except OSError as error:
         return error.errno or errno.EINVAL
     return 0
-
-
-def _address_of(asked: socket.socket, interface: str) -> str:
-    request = struct.pack("256s", interface.encode()[:15])
-    try:
-        return socket.inet_ntoa(fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)[20:24])
-    except OSError:
-        return ""
 
 
 _NAMES = "Ask the host's name server: `getent hosts NAME` should answer at once."

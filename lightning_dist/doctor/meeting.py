@@ -17,6 +17,7 @@ from lightning_dist.doctor.check import Check, Run, each
 from lightning_dist.doctor.launch import Launch
 from lightning_dist.doctor.result import Result, fail, ok
 from lightning_dist.engine.common.names import shorten
+from lightning_dist.engine.comms import interface
 
 _POLL_SECONDS = 0.05
 _CONNECT_SECONDS = 3.0
@@ -211,6 +212,8 @@ def form_group(meeting: Meeting, run: Run) -> str:
         The backends.
     """
     backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if run.has_several_hosts and (name := interface.choose_interface(run.launch.address)):
+        os.environ.setdefault(interface.VARIABLE, name)  # as the strategies do
     dist.init_process_group(
         backends,
         store=dist.PrefixStore("group", meeting.store),

@@ -33,7 +33,7 @@ def choose_interface(address: str) -> str | None:
         to take.
     """
     found = interfaces()
-    if not _leads_to_loopback(socket.gethostname(), found):
+    if not leads_to_loopback(socket.gethostname(), found):
         return None
     with suppress(OSError):
         source = _source(address)
@@ -70,8 +70,13 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def _leads_to_loopback(name: str, found: Container[str]) -> bool:
-    """Returns whether torch takes the loopback, by its rule: the name's first own address."""
+def leads_to_loopback(name: str, found: Container[str]) -> bool:
+    """Returns whether torch takes the loopback, by its rule: the name's first own address.
+
+    Args:
+        name: The host's own name.
+        found: Addresses of its interfaces.
+    """
     try:
         answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
