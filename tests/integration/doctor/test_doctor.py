@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lightning_dist.doctor import meeting
 from lightning_dist.doctor.command import add_arguments, run_doctor
 from tests.helpers.processes.workers import WorkerPool
@@ -33,13 +35,15 @@ def diagnose(*arguments: str) -> Answer:
 
 def diagnose_two_hosts(root: str) -> Answer:
     """The second host is one by name, has another variable, a late clock and a disk of its own."""
-    if os.environ["RANK"] == "1":
-        socket.gethostname = lambda: "other"
-        os.environ["NCCL_ALGO"] = "Ring"
-        true_time = time.time
-        time.time = lambda: true_time() - 5.0
-        root = f"{root}/other"
-    return diagnose("--root", root, "--strategy", "tensor_parallel", "--strategy", "ddp")
+    strategies = ("--strategy", "tensor_parallel", "--strategy", "ddp")
+    if os.environ["RANK"] == "0":
+        return diagnose("--root", root, *strategies)
+    true_time = time.time
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "other")
+        patch.setattr(time, "time", lambda: true_time() - 5.0)
+        patch.setenv("NCCL_ALGO", "Ring")
+        return diagnose("--root", f"{root}/other", *strategies)
 
 
 def test_faults_of_another_host_are_named(workers: WorkerPool, tmp_path: Path) -> None:
@@ -76,11 +80,9 @@ def test_a_missing_rank_is_named(workers: WorkerPool) -> None:
 def diagnose_without_rank_0() -> Answer:
     if os.environ["RANK"] == "0":
         return 0, {}
-    grace, meeting._GRACE_SECONDS = meeting._GRACE_SECONDS, 0.5
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_GRACE_SECONDS", 0.5)
         return diagnose("--seconds", "0.5")
-    finally:
-        meeting._GRACE_SECONDS = grace
 
 
 def test_a_rank_that_meets_nobody_prints_its_own(workers: WorkerPool) -> None:
