@@ -8,6 +8,7 @@ import queue
 import shutil
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
 
 from tests.faults.case import PHASES, draw, draw_on_hosts
@@ -69,7 +71,7 @@ class Campaign:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._path = self._folder / "results.jsonl"
         self._lock = threading.Lock()
-        self._shared = folder / "uninterrupted", threading.Lock()
+        self._shared = self._folder / "uninterrupted", threading.Lock()
         self.results: dict[int, Result] = {}
         if self._path.exists():
             for line in self._path.read_text().splitlines():
@@ -107,8 +109,8 @@ class Campaign:
                     continue
                 try:
                     result = where.execute(case, f"run {number}")
-                except Exception as error:  # of the campaign itself, which goes on
-                    result = Result(str(case), problems=[f"not executed: {error!r}"])
+                except Exception:  # of the campaign itself, which goes on
+                    result = Result(str(case), problems=[f"harness: {traceback.format_exc()}"])
                 self._keep(number, result)
                 if not result.problems:
                     shutil.rmtree(self._folder / name / f"run {number}")
@@ -151,7 +153,8 @@ def table_of(results: dict[int, Result]) -> Table:
             rows[kind, phase].append(result)
         elif result.faults:
             rows["two faults", "any"].append(result)
-    table = Table("fault", "phase", "runs", "ended", "went on", "longest", *CHECKS[1:])
+    header = ("fault", "phase", "runs", "ended", "went on", "longest", *CHECKS[1:])
+    table = Table(*header, box=box.MARKDOWN)
     table.title = f"{len(results)} runs, {sum(not r.faults for r in results.values())} without"
     order = [*PHASES, "any"]
     for kind, phase in sorted(rows, key=lambda row: (row[0], order.index(row[1]))):

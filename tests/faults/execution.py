@@ -118,7 +118,7 @@ class Place:
         goes_on = {"SIGSTOP", "link cut"}.issuperset(fault.kind for fault in came)
         if goes_on and came and result.outcome != "on":
             result.problems.append("ends: would have to go on")
-        result.problems += self._leftovers(folder, case) + _torn(checkpoints)
+        result.problems += self._leftovers(folder) + _torn(checkpoints)
         if result.outcome == "ended":
             result.problems += self._resume(case, folder, checkpoints, port)
         result.problems += _differences(folder, expected)
@@ -192,11 +192,10 @@ class Place:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         return self.disk
 
-    def _leftovers(self, folder: Path, case: Case) -> list[str]:
+    def _leftovers(self, folder: Path) -> list[str]:
         """Lists temporary files and shared memory that are left."""
         names = {path.name for path in (folder / "tmp").iterdir()}
-        if any(f.target == LAUNCHER and f.kind == "SIGKILL" for f in case.faults):
-            names = {name for name in names if not name.startswith("torchelastic_")}  # its own
+        names = {name for name in names if not name.startswith("torchelastic_")}  # torchrun's logs
         names |= set(self._list_shared_memory()) - self._shared_memory
         return [f"leaves: {name}" for name in sorted(names)]
 
