@@ -101,8 +101,11 @@ class Campaign:
 
     def _work(self, name: str, waiting: queue.SimpleQueue[int], end: float) -> None:
         with self._place(self._folder / name, *self._shared) as where:
-            while time.monotonic() < end and not waiting.empty():
-                number = waiting.get()
+            while time.monotonic() < end:
+                try:
+                    number = waiting.get_nowait()
+                except queue.Empty:
+                    return
                 case = self._draw(self._seed, number)
                 if case.fills_disk and where.disk is None:
                     self._report(f"{number:4d} skipped: only root can mount a small disk")
