@@ -71,6 +71,7 @@ class Campaign:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._path = self._folder / "results.jsonl"
         self._lock = threading.Lock()
+        self._is_over = threading.Event()
         self._shared = self._folder / "uninterrupted", threading.Lock()
         self.results: dict[int, Result] = {}
         if self._path.exists():
@@ -91,8 +92,11 @@ class Campaign:
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            self._is_over.set()  # by ctrl+c, say: each job completes its present case
 
     def repeat(self, number: int) -> Result:
         """Executes one case, whether it has been or not."""
@@ -101,7 +105,7 @@ class Campaign:
 
     def _work(self, name: str, waiting: queue.SimpleQueue[int], end: float) -> None:
         with self._place(self._folder / name, *self._shared) as where:
-            while time.monotonic() < end:
+            while time.monotonic() < end and not self._is_over.is_set():
                 try:
                     number = waiting.get_nowait()
                 except queue.Empty:
