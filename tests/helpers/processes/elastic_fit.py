@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,6 @@ STRATEGIES: dict[str, Any] = {
     "mesh": lambda: MeshStrategy(pp=2),
 }
 BATCH_SIZE = 4
-PAUSE_SECONDS = 0.05
-PAUSE_ALONE_SECONDS = 0.5  # until another rank comes back
 
 
 class Ends(L.Callback):
@@ -37,19 +33,6 @@ class Ends(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch and trainer.global_rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-class Progress(L.Callback):
-    """Adds a line for each step, and takes its time."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 0:
-            with self.path.open("a") as file:
-                file.write(f"{trainer.world_size} {trainer.global_step}\n")
-        time.sleep(PAUSE_ALONE_SECONDS if trainer.world_size == 1 else PAUSE_SECONDS)
 
 
 def fit(
@@ -74,7 +57,3 @@ def fit(
     last = Path(folder, "last.ckpt")
     trainer.fit(module, *loaders, ckpt_path=str(last) if last.exists() else None)
     return trainer.global_step
-
-
-if __name__ == "__main__":
-    fit("ddp", sys.argv[1], int(sys.argv[2]), 2, Progress(Path(sys.argv[1], "progress")))
