@@ -27,7 +27,7 @@ def test_a_clock_that_is_off_is_named_by_its_host() -> None:
 
 @pytest.mark.parametrize("how", ["ignored", "blocked"])
 def test_a_signal_that_does_not_arrive_is_found(how: str) -> None:
-    assert probe_signals(ONE_HOST).deaf == ()
+    already = set(probe_signals(ONE_HOST).deaf)  # of a shell's job in the background, SIGINT
     if how == "ignored":
         before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     else:
@@ -39,7 +39,7 @@ def test_a_signal_that_does_not_arrive_is_found(how: str) -> None:
             signal.signal(signal.SIGUSR1, before)
         else:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    assert facts.deaf == ("SIGUSR1",)
+    assert set(facts.deaf) - already == {"SIGUSR1"}
     assert "SIGUSR1 does not reach" in judge_signals(ONE_HOST, facts).found
 
 
