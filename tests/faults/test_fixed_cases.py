@@ -39,7 +39,7 @@ GOES_ON = [
 ]
 
 
-@pytest.mark.some("pipedream, torchrun: SIGKILL*", "pipedream, torchrun: SIGTERM*", "ddp*")
+@pytest.mark.some("pipedream, torchrun: SIGKILL*")
 @pytest.mark.parametrize("case", ENDS, ids=str)
 def test_ends_with_the_cause_and_resumes_exactly(place: Place, case: Case) -> None:
     result = place.execute(case, "run")

@@ -41,6 +41,7 @@ def test_a_piece_from_the_command_to_the_table(
     assert file.stat().st_mtime_ns == written
 
 
+@pytest.mark.long
 def test_a_piece_that_fails_or_takes_too_long_is_kept_as_such(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     late = run_piece(PIECE, Setting("cpu"), folder, limit_seconds=0.5)

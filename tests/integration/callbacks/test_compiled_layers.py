@@ -90,7 +90,8 @@ def fit(strategy: str, how: str, directory: str, is_watched: bool) -> Fitted:
     return state, module.graphs.num_made, module.graphs.num_runs
 
 
-@pytest.mark.parametrize("strategy", ["1f1b", pytest.param("ddp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["1f1b", "ddp"])
 def test_compiled_layers(workers: WorkerPool, tmp_path: Path, strategy: str) -> None:
     plain = workers.run(2, fit, strategy, "eager", str(tmp_path), False)
     for how in ("in place", "wrapped"):

@@ -132,6 +132,7 @@ def test_a_killed_host_comes_back_with_its_disk() -> None:
         first, second = cluster.hosts
         said(first, "touch", str(cluster.disk / "a"))
         sleeper = first.popen(["sleep", "60"])
+        assert sleeper.inner_pid  # by then it is inside
         first.kill()
         assert sleeper.wait(10) == -signal.SIGKILL
         assert reach(second, "host0", 0.3) != "ConnectionRefusedError"

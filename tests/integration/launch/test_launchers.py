@@ -15,6 +15,7 @@ from tests.integration.launch.common import LAUNCH, assert_trained, environment,
 TORCHRUN = LAUNCH / "torchrun.sh"
 
 
+@pytest.mark.long
 def test_torchrun_on_one_host(workers: WorkerPool, tmp_path: Path) -> None:
     assert_trained(workers, launch([TORCHRUN, *words(tmp_path)]), tmp_path)
 

@@ -202,6 +202,18 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
 }
 
 
+@pytest.mark.some(
+    "a penalty on weights of all stages",
+    "a plan",
+    "a sequence",
+    "logits that nobody spreads",
+    "manual*",
+    "more stages than layers",
+    "pipedream",
+    "several optimizers",
+    "sizes",
+    "tied over stages of one rank that are sharded",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_is_refused_alike(workers: WorkerPool, name: str) -> None:
     *_, words = CASES[name]

@@ -292,7 +292,6 @@ def runs(
 
 
 @pytest.mark.some(
-    "a_users_exception_*",
     "a_killed_launcher_*",
     "a_rank_that_waits_for_a_file_*",
     "a_rank_that_cannot_save_*",

@@ -90,7 +90,7 @@ def run_all(name: str | None) -> Any:
     return watching.batches, state, {**validated, **tested}, torch.cat(list(predicted)), num_read
 
 
-@pytest.mark.some("pipedream", "pp-tp")
+@pytest.mark.some("pp-tp")
 @pytest.mark.parametrize("name", ["1f1b", "pipedream", "tp", "pp-tp"])
 def test_a_script_that_nobody_seeded_is_as_on_one_device(
     workers: WorkerPool, name: str, monkeypatch: pytest.MonkeyPatch
