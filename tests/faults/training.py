@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypedDict
 
@@ -35,6 +35,7 @@ from tests.helpers.networks.models import (
     make_trainer,
     state_of,
 )
+from tests.helpers.networks.resumable_loader import ResumableLoader
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "ddp": DDPStrategy,
@@ -153,37 +154,12 @@ class Troubled(Classifier):
         time.sleep(0.002)
         super().validation_step(batch, batch_idx)
 
-    def train_dataloader(self) -> Batches:
+    def train_dataloader(self) -> ResumableLoader:
         strategy: Any = self.trainer.strategy
-        return Batches(**strategy.distributed_sampler_kwargs)
+        return ResumableLoader(NUM_BATCHES, 8, **strategy.distributed_sampler_kwargs)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(make_data(16), batch_size=8)
-
-
-class Batches:
-    """A loader that says where it is, and goes on from there."""
-
-    def __init__(self, num_replicas: int, rank: int) -> None:
-        samples = make_data(NUM_BATCHES * 8 * num_replicas)
-        self.x, self.y = (part[rank::num_replicas].split(8) for part in samples.tensors)
-        self.position = 0
-        self.first = 0
-
-    def __len__(self) -> int:
-        return NUM_BATCHES
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.position, self.first = self.first, 0
-        while self.position < NUM_BATCHES:
-            self.position += 1
-            yield self.x[self.position - 1], self.y[self.position - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.first = state["position"] % NUM_BATCHES  # behind an epoch's last batch begins another
 
 
 def train(plan: Plan) -> None:

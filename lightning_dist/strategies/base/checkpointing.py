@@ -57,8 +57,8 @@ class WholeFileIO(TorchCheckpointIO):
         if storage_options is None and is_local(path):
             checkpoints.save_full(checkpoint, path)
         else:
-            if checkpoints.is_sharded(path):  # whose marker would still count
-                place_of(path).withdraw()
+            if storage_options is None and checkpoints.is_sharded(path):
+                place_of(path).withdraw()  # its marker would still count
             super().save_checkpoint(checkpoint, path, storage_options)
 
     @override

@@ -36,13 +36,6 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def host_workers(cluster: Cluster) -> Iterator[HostWorkers]:
-    workers = HostWorkers(cluster)
-    yield workers
-    workers.close()
-
-
 def save(name: str, path: str, resume: str | None = None) -> tuple[str, float]:
     """Trains and saves; returns the error, and the seconds that the save took."""
     strategy = {**SHARDED, **WHOLE}[name]()

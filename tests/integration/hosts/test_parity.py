@@ -36,13 +36,6 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def host_workers(cluster: Cluster) -> Iterator[HostWorkers]:
-    workers = HostWorkers(cluster)
-    yield workers
-    workers.close()
-
-
 def on_one_device(strategy: str, stages: Sequence[int]) -> list[dict[str, Tensor]]:
     """Returns the weights after each epoch, which has so many stages if it has stages at all."""
     if strategy == "pipedream":

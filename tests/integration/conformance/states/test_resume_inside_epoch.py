@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, PipelineStrategy
-from tests.helpers.networks.models import make_data, make_module, make_trainer, state_of
+from tests.helpers.networks.models import make_module, make_trainer, state_of
+from tests.helpers.networks.resumable_loader import ResumableLoader
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import Synced
 
@@ -28,31 +28,6 @@ NUM_BATCHES = 5  # of each rank's own, or of all ranks' same ones
 SAVED_AT = 3
 
 
-class Continued:
-    """A loader that says where it is and goes on from there, as torchdata's does."""
-
-    def __init__(self, num_replicas: int, rank: int) -> None:
-        samples = make_data(NUM_BATCHES * BATCH_SIZE * num_replicas)
-        self.x, self.y = (part[rank::num_replicas].split(BATCH_SIZE) for part in samples.tensors)
-        self.position = 0
-        self.first = 0
-
-    def __len__(self) -> int:
-        return NUM_BATCHES
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.position, self.first = self.first, 0
-        while self.position < NUM_BATCHES:
-            self.position += 1
-            yield self.x[self.position - 1], self.y[self.position - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.first = state["position"]
-
-
 def train(name: str, folder: str, resume: str | None) -> tuple[dict[str, Tensor], list[float]]:
     module = make_module(Synced, optimizer="adamw", schedule_lr=True)
     saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AT, save_top_k=-1)
@@ -66,7 +41,8 @@ def train(name: str, folder: str, resume: str | None) -> tuple[dict[str, Tensor]
     losses: list[float] = []
     module.on_validation_start = lambda: losses.append(trainer.callback_metrics["train_loss"])
     place = trainer.strategy.distributed_sampler_kwargs
-    trainer.fit(module, Continued(**place), Continued(**place), ckpt_path=resume, weights_only=True)
+    train_loader, val_loader = (ResumableLoader(NUM_BATCHES, BATCH_SIZE, **place) for _ in range(2))
+    trainer.fit(module, train_loader, val_loader, ckpt_path=resume, weights_only=True)
     return state_of(module), [float(loss) for loss in losses]
 
 

@@ -128,6 +128,15 @@ def test_one_file_takes_the_place_of_shards(store: Any) -> None:
     assert not UrlPlace(URL).has_checkpoint()
 
 
+@pytest.mark.parametrize("is_url", [False, True])
+def test_options_that_are_refused_remove_nothing(tmp_path: Path, is_url: bool) -> None:
+    path = URL if is_url else str(tmp_path / "some.ckpt")
+    save_sharded(checkpoint(1.0), path, None)
+    with pytest.raises(TypeError, match="storage_options"):
+        WholeFileIO().save_checkpoint(checkpoint(2.0), path, storage_options={"key": "value"})
+    assert torch.equal(states(path)["a"], torch.ones(2, 3))
+
+
 def test_merge_reads_and_functions_write_urls(tmp_path: Path) -> None:
     save_sharded(checkpoint(1.0), URL, None)
     main(["merge", URL, str(tmp_path / "whole.ckpt")])
