@@ -1,9 +1,14 @@
-"""The doctor on hosts of their own, with a slow link, a disk of each, and a cable pulled out."""
+"""The doctor on hosts of their own: a slow link, a disk of each, a cable pulled out, a package."""
 
 from __future__ import annotations
 
 import json
 import sys
+import venv
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from sysconfig import get_path
 from typing import Any
 
 import pytest
@@ -17,14 +22,17 @@ pytestmark = [
 ]
 
 
-def diagnose(cluster: Cluster, *arguments: str) -> list[tuple[int, dict[str, Any]]]:
+def diagnose(
+    cluster: Cluster, *arguments: str, pythons: Sequence[str] = (sys.executable,) * 2
+) -> list[tuple[int, dict[str, Any]]]:
     """Runs the doctor on each host; gives its exit code, and its checks by name."""
     size = len(cluster.hosts)
-    doctor = (sys.executable, "-m", "lightning_dist", "doctor", "--json", "--strategy", "fsdp")
+    doctor = ("-m", "lightning_dist", "doctor", "--json", "--strategy", "fsdp")
     start = ("--devices", "1", "--nodes", str(size), "--root", str(cluster.disk), *arguments)
     variables = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
     environments = [{**variables, "NODE_RANK": str(index)} for index in range(size)]
-    done = cluster.run([[*doctor, *start]] * size, env=environments, check=False, timeout=240)
+    commands = [[python, *doctor, *start] for python in pythons]
+    done = cluster.run(commands, env=environments, check=False, timeout=240)
     answers = []
     for one in done:
         text = one.stdout[one.stdout.find("{\n") :]
@@ -61,3 +69,31 @@ def test_a_cable_pulled_out_is_told_on_both_sides() -> None:
     assert "missing: 1 (host number 1, of which no rank came)" in checks["meeting"]["found"]
     assert "host0:29500" in others["meeting"]["found"]
     assert "firewall" in others["meeting"]["remedy"]
+
+
+def make_environment(path: Path, package: str, number: str) -> str:
+    """Makes a virtual environment with all packages of this one, and another version of one.
+
+    Returns:
+        Its Python.
+    """
+    venv.create(path)
+    site = Path(get_path("purelib", vars={"base": str(path)}))
+    (site / "all.pth").write_text(f"import site; site.addsitedir({get_path('purelib')!r})\n")
+    metadata = site / f"{package}-{number}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n")
+    return str(path / "bin" / "python")
+
+
+def test_two_virtual_environments_with_other_versions_are_found(tmp_path: Path) -> None:
+    other = make_environment(tmp_path, "lightning", "2.6.0.dev1")
+    with hosts(2, shared_disk=True, disk_size="2g") as cluster:
+        (code, checks), (other_code, _) = diagnose(cluster, pythons=(sys.executable, other))
+    assert code == other_code == 1
+    assert checks["environment"]["status"] == "FAIL"
+    assert checks["environment"]["found"] == "hosts differ in lightning"
+    assert checks["environment"]["table"][1:] == [
+        ["lightning", version("lightning"), "host0 (rank 0)"],
+        ["", "2.6.0.dev1", "host1 (rank 1)"],
+    ]
