@@ -2,9 +2,10 @@
 
 A host is a network, process, mount, name and IPC namespace. So it has its own interfaces, ports and
 name, shares no memory with the other hosts, and cannot see their processes. Hosts are joined by
-switches: a bridge in one more namespace, with a cable (a veth pair) to each host, whose rate ``tc``
-limits in both directions. Python and the code come from this machine's file system, which the hosts
-see at its usual paths; ``Cluster.disk`` is their own.
+switches: a bridge in one more namespace, with a cable to each host, whose rate ``tc`` limits in
+both directions. It is a veth pair, or a :mod:`.lossy_cable` if packets shall be late or lost.
+Python and the code come from this machine's file system, which the hosts see at its usual paths;
+``Cluster.disk`` is their own.
 
     with hosts(2, networks=[Network(rate="100mbit")]) as cluster:
         cluster.run([["python", "script.py", "0"], ["python", "script.py", "1"]])
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tests.helpers.hosts.namespaces import HostProcess, Namespaces, why_no_delay, why_no_hosts
+from tests.helpers.hosts.namespaces import (
+    HostProcess,
+    Namespaces,
+    why_no_hosts,
+    why_no_lossy_cable,
+)
 
 _QUEUE_SECONDS = 0.05
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -40,16 +47,16 @@ class Network:
         name: Of the interface on each host.
         rate: What a cable carries each way, as ``tc`` writes it: "10gbit", "200mbit". None is
             unlimited.
-        delay: What a packet waits before it leaves a host, "5ms". Needs netem.
-        loss: The part of the packets that is lost, "1%". Needs netem.
+        delay_seconds: How long a packet is on a cable. There are two between two hosts.
+        loss: The part of the packets that a cable loses: 0.01 is one of a hundred.
         ipv4: The first three bytes of the hosts' addresses, or None.
         ipv6: The first 64 bits of the hosts' addresses, "fd00:7:0:0", or None.
     """
 
     name: str = "eth0"
     rate: str | None = None
-    delay: str | None = None
-    loss: str | None = None
+    delay_seconds: float = 0.0
+    loss: float = 0.0
     ipv4: str | None = "10.231.7"
     ipv6: str | None = None
 
@@ -60,16 +67,17 @@ class Network:
 
     def shape(self, interface: str) -> list[str]:
         """Returns the lines for ``tc`` that limit what leaves an interface."""
-        add = f"qdisc add dev {interface} root"
-        if self.delay is not None or self.loss is not None:
-            parts = {"delay": self.delay, "loss": self.loss, "rate": self.rate}
-            words = [f"{name} {value}" for name, value in parts.items() if value is not None]
-            return [f"{add} netem limit 100000 {' '.join(words)}"]
         if self.rate is None:
             return []
         # A bucket of a millisecond: the kernel's timers are finer, a packet of gloo's is smaller.
         burst = max(256 * 1024, int(bits_per_second(self.rate) / 8 / 1000))
-        return [f"{add} tbf rate {self.rate} burst {burst} latency {_QUEUE_SECONDS * 1e3:.0f}ms"]
+        bucket = f"burst {burst} latency {_QUEUE_SECONDS * 1e3:.0f}ms"
+        return [f"qdisc add dev {interface} root tbf rate {self.rate} {bucket}"]
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether packets are late or lost."""
+        return self.delay_seconds > 0 or self.loss > 0
 
 
 def bits_per_second(rate: str) -> float:
@@ -111,17 +119,23 @@ class Host:
     _ground: Namespaces
     _boot_script: str
     namespaces: Namespaces = field(init=False)
+    _lossy_cables: list[HostProcess] = field(default_factory=list)
 
     def boot(self) -> None:
         """Starts the host and plugs in its cables."""
         self.namespaces = Namespaces(self._boot_script, inside=self._ground)
         for network in self.networks:
             port = self._port(network.name)
+            far = f"far{self.index}"
+            if network.is_lossy:
+                self._start_lossy_cable(port, far, network)
+            else:
+                self._ground.configure("ip", [f"link add {port} type veth peer name {far}"])
             # The same after another boot: the other hosts remember it.
-            far_end = f"{network.name} address 02:00:00:00:00:{self.index:02x}"
-            ends = f"{port} type veth peer name {far_end} netns {self.namespaces.pid}"
+            address = f"link set {far} address 02:00:00:00:00:{self.index:02x}"
+            move = f"link set {far} netns {self.namespaces.pid} name {network.name}"
             join = f"link set {port} master {network.name} up"
-            self._ground.configure("ip", [f"link add {ends}", join])
+            self._ground.configure("ip", [address, move, join])
             self._ground.configure("tc", network.shape(port))
             self.namespaces.configure("tc", network.shape(network.name))
             lengths = {True: "64 nodad", False: "24"}
@@ -131,6 +145,18 @@ class Host:
             ]
             self.namespaces.configure("ip", [*addresses, f"link set {network.name} up"])
 
+    def _start_lossy_cable(self, port: str, far: str, network: Network) -> None:
+        ends = [port, far, str(network.delay_seconds), str(network.loss)]
+        cable = HostProcess(
+            self._ground,
+            [sys.executable, "-m", "tests.helpers.hosts.lossy_cable", *ends],
+            stdout=subprocess.PIPE,
+        )
+        self._lossy_cables.append(cable)
+        assert cable.stdout is not None
+        if cable.stdout.readline() != "ready\n":
+            raise RuntimeError(f"no cable {port}")
+
     def kill(self) -> None:
         """Kills all processes at once, as SIGKILL does, and then unplugs the cables.
 
@@ -138,6 +164,10 @@ class Host:
         host that has lost its power is silent: call :meth:`cut` first.
         """
         self.namespaces.kill()
+        while self._lossy_cables:
+            cable = self._lossy_cables.pop()
+            cable.kill()
+            cable.communicate()
         for network in self.networks:
             # With the host's end the kernel removes this one too, in its own time.
             with suppress(RuntimeError):
@@ -264,8 +294,8 @@ def hosts(
     Raises:
         RuntimeError: This machine can have no hosts, or its links no delay.
     """
-    needs_delay = any(network.delay or network.loss for network in networks)
-    if why := why_no_hosts() or (why_no_delay() if needs_delay else None):
+    is_lossy = any(network.is_lossy for network in networks)
+    if why := why_no_hosts() or (why_no_lossy_cable() if is_lossy else None):
         raise RuntimeError(why)
     names = [f"host{index}" for index in range(count)]
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
@@ -301,5 +331,5 @@ def hosts(
             yield cluster
         finally:
             for host in cluster.hosts:
-                host.namespaces.kill()
+                host.kill()
             ground.kill()

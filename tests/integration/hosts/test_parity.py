@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dist.engine.planning.partition import uniform_partition
-from tests.helpers.hosts.cluster import Cluster, hosts
-from tests.helpers.hosts.namespaces import why_no_hosts
+from tests.helpers.hosts.cluster import Cluster, Network, hosts
+from tests.helpers.hosts.namespaces import why_no_hosts, why_no_lossy_cable
 from tests.helpers.hosts.workers import HostWorkers
 from tests.helpers.networks.models import make_data, make_module, make_optimizer
 from tests.helpers.oracle import train_late, train_sequentially
@@ -123,6 +123,21 @@ def test_equals_one_device_on_two_hosts_then_one_then_two(
         found = host_workers.run_on(ranks, train, strategy, *shape, epoch + 1, resume, save)
         assert apart(found, expected[epoch]) < TOLERANCE
         resume = save
+
+
+@pytest.mark.long
+@pytest.mark.skipif(why_no_lossy_cable() is not None, reason=str(why_no_lossy_cable()))
+def test_equals_one_device_where_packets_are_late_and_lost() -> None:
+    network = Network(delay_seconds=0.005, loss=0.01)
+    with hosts(2, networks=[network], shared_disk=True) as cluster:
+        workers = HostWorkers(cluster)
+        try:
+            for strategy in STRATEGIES:
+                save = str(cluster.disk / f"{strategy}.ckpt")
+                found = workers.run_on([0, 1], train, strategy, 2, 1, 1, None, save)
+                assert apart(found, on_one_device(strategy, [2])[0]) < TOLERANCE
+        finally:
+            workers.close()
 
 
 @pytest.mark.long
