@@ -259,7 +259,8 @@ class ProcessMesh(ParallelStrategy):
     def _group(
         self, backend: str, axes: tuple[str, ...], purpose: str, timeout: timedelta | None = None
     ) -> dist.ProcessGroup:
-        key = (backend, *axes, purpose)
+        # An axis of size 1 adds no rank: the stages of a plain pipeline are the world.
+        key = (backend, *(axis for axis in axes if self.mesh.sizes[axis] > 1), purpose)
         if key not in self._groups:
             ranks = tuple(tuple(group) for group in self.mesh.groups(*axes))
             timeout = timeout or timedelta(seconds=self.timeout_seconds)
