@@ -7,13 +7,12 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_dist.doctor.check import Check, Run, each
-from lightning_dist.doctor.result import Result, ok, warn
+from lightning_dist.doctor.check import Check, Run, worst_of
+from lightning_dist.doctor.report import Result, ok, warn
 from lightning_dist.engine.profiling.meters.clock_sync import exchange_pings
 from lightning_dist.engine.profiling.record import ClockOffset
 
@@ -39,52 +38,31 @@ def judge_clocks(run: Run, facts: Mapping[int, Sequence[ClockOffset]]) -> Result
     return ok(f"clocks differ by {most * 1e3:.1f} ms at most")
 
 
-@dataclass(frozen=True, slots=True)
-class SignalFacts:
-    """What signals would do to this process."""
-
-    deaf: tuple[str, ...]  # signals that are blocked or ignored
-    is_init: bool  # whether the process is the first of a container
-    needs_scontrol: bool  # whether SLURM could requeue the job, but its command is missing
-
-
-def probe_signals(run: Run) -> SignalFacts:
-    """Looks at the signals that end a run."""
+def check_signals(run: Run) -> Result:
+    """Checks what the signals that end a run would do to this process."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     deaf = [n.name for n in numbers if n in blocked or signal.getsignal(n) is signal.SIG_IGN]
-    is_slurm = "SLURM_JOB_ID" in os.environ
-    return SignalFacts(tuple(deaf), os.getpid() == 1, is_slurm and not shutil.which("scontrol"))
-
-
-def judge_signals(run: Run, facts: SignalFacts) -> Result:
-    """Judges what signals would do to a process."""
-    if facts.deaf:
+    if deaf:
         return warn(
-            f"{', '.join(facts.deaf)} does not reach this process",
+            f"{', '.join(deaf)} does not reach this process",
             "It was started by something that ignores or blocks it (a shell's & ignores SIGINT)."
             " A run could not save when it is asked to stop.",
         )
-    if facts.is_init:
+    if os.getpid() == 1:
         return warn(
             "this process is number 1 of a container: signals without a handler do nothing",
             "Start the container with --init.",
         )
-    if facts.needs_scontrol:
+    if "SLURM_JOB_ID" in os.environ and not shutil.which("scontrol"):
         return warn("scontrol is missing: SLURM cannot requeue", "Mount SLURM's commands.")
     return ok("SIGTERM, SIGINT and SIGUSR1 reach each process")
 
 
-def _probe_restarts(run: Run) -> tuple[int, int]:
-    """Returns this attempt, and how many may follow the first."""
+def check_restarts(run: Run) -> Result:
+    """Checks how often torchrun has restarted the processes, and may do so."""
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     attempt, most = (int(os.environ.get(name, "0")) for name in names)
-    return attempt, most
-
-
-def judge_restarts(run: Run, facts: tuple[int, int]) -> Result:
-    """Judges restarts by torchrun."""
-    attempt, most = facts
     if attempt:
         return warn(
             f"torchrun has restarted the processes {attempt} times",
@@ -97,6 +75,6 @@ def judge_restarts(run: Run, facts: tuple[int, int]) -> Result:
 
 CLOCKS: tuple[Check[Any], ...] = (
     Check("clocks", _probe_clock, judge_clocks, "A rank does not answer.", 30.0),
-    Check("signals", probe_signals, each(judge_signals), "Look at /proc/PID/status."),
-    Check("restarts", _probe_restarts, each(judge_restarts), "Look at torchrun's options."),
+    Check("signals", check_signals, worst_of, "Look at /proc/PID/status."),
+    Check("restarts", check_restarts, worst_of, "Look at torchrun's options."),
 )

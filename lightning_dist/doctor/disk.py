@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_dist.doctor.check import Check, Run
-from lightning_dist.doctor.result import Result, fail, ok, warn
+from lightning_dist.doctor.check import Check, Run, worst_of
+from lightning_dist.doctor.report import Result, fail, ok, warn
 from lightning_dist.engine.common.table import format_bytes
 
 _SEEN_SECONDS = 5.0  # how long a network file system may take to show a new file elsewhere
@@ -32,19 +32,14 @@ class DiskFacts:
     num_torn: int = 0  # how often a reader met a file that was not whole while it was replaced
 
 
-def probe_disk(run: Run, token: str) -> DiskFacts:
-    """Writes to the directory, and looks for rank 0's file there.
-
-    Args:
-        run: The run.
-        token: Name of rank 0's file, the same on all ranks, for the caller to remove.
-    """
-    root, is_first = run.options.root, run.launch.rank == 0
-    shared, own = root / token, root / f"{token}.{run.launch.rank}.{socket.gethostname()}"
+def probe_disk(run: Run) -> DiskFacts:
+    """Writes to the directory, and looks for rank 0's file there, which stays for others to see."""
+    shared = run.root / run.token
+    own = run.root / f"{run.token}.{run.launch.rank}.{socket.gethostname()}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        if is_first:
-            shared.write_text(token, encoding="ascii")
+        run.root.mkdir(parents=True, exist_ok=True)
+        if run.launch.rank == 0:
+            shared.write_text(run.token, encoding="ascii")
         try:
             num_torn = _count_torn(own)
         finally:
@@ -54,7 +49,7 @@ def probe_disk(run: Run, token: str) -> DiskFacts:
     deadline = time.monotonic() + _SEEN_SECONDS
     while not (sees := shared.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return DiskFacts(shutil.disk_usage(root).free, "", sees, num_torn)
+    return DiskFacts(shutil.disk_usage(run.root).free, "", sees, num_torn)
 
 
 def _count_torn(path: Path) -> int:
@@ -86,21 +81,20 @@ def _count_torn(path: Path) -> int:
 
 def judge_disk(run: Run, facts: Mapping[int, DiskFacts]) -> Result:
     """Judges the directory of the run's files."""
-    root = run.options.root
-    failed: dict[str, list[int]] = {}
-    for rank, own in facts.items():
-        failed.setdefault(own.error, []).append(rank)
-    failed.pop("", None)
-    if failed:
-        texts = (f"{run.places(ranks)}: {error}" for error, ranks in failed.items())
-        return fail(
-            f"{root} cannot be written to by {'; '.join(texts)}",
+    results = {
+        rank: fail(
+            f"{run.root} cannot be written to: {own.error}",
             "Name another directory (--root, default_root_dir), free space, or change its owner.",
         )
+        for rank, own in facts.items()
+        if own.error
+    }
+    if results:
+        return worst_of(run, results)
     torn = [rank for rank, own in facts.items() if own.num_torn]
     if torn:
         return warn(
-            f"a rename in {root} is not atomic for {run.places(torn)}",
+            f"a rename in {run.root} is not atomic for {run.places(torn)}",
             "A reader may meet half a checkpoint. Write to another disk and copy from there.",
         )
     blind = [rank for rank, own in facts.items() if not own.sees_first]
@@ -108,30 +102,24 @@ def judge_disk(run: Run, facts: Mapping[int, DiskFacts]) -> Result:
         sharded = [name for name, mesh in run.meshes.items() if mesh.world_size > mesh.dp_replicate]
         judge = fail if sharded or not run.meshes else warn
         return judge(
-            f"{root} is not shared: {run.places(blind)} cannot see what rank 0 writes",
+            f"{run.root} is not shared: {run.places(blind)} cannot see what rank 0 writes",
             "Name a directory that all hosts share (--root, default_root_dir), or give the strategy"
             " save_full=True: rank 0 then writes one file, and resuming needs a copy on each host.",
         )
     free = min(own.free for own in facts.values())
-    needed = run.options.parameters * _BYTES_PER_PARAMETER
+    needed = run.parameters * _BYTES_PER_PARAMETER
     if free < max(needed, _LEAST_BYTES):
         wanted = f"; a checkpoint needs {format_bytes(needed)}" if needed else ""
         judge = fail if free < needed else warn
-        return judge(f"{root} has {format_bytes(free)} free{wanted}", "Free space there.")
+        return judge(f"{run.root} has {format_bytes(free)} free{wanted}", "Free space there.")
     fitting = f"{free // needed} checkpoints" if needed else "see --parameters"
-    return ok(f"{root}: all ranks see it, {format_bytes(free)} free ({fitting})")
+    return ok(f"{run.root}: all ranks see it, {format_bytes(free)} free ({fitting})")
 
 
-def disk_check(token: str) -> Check[DiskFacts]:
-    """Returns the check of the directory of the run's files.
-
-    Args:
-        token: Name of rank 0's file, the same on all ranks.
-    """
-    return Check(
-        "disk",
-        lambda run: probe_disk(run, token),
-        judge_disk,
-        "Reading or writing hangs: is the network file system mounted and its server there?",
-        60.0,
-    )
+DISK = Check(
+    "disk",
+    probe_disk,
+    judge_disk,
+    "Reading or writing hangs: is the network file system mounted and its server there?",
+    60.0,
+)

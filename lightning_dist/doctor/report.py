@@ -1,16 +1,69 @@
-"""The doctor's report: a line for each check as it ends, or JSON of all."""
+"""Results of checks, and their report: a line for each as it ends, or JSON of all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import IntEnum
 
 from lightning_dist.callbacks.output import print_tables
-from lightning_dist.doctor.result import Result, Status
+from lightning_dist.engine.common.table import Table
 
 _NAME_WIDTH = 20
+
+
+class Status(IntEnum):
+    """How bad a result is; of several, the largest counts."""
+
+    OK = 0
+    WARN = 1  # a run works, but slower or less safely than it could
+    FAIL = 2  # a run would fail, hang or give wrong weights
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a check.
+
+    Attributes:
+        status: How bad it is.
+        found: What the check has found, in a line.
+        remedy: What to change; empty if nothing is to be changed.
+        table: Figures behind it.
+    """
+
+    status: Status
+    found: str
+    remedy: str = ""
+    table: Table | None = None
+
+
+def ok(found: str, table: Table | None = None) -> Result:
+    """Returns a result that asks for nothing."""
+    return Result(Status.OK, found, table=table)
+
+
+def warn(found: str, remedy: str, table: Table | None = None) -> Result:
+    """Returns a warning."""
+    return Result(Status.WARN, found, remedy, table)
+
+
+def fail(found: str, remedy: str, table: Table | None = None) -> Result:
+    """Returns a failure."""
+    return Result(Status.FAIL, found, remedy, table)
+
+
+class StoppedError(Exception):
+    """No further check is possible on this rank.
+
+    Attributes:
+        check: Name of the check that has failed.
+        result: Its result.
+    """
+
+    def __init__(self, check: str, result: Result) -> None:
+        super().__init__(result.found)
+        self.check, self.result = check, result
 
 
 @dataclass
@@ -24,7 +77,7 @@ class Report:
     """
 
     as_json: bool
-    is_shown: bool
+    is_shown: bool = True
     results: dict[str, Result] = field(default_factory=dict)
 
     def add(self, name: str, result: Result) -> None:
@@ -32,7 +85,7 @@ class Report:
         self.results[name] = result
         if self.as_json or not self.is_shown:
             return
-        print(f"{result.status.name:<6}{name:<{_NAME_WIDTH}}{result.found}", flush=True)
+        print(f"{result.status.name:<6}{name:<{_NAME_WIDTH - 1}} {result.found}", flush=True)
         if result.remedy:
             print(f"{'':<6}{'':<{_NAME_WIDTH}}-> {result.remedy}", flush=True)
         if result.table is not None:
@@ -53,32 +106,19 @@ class Report:
         if not self.is_shown:
             return
         if self.as_json:
-            print(json.dumps(self._document(hosts, left_out), indent=2), flush=True)
+            checks = [_entry(name, result) for name, result in self.results.items()]
+            document = {"status": self.worst.name, "hosts": hosts, "checks": checks}
+            print(json.dumps({**document, "not_checked": left_out}, indent=2), flush=True)
             return
         if left_out:
             print(f"Not checked after that: {', '.join(left_out)}.")
-        counts = {
-            status: sum(result.status is status for result in self.results.values())
-            for status in Status
-        }
-        print(", ".join(f"{count} {status.name}" for status, count in counts.items()), flush=True)
-
-    def _document(self, hosts: Mapping[int, str], left_out: Iterable[str]) -> dict[str, Any]:
-        return {
-            "status": self.worst.name,
-            "hosts": hosts,
-            "checks": [_entry(name, result) for name, result in self.results.items()],
-            "not_checked": list(left_out),
-        }
+        statuses = [result.status for result in self.results.values()]
+        counts = (f"{statuses.count(status)} {status.name}" for status in Status)
+        print(", ".join(counts), flush=True)
 
 
-def _entry(name: str, result: Result) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "name": name,
-        "status": result.status.name,
-        "found": result.found,
-        "remedy": result.remedy,
-    }
-    if result.table is not None:
-        entry["table"] = [result.table.headings, *result.table.rows]
-    return entry
+def _entry(name: str, result: Result) -> dict[str, object]:
+    own = {"status": result.status.name, "found": result.found, "remedy": result.remedy}
+    table = result.table
+    tables = {} if table is None else {"table": [table.headings, *table.rows]}
+    return {"name": name, **own, **tables}

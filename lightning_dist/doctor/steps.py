@@ -6,9 +6,8 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -16,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_dist.doctor.check import Check, Choice, Run
-from lightning_dist.doctor.result import Result, fail, ok
+from lightning_dist.doctor.check import Check, Choice, Run, worst_of
+from lightning_dist.doctor.report import Result, fail, ok
 from lightning_dist.engine.checkpoint.files import load_full
 from lightning_dist.engine.common.mesh_shape import MeshShape
 
 _NUM_STEPS = 10
-_RATE, _MOMENTUM = 0.05, 0.9
 _TOLERANCE = 1e-9  # float64, and sums in another order
 _ROWS_PER_RANK = 4
 
@@ -36,11 +34,12 @@ class Toy(pl.LightningModule):
 
     def __init__(self, mesh: MeshShape) -> None:
         super().__init__()
-        width = 4 * mesh.tp
-        layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4 * mesh.pp)]
-        self.model = nn.Sequential(*layers).double()
-        self._rows = _ROWS_PER_RANK * mesh.world_size
+        self._width, self._rows = 4 * mesh.tp, _ROWS_PER_RANK * mesh.world_size
         self._num_replicas = mesh.data_size
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            layers = [nn.Linear(self._width, self._width) for _ in range(4 * mesh.pp)]
+        self.model = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers)).double()
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """Returns how tensor-parallel ranks shard the layers."""
@@ -53,55 +52,42 @@ class Toy(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns the optimizer."""
-        return torch.optim.SGD(self.parameters(), lr=_RATE, momentum=_MOMENTUM)
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Returns this replica's share of each batch; Lightning's own sampler would shuffle."""
+        replicas, data = self.trainer.distributed_sampler_kwargs or {}, self.data()
+        sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=False, **replicas)
+        return DataLoader(data, self._rows // self._num_replicas, sampler=sampler)
 
     def data(self) -> TensorDataset:
         """Returns the samples of all steps, the same on all ranks."""
         generator = torch.Generator().manual_seed(0)
-        width = next(self.model.parameters()).shape[-1]
-        shape = (_NUM_STEPS * self._rows, width)
+        shape = (_NUM_STEPS * self._rows, self._width)
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
         return TensorDataset(x, x.roll(1, -1).tanh())
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Returns this replica's share of each batch."""
-        data = self.data()
-        sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(
-            data, shuffle=False, **self.trainer.distributed_sampler_kwargs or {}
-        )
-        return DataLoader(data, batch_size=self._rows // self._num_replicas, sampler=sampler)
 
 
 def train_alone(mesh: MeshShape) -> dict[str, Tensor]:
     """Trains the toy in a plain loop on the CPU; returns its weights."""
-    toy = _seeded(mesh)
+    toy = Toy(mesh)
     optimizer = toy.configure_optimizers()
-    for batch in DataLoader(toy.data(), batch_size=_ROWS_PER_RANK * mesh.world_size):
+    for batch in DataLoader(toy.data(), _ROWS_PER_RANK * mesh.world_size):
         optimizer.zero_grad()
         toy.training_step(batch, 0).backward()
         optimizer.step()
     return toy.state_dict()
 
 
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """What became of ten steps; of rank 0, others have the default."""
-
-    deviation: float = 0.0  # by how much a weight differs at most from that of one device
-    is_finite: bool = True  # whether all weights are finite
-
-
-def probe_steps(run: Run, choice: Choice) -> StepFacts:
-    """Trains ten steps with a strategy, and saves and loads a checkpoint."""
+def check_steps(run: Run, choice: Choice) -> Result:
+    """Trains ten steps with a strategy, and saves a checkpoint, which rank 0 compares."""
     mesh = run.meshes[choice.name]
-    path = run.options.root / ".lightning_dist_doctor.ckpt"
+    path = run.root / ".lightning_dist_doctor.ckpt"
     with _quiet():
         trainer = pl.Trainer(
-            strategy=choice.build(
-                timeout_s=run.options.seconds, save_full=True, check_environment="off"
-            ),
+            strategy=choice.build(timeout_s=run.seconds, save_full=True, check_environment="off"),
             accelerator="gpu" if torch.cuda.is_available() else "cpu",
-            devices=len([rank for rank, host in run.hosts.items() if host == run.hosts[0]]),
+            devices=len(run.ranks_beside(0)),
             num_nodes=len(set(run.hosts.values())),
             max_steps=_NUM_STEPS,
             use_distributed_sampler=False,
@@ -109,64 +95,65 @@ def probe_steps(run: Run, choice: Choice) -> StepFacts:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            default_root_dir=run.options.root,
+            default_root_dir=run.root,
         )
-        trainer.fit(_seeded(mesh))
+        trainer.fit(Toy(mesh))
         trainer.save_checkpoint(path)
-    return StepFacts() if run.launch.rank else _compare(path, train_alone(mesh))
-
-
-def _compare(path: Path, right: Mapping[str, Tensor]) -> StepFacts:
+    if run.launch.rank:
+        return ok("rank 0 compares the weights")
     weights = load_full(path)["state_dict"]
     path.unlink()
-    deviation = max((weights[name].cpu() - right[name]).abs().max().item() for name in right)
-    return StepFacts(deviation, all(bool(weight.isfinite().all()) for weight in weights.values()))
+    return judge_weights(mesh, weights, train_alone(mesh), is_exact=choice.is_exact)
 
 
-def judge_steps(run: Run, facts: Mapping[int, StepFacts], *, choice: Choice) -> Result:
-    """Judges the weights that a strategy has trained."""
-    own, mesh = facts[0], run.meshes[choice.name]
+def judge_weights(
+    mesh: MeshShape, weights: Mapping[str, Tensor], right: Mapping[str, Tensor], *, is_exact: bool
+) -> Result:
+    """Judges the weights that a strategy has trained.
+
+    Args:
+        mesh: The strategy's mesh.
+        weights: The weights, by name.
+        right: Those of one device.
+        is_exact: Whether both should be equal.
+    """
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items() if size > 1)
     where = f"ten steps on {sizes or 'one rank'}"
-    if not own.is_finite:
+    if not all(bool(weight.isfinite().all()) for weight in weights.values()):
         return fail(f"{where}: weights are not finite", "Please report it, with this output.")
-    if not choice.is_exact:
+    if not is_exact:
         return ok(f"{where}: done; its weights are stale by design, and not compared")
-    if own.deviation > _TOLERANCE:
+    deviation = max((weights[name].cpu() - right[name]).abs().max().item() for name in right)
+    if deviation > _TOLERANCE:
         return fail(
-            f"{where}: a weight differs by {own.deviation:.1e} from one device's",
+            f"{where}: a weight differs by {deviation:.1e} from one device's",
             "Do not train there. Run `all-reduce` again; if that is right, please report it.",
         )
-    return ok(f"{where}: equal to one device ({own.deviation:.0e} at most)")
+    return ok(f"{where}: equal to one device ({deviation:.0e} at most)")
 
 
-def step_check(choice: Choice, seconds: float) -> Check[StepFacts]:
+def step_check(choice: Choice, seconds: float) -> Check[Result]:
     """Returns the check of a strategy's steps."""
     return Check(
         choice.name,
-        partial(probe_steps, choice=choice),
-        partial(judge_steps, choice=choice),
+        partial(check_steps, choice=choice),
+        worst_of,
         "See the error above it; the checks of links and disk say more.",
         4 * seconds,
-        in_main_thread=True,
     )
-
-
-def _seeded(mesh: MeshShape) -> Toy:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        return Toy(mesh)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Mutes Lightning's lines and warnings."""
-    logger = logging.getLogger("lightning.pytorch")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    """Mutes lines and warnings of Lightning and of tensors that are sharded twice."""
+    loggers = [logging.getLogger(it) for it in ("lightning.pytorch", "torch.distributed.tensor")]
+    levels = [logger.level for logger in loggers]
     try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -81,7 +81,7 @@ def diagnose_without_rank_0() -> Answer:
     if os.environ["RANK"] == "0":
         return 0, {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "_GRACE_SECONDS", 0.5)
+        patch.setattr(meeting, "GRACE_SECONDS", 0.5)
         return diagnose("--seconds", "0.5")
 
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_dist.doctor.check import Options, Run
+from lightning_dist.doctor.check import Run
 from lightning_dist.doctor.launch import Launch
 from lightning_dist.engine.common.mesh_shape import MeshShape
 
 LAUNCH = Launch(
-    launcher="torchrun",
-    reason="TORCHELASTIC_RUN_ID is set",
+    origin="torchrun, since TORCHELASTIC_RUN_ID is set",
     is_detected=True,
     rank=0,
     world_size=4,
@@ -27,7 +26,7 @@ LAUNCH = Launch(
 def make_run(*hosts: str, root: Path = Path("/data"), **launch: Any) -> Run:
     """A run of a rank on each of some hosts."""
     own = replace(LAUNCH, world_size=len(hosts), **launch)
-    return Run(own, Options(root, ()), dict(enumerate(hosts)))
+    return Run(own, root, 30.0, dict(enumerate(hosts)), token="token")
 
 
 def with_mesh(run: Run, **sizes: int) -> Run:

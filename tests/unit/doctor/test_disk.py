@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_dist.doctor import disk
-from lightning_dist.doctor.disk import DiskFacts, disk_check, judge_disk
-from lightning_dist.doctor.result import Status
+from lightning_dist.doctor.disk import DISK, DiskFacts, judge_disk
+from lightning_dist.doctor.report import Status
 from tests.unit.doctor.facts import TWO_HOSTS, make_run, with_mesh
 
 GOOD = DiskFacts(free=50_000_000_000)
@@ -25,7 +25,7 @@ def judged(run: Any = TWO_HOSTS, **other: Any) -> tuple[Status, str]:
 def test_a_directory_that_all_see_is_fine(tmp_path: Path) -> None:
     assert judged()[0] is Status.OK
     run = make_run("a", root=tmp_path / "new")
-    result = disk_check("token").conclude(run, {0: disk_check("token").attempt(run)})
+    result = DISK.conclude(run, {0: DISK.attempt(run)})
     assert result.status is not Status.FAIL
     assert "all ranks see it" in result.found or "free" in result.found
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["token"]
@@ -45,7 +45,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_is_a_failure(small_disk: Path) -> None:
     run = make_run("a", root=small_disk)
-    result = disk_check("token").conclude(run, {0: disk_check("token").attempt(run)})
+    result = DISK.conclude(run, {0: DISK.attempt(run)})
     assert result.status is Status.FAIL
     assert "No space left on device" in result.found
     assert [path.name for path in small_disk.iterdir()] == ["token"]
@@ -53,11 +53,11 @@ def test_a_full_disk_is_a_failure(small_disk: Path) -> None:
 
 def test_too_little_space_for_a_checkpoint_is_a_failure() -> None:
     assert judged(free=500_000_000)[0] is Status.WARN
-    large = replace(TWO_HOSTS, options=replace(TWO_HOSTS.options, parameters=7_000_000_000))
+    large = replace(TWO_HOSTS, parameters=7_000_000_000)
     status, text = judged(large)
     assert status is Status.FAIL
     assert "50 GB free; a checkpoint needs 84 GB" in text
-    small = replace(TWO_HOSTS, options=replace(TWO_HOSTS.options, parameters=1_000_000_000))
+    small = replace(TWO_HOSTS, parameters=1_000_000_000)
     assert "4 checkpoints" in judged(small)[1]
 
 
@@ -74,9 +74,9 @@ def test_another_hosts_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(disk, "_SEEN_SECONDS", 0.0)
     run = make_run("a", "b", root=tmp_path, rank=1)
     monkeypatch.setattr(disk, "_NUM_RENAMES", 1)
-    assert not disk.probe_disk(run, "token").sees_first
+    assert not disk.probe_disk(run).sees_first
     (tmp_path / "token").touch()
-    assert disk.probe_disk(run, "token").sees_first
+    assert disk.probe_disk(run).sees_first
 
 
 def test_half_a_file_is_a_warning() -> None:

@@ -1,18 +1,15 @@
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import pytest
 
-from lightning_dist.doctor.launch import (
-    LauncherFacts,
-    find_environment,
-    judge_launcher,
-    read_launch,
-)
-from lightning_dist.doctor.result import Status
+from lightning_dist.doctor import launch as launches
+from lightning_dist.doctor.launch import check_launcher, find_environment, read_launch
+from lightning_dist.doctor.report import Status, StoppedError
 from tests.unit.doctor.facts import LAUNCH
 
 TORCHRUN = {
@@ -69,9 +66,9 @@ def test_the_launch_is_read_as_lightning_reads_it(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    environment, found, reason = find_environment()
-    assert found == launcher
-    launch = read_launch(environment, found, reason)
+    environment, origin = find_environment()
+    assert origin.startswith(f"{launcher}, since ")
+    launch = read_launch(environment, origin)
     assert place == (
         launch.rank,
         launch.world_size,
@@ -90,32 +87,37 @@ def test_the_launch_is_read_as_lightning_reads_it(
 
 def test_missing_and_impossible_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "stale")
-    with pytest.raises(ValueError, match="LOCAL_RANK of torchrun is not set"):
+    with pytest.raises(StoppedError, match="torchrun, since .*, but LOCAL_RANK is not set"):
         read_launch(*find_environment())
     for name, value in (TORCHRUN | {"RANK": "4"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="rank 4 of 4, and 1 of 2 on its host, cannot be"):
+    with pytest.raises(StoppedError, match="rank 4 of 4, and 1 of 2 on its host, cannot be"):
         read_launch(*find_environment())
 
 
-def test_a_launcher_that_lightning_does_not_see_is_a_failure() -> None:
-    alone = replace(LAUNCH, is_detected=False, world_size=1)
-    facts = LauncherFacts(sizes=(("OMPI_COMM_WORLD_SIZE", 4),), has_mpi4py=False, has_srun=False)
-    result = judge_launcher(alone, facts)
+ALONE = replace(LAUNCH, is_detected=False, world_size=1)
+
+
+def test_a_launcher_that_lightning_does_not_see_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    result = check_launcher(ALONE)
     assert result.status is Status.FAIL
     assert "OMPI_COMM_WORLD_SIZE=4" in result.found
     assert "mpi4py" in result.remedy
     # Under torchrun in a SLURM job the sizes differ, and should.
-    assert judge_launcher(LAUNCH, facts).status is Status.OK
+    assert check_launcher(LAUNCH).status is Status.OK
 
 
-def test_what_could_capture_a_launch_is_a_warning() -> None:
-    alone = replace(LAUNCH, is_detected=False, world_size=1)
-    assert judge_launcher(alone, LauncherFacts((), False, False)).status is Status.OK
-    for facts, word in (
-        (LauncherFacts((), True, False), "mpi4py"),
-        (LauncherFacts((), False, True), "srun"),
-    ):
-        result = judge_launcher(alone, facts)
-        assert (result.status, word in result.found) == (Status.WARN, True)
-        assert judge_launcher(LAUNCH, facts).status is Status.OK
+@pytest.mark.parametrize("word", ["mpi4py", "srun", "nothing"])
+def test_what_could_capture_a_launch_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.setattr(launches, "find_spec", lambda name: name if name == word else None)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == word else None)
+    result = check_launcher(ALONE)
+    assert (result.status, word in result.found) == (
+        (Status.OK, False) if word == "nothing" else (Status.WARN, True)
+    )
+    assert check_launcher(LAUNCH).status is Status.OK

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_dist.doctor import meeting
-from lightning_dist.doctor.meeting import Meeting, NotMetError, judge_contact, judge_meeting
-from lightning_dist.doctor.result import Status
+from lightning_dist.doctor.meeting import Meeting, judge_contact, judge_meeting
+from lightning_dist.doctor.report import Status, StoppedError
 from tests.helpers.processes.workers import free_port
 from tests.unit.doctor.facts import LAUNCH
 
@@ -26,7 +26,7 @@ def test_missing_ranks_are_named_with_their_hosts() -> None:
 
 def contact_error(launch_port: int) -> str:
     launch = replace(LAUNCH, rank=1, address="127.0.0.1", port=launch_port)
-    with pytest.raises(NotMetError) as caught:
+    with pytest.raises(StoppedError) as caught:
         Meeting(launch, seconds=0.1)
     return caught.value.result.found
 
@@ -54,11 +54,11 @@ def test_reasons_have_their_remedies() -> None:
 
 
 def test_a_stranger_at_the_port_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.1)
     port = free_port()
     launch = replace(LAUNCH, address="127.0.0.1", port=port, world_size=2, serves=True)
     stranger = Meeting(launch, seconds=1.0)  # a store, but no doctor answers there
     second = Meeting(replace(launch, rank=1), seconds=0.2)
-    with pytest.raises(NotMetError, match="rank 0 has not answered"):
+    with pytest.raises(StoppedError, match="rank 0 has not answered"):
         second.meet()
     del stranger

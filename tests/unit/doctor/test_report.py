@@ -4,15 +4,14 @@ import json
 
 import pytest
 
-from lightning_dist.doctor.report import Report
-from lightning_dist.doctor.result import Status, fail, ok
+from lightning_dist.doctor.report import Report, Status, fail, ok
 from lightning_dist.engine.common.table import Table
 
 TABLE = Table("Links", ("rank", "MB/s"), (("0", "12"),))
 
 
 def filled(*, as_json: bool = False, is_shown: bool = True) -> Report:
-    report = Report(as_json, is_shown)
+    report = Report(as_json, is_shown=is_shown)
     report.add("links", ok("slow", TABLE))
     report.add("disk", fail("full", "free space"))
     report.end({0: "a"}, ["clocks"])

@@ -2,28 +2,28 @@ from __future__ import annotations
 
 import torch
 
-from lightning_dist.doctor.check import Choice
-from lightning_dist.doctor.result import Status
-from lightning_dist.doctor.steps import StepFacts, judge_steps, train_alone
+from lightning_dist.doctor.report import Result, Status
+from lightning_dist.doctor.steps import judge_weights, train_alone
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.strategies.ddp import DDPStrategy
-from tests.unit.doctor.facts import ONE_HOST, with_mesh
 
-RUN = with_mesh(ONE_HOST, dp_replicate=2)
-EXACT, STALE = Choice("mesh", DDPStrategy), Choice("mesh", DDPStrategy, is_exact=False)
+
+def judged(trained: float, *, is_exact: bool = True) -> Result:
+    right = {"weight": torch.zeros(2, dtype=torch.float64)}
+    weights = {"weight": torch.tensor([0.0, trained], dtype=torch.float64)}
+    return judge_weights(MeshShape(dp_replicate=2), weights, right, is_exact=is_exact)
 
 
 def test_weights_that_differ_from_those_of_one_device_are_a_failure() -> None:
-    assert judge_steps(RUN, {0: StepFacts(1e-15)}, choice=EXACT).status is Status.OK
-    result = judge_steps(RUN, {0: StepFacts(1e-6)}, choice=EXACT)
+    assert judged(1e-15).status is Status.OK
+    result = judged(1e-6)
     assert result.status is Status.FAIL
     assert "ten steps on dp_replicate 2: a weight differs by 1.0e-06" in result.found
 
 
 def test_stale_weights_are_not_compared_but_must_be_finite() -> None:
-    assert judge_steps(RUN, {0: StepFacts(1e-2)}, choice=STALE).status is Status.OK
-    result = judge_steps(RUN, {0: StepFacts(1e-2, is_finite=False)}, choice=STALE)
-    assert result.status is Status.FAIL
+    assert judged(1e-2, is_exact=False).status is Status.OK
+    assert judged(float("nan"), is_exact=False).status is Status.FAIL
+    assert judged(float("inf")).status is Status.FAIL
 
 
 def test_one_device_trains_each_batch_of_all_replicas() -> None:
