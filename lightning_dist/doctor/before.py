@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import shutil
@@ -15,6 +14,11 @@ from lightning_dist.doctor.report import Result, fail, ok, warn
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.common.table import format_bytes
 from lightning_dist.engine.comms import interface
+from lightning_dist.engine.comms.contact import (
+    errno_of_serving,
+    explain_contact,
+    explain_serving,
+)
 
 _SHM_BYTES = 1_000_000_000
 _FILES_ALONE, _FILES_PER_RANK = 512, 8  # a process's own, and connections of its groups
@@ -25,11 +29,8 @@ def check_address(run: Run) -> Result:
     address = run.launch.address
     try:
         answers = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return fail(
-            f"MASTER_ADDR={address} is unknown here: {error}",
-            "Set MASTER_ADDR to the IP address of rank 0's host, or add its name to /etc/hosts.",
-        )
+    except socket.gaierror as error:
+        return fail(*explain_contact(address, run.launch.port, error))
     numbers = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
     if run.has_several_hosts and all(
         ip_address(it.partition("%")[0]).is_loopback for it in numbers
@@ -46,29 +47,9 @@ def check_port(run: Run) -> Result:
     port = run.launch.port
     if not run.launch.serves:
         return ok(f"MASTER_PORT={port} is served by the launcher")
-    if run.launch.rank == 0:
-        try:
-            bind(port)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return fail(
-                    f"MASTER_PORT={port} is taken by another process",
-                    "Set another MASTER_PORT, or end that process:"
-                    f" `ss -ltnp sport = :{port}` names it.",
-                )
-            return fail(f"MASTER_PORT={port}: {error.strerror}", "Set MASTER_PORT above 1023.")
+    if run.launch.rank == 0 and (error := errno_of_serving(port)):
+        return fail(*explain_serving(port, error))
     return ok(f"MASTER_PORT={port} is free on rank 0's host")
-
-
-def bind(port: int) -> None:
-    """Takes a port of this host for a moment, as a store does.
-
-    Raises:
-        OSError: It cannot be taken.
-    """
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("", port))
 
 
 def check_interface(run: Run) -> Result:

@@ -17,6 +17,8 @@ from lightning.pytorch.plugins.environments import (
 )
 
 from lightning_dist.doctor.report import Result, StoppedError, fail, ok, warn
+from lightning_dist.engine.comms.meeting import launcher_serves
+from lightning_dist.strategies.base.launch_checks import STARTED
 
 # As Lightning's Trainer asks them; the first that answers is taken.
 _LAUNCHERS: tuple[tuple[type[ClusterEnvironment], str], ...] = (
@@ -26,7 +28,7 @@ _LAUNCHERS: tuple[tuple[type[ClusterEnvironment], str], ...] = (
     (MPIEnvironment, "mpirun, since mpi4py counts several processes"),
 )
 # How many processes a launcher has started, whether Lightning asks it or not.
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "WORLD_SIZE")
+_SIZES = (*STARTED, "SLURM_NTASKS", "WORLD_SIZE")
 _REMEDY = "Start with one launcher, and no stale variables."
 
 
@@ -104,7 +106,7 @@ def read_launch(environment: ClusterEnvironment, origin: str) -> Launch:
             ranks_per_host=ranks_per_host,
             address=environment.main_address,
             port=environment.main_port,
-            serves=variables.get("TORCHELASTIC_USE_AGENT_STORE") != str(True),
+            serves=not launcher_serves(),
         )
     except KeyError as error:
         text = f"{origin}, but {error.args[0]} is not set"

@@ -18,9 +18,10 @@ from lightning_dist.doctor.launch import Launch
 from lightning_dist.doctor.report import Result, StoppedError, fail, ok
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.comms import interface
+from lightning_dist.engine.comms.contact import ContactError, await_port, open_store
+from lightning_dist.engine.comms.meeting import MISSING_REMEDY, describe_missing
 
 _POLL_SECONDS = 0.05
-_CONNECT_SECONDS = 3.0
 GRACE_SECONDS = 10.0  # for rank 0 to judge, or to be a little late
 
 
@@ -38,19 +39,13 @@ class Meeting:
     def __init__(self, launch: Launch, seconds: float) -> None:
         self._launch = launch
         self._deadline = time.monotonic() + seconds
-        serves = launch.rank == 0 and launch.serves
+        place, serves = (launch.address, launch.port), launch.rank == 0 and launch.serves
         try:
             if not serves:
-                _await_port(launch, self._deadline)
-            store = dist.TCPStore(
-                launch.address,
-                launch.port,
-                is_master=serves,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=seconds),
-            )
-        except (OSError, RuntimeError) as error:
-            raise StoppedError("meeting", judge_contact(launch, error)) from error
+                await_port(*place, seconds)
+            store = open_store(*place, is_master=serves)
+        except ContactError as error:
+            raise StoppedError("meeting", fail(error.found, error.remedy)) from error
         # torchrun keeps one store for all attempts.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = dist.PrefixStore(f"lightning_dist/doctor/{attempt}", store)
@@ -109,57 +104,11 @@ class Meeting:
         return hosts
 
 
-def _await_port(launch: Launch, deadline: float) -> None:
-    """Waits until the store's port answers; torch's own message does not say why it does not."""
-    while True:
-        try:
-            socket.create_connection((launch.address, launch.port), _CONNECT_SECONDS).close()
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(_POLL_SECONDS)
-
-
-def judge_contact(launch: Launch, error: Exception) -> Result:
-    """Judges why the store cannot be reached or served, by the last error."""
-    place = f"{launch.address}:{launch.port}"
-    if isinstance(error, ConnectionRefusedError):
-        return fail(
-            f"nothing listens at {place}",
-            "Has rank 0 started, there, and with the same MASTER_PORT? See its output.",
-        )
-    if isinstance(error, TimeoutError):
-        return fail(
-            f"{place} does not answer",
-            "A firewall or a security group drops what is sent there: open all ports between the"
-            " hosts, or set a MASTER_ADDR of an open network.",
-        )
-    if isinstance(error, socket.gaierror):
-        return fail(f"{launch.address} is unknown here", "Set MASTER_ADDR to an IP address.")
-    return fail(f"{place}: {error}", "Set a MASTER_ADDR and a MASTER_PORT that all hosts reach.")
-
-
 def judge_meeting(launch: Launch, hosts: Mapping[int, str]) -> Result:
     """Judges whether all ranks have come, by the hosts of those that have."""
-    missing = sorted(set(range(launch.world_size)) - set(hosts))
-    if not missing:
+    if len(hosts) == launch.world_size:
         return ok(f"{len(hosts)} ranks have met; hosts: {shorten(sorted(set(hosts.values())))}")
-    per_host = launch.ranks_per_host
-    by_host: dict[str, list[str]] = {}
-    for rank in missing:
-        place = "unknown hosts"
-        if per_host:
-            node = rank // per_host
-            names = [host for other, host in hosts.items() if other // per_host == node]
-            place = names[0] if names else f"host number {node}, of which no rank came"
-        by_host.setdefault(place, []).append(str(rank))
-    texts = (f"{shorten(ranks)} ({place})" for place, ranks in by_host.items())
-    return fail(
-        f"{len(hosts)} of {launch.world_size} ranks have met; missing: {'; '.join(texts)}",
-        "See what these ranks print. Is the command started on each host, with the same"
-        " MASTER_ADDR and MASTER_PORT, and the ports between the hosts open?",
-    )
+    return fail(describe_missing(launch.world_size, hosts, launch.ranks_per_host), MISSING_REMEDY)
 
 
 def group_check(meeting: Meeting, seconds: float) -> Check[Result]:

@@ -17,12 +17,14 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_dist.engine.comms.failures.parent_watch import known_to_children
 from lightning_dist.engine.comms.failures.peer_failure import GRACE_SECONDS
 from lightning_dist.strategies.base.ending.signal_handlers import SIGTERM_EXIT_CODE
+from lightning_dist.strategies.base.launch_checks import check_launch
 
 _POLL_SECONDS = 1
 _SOUND_EXIT_CODES = (None, 0, SIGTERM_EXIT_CODE)
@@ -66,6 +68,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         **kwargs: Any,
     ) -> Any:
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
+        if isinstance(self.cluster_environment, LightningEnvironment):
+            check_launch(self.cluster_environment, self.num_processes, self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             with known_to_children():
                 self._call_children_scripts()

@@ -26,9 +26,10 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import DeviceGroup, check_backend
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
-from lightning_dist.engine.comms import attempt_store, interface
+from lightning_dist.engine.comms import interface
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.comms.group_pool import GroupKind, pool_of_world
+from lightning_dist.engine.comms.meeting import Meeting, launcher_serves, meet
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.launcher import ScriptLauncher
@@ -202,11 +203,11 @@ class ProcessMesh(ParallelStrategy):
         address, port = self.cluster_environment.main_address, self.cluster_environment.main_port
         os.environ["MASTER_ADDR"] = address
         os.environ["MASTER_PORT"] = str(port)
-        timeout = timedelta(seconds=self.timeout_seconds)
-        store: dist.Store | None = None
-        if attempt_store.is_shared_by_attempts():
-            place = self.global_rank, self.world_size
-            store = attempt_store.connect(address, port, *place, timeout)
+        place = address, port, self.global_rank, self.world_size
+        per_host = self.num_processes
+        if per_host * self.num_nodes != self.world_size:
+            per_host = 0  # only the launcher knows
+        store = meet(Meeting(*place, per_host, self.timeout_seconds, serves=not launcher_serves()))
         # No `device_id`, which would bind the device. Then torch would split the world's NCCL
         # communicator for each later group, gloo's too: a collective of all ranks each time, even
         # for two. Unbound, a group's own ranks form its communicator when they first use it.
@@ -218,7 +219,7 @@ class ProcessMesh(ParallelStrategy):
                 rank=self.global_rank,
                 world_size=self.world_size,
                 store=store,
-                timeout=timeout,
+                timeout=timedelta(seconds=self.timeout_seconds),
             )
         except RuntimeError as error:
             if self.num_nodes > 1 and not isinstance(error, dist.DistError):

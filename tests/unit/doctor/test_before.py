@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -34,7 +35,7 @@ def test_an_address_is_known_and_not_each_host_itself() -> None:
     check(check_address(make_run("a", "b", **loopback)), Status.FAIL, "each host itself")
     check(check_address(make_run("a", "a", **loopback)), Status.OK)
     unknown = make_run("a", address="no name")
-    check(check_address(unknown), Status.FAIL, "is unknown here", "/etc/hosts")
+    check(check_address(unknown), Status.FAIL, "MASTER_ADDR=no name is unknown", "/etc/hosts")
 
 
 def test_a_taken_port_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,10 +49,7 @@ def test_a_taken_port_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         check(check_port(other), Status.OK)  # rank 0 looks
     check(check_port(run), Status.OK, "free on rank 0's host")
 
-    def refuse(port: int) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(before, "bind", refuse)
+    monkeypatch.setattr(before, "errno_of_serving", lambda port: errno.EACCES)
     check(check_port(run), Status.FAIL, "Permission denied", "1023")
 
 
