@@ -70,6 +70,8 @@ class DDPStrategy(DataParallelStrategy):
             (``Trainer(use_distributed_sampler=False)``).
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Write one ordinary ``.ckpt`` file, as None does too, or else a directory.
+        async_save: Whether a thread writes checkpoints, from a copy in host memory, while training
+            goes on.
         accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
         checkpoint_io, precision_plugin: As for any Lightning strategy.
         process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
@@ -96,6 +98,7 @@ class DDPStrategy(DataParallelStrategy):
         uneven_inputs: bool = False,
         timeout_s: float = 1800.0,
         save_full: bool | None = None,
+        async_save: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -116,6 +119,7 @@ class DDPStrategy(DataParallelStrategy):
             start_method=start_method,
             check_environment=check_environment,
             save_full=save_full,
+            async_save=async_save,
         )
         checks.check_arguments(compression, powersgd_rank, powersgd_start_step, bucket_megabytes)
         checks.check_local_sgd(sync_every, sync_warmup_steps, compression)

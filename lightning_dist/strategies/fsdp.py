@@ -62,6 +62,8 @@ class FSDPStrategy(ShardedStrategy):
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
             writes the file if a rank holds the whole model.
+        async_save: Whether a thread writes checkpoints, from a copy in host memory, while training
+            goes on.
         accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
         checkpoint_io, precision_plugin: As for any Lightning strategy.
         process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
@@ -89,6 +91,7 @@ class FSDPStrategy(ShardedStrategy):
         compression: Literal["none"] = "none",
         timeout_s: float = 1800.0,
         save_full: bool | None = None,
+        async_save: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -123,6 +126,7 @@ class FSDPStrategy(ShardedStrategy):
             start_method=start_method,
             check_environment=check_environment,
             save_full=save_full,
+            async_save=async_save,
         )
         self._shard_size = shard_size
 

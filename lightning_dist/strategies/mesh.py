@@ -48,6 +48,8 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
             writes the file if a rank holds the whole model.
+        async_save: Whether a thread writes checkpoints, from a copy in host memory, while training
+            goes on.
         read: Which ranks of a data replica read its batches. The ``"first"`` sends them to the
             others, so that a run draws its data as one device would. With ``"each"``, all ranks of
             a replica must draw the same.
@@ -75,6 +77,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         meta_init: bool = True,
         timeout_s: float = 1800.0,
         save_full: bool | None = None,
+        async_save: bool = False,
         read: Read = "first",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -102,6 +105,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
             start_method=start_method,
             check_environment=check_environment,
             save_full=save_full,
+            async_save=async_save,
             read=read,
         )
         self._sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}

@@ -68,6 +68,14 @@ def publish(temporary: Path, target: Path) -> None:
     remove(aside)
 
 
+def link(path: Path, target: Path) -> None:
+    """Makes a path a relative symbolic link to a checkpoint, in place of what it was."""
+    temporary = temporary_name(path)
+    remove(temporary)
+    temporary.symlink_to(os.path.relpath(target, path.parent))
+    publish(temporary, path)
+
+
 def exchange(one: Path, other: Path) -> bool:
     """Exchanges two names in one step; returns False, with nothing changed, if it is impossible."""
     if sys.platform != "linux":

@@ -21,6 +21,7 @@ import io
 import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,19 @@ def load_sharded(
     return checkpoint
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a rank writes of a sharded checkpoint.
+
+    Attributes:
+        tensors: This rank's tensors, keyed as in the files.
+        rest: The checkpoint without its tensors; that of modules and optimizers from all ranks.
+    """
+
+    tensors: dict[str, Tensor]
+    rest: dict[str, Any]
+
+
 def save_sharded(
     checkpoint: Mapping[str, Any], path: str | os.PathLike[str], group: dist.ProcessGroup | None
 ) -> None:
@@ -144,18 +158,36 @@ def save_sharded(
         RuntimeError: A rank failed otherwise.
         ValueError: A rank does not see the first rank's disk.
     """
+    write_parts(path, group, split_parts(checkpoint, group))
+
+
+def split_parts(checkpoint: Mapping[str, Any], group: dist.ProcessGroup | None) -> Parts:
+    """Returns the parts to write of a checkpoint. Collective: every rank must call it.
+
+    Args:
+        checkpoint: As for :func:`save_sharded`.
+        group: As for :func:`save_sharded`.
+    """
+    tensors, rest = _split(checkpoint)
+    return Parts(tensors, {**rest, **_gather_rest(rest, group)})
+
+
+def write_parts(
+    path: str | os.PathLike[str], group: dist.ProcessGroup | None, parts: Parts
+) -> None:
+    """Writes the parts of all ranks, or none, as :func:`save_sharded` does. Collective.
+
+    No other group is used. So a thread can write with a group of its own.
+    """
     from lightning_dist.engine.checkpoint.shards import write_shards  # its docstring says why here
 
     place = place_of(path)
     save = JointSave(path, group)
     draft = save.open(place)
     with save.discarded_on_failure(draft):
-        tensors, rest = _split(checkpoint)
-        states = _gather_rest(rest, group)
-
-        save.step(partial(write_shards, tensors, draft.path, group))
+        save.step(partial(write_shards, parts.tensors, draft.path, group))
         help_text = _README.format(command=merge_command(os.path.basename(path)))
-        save.step_of_first(partial(place.publish, draft, {**rest, **states}, help_text))
+        save.step_of_first(partial(place.publish, draft, parts.rest, help_text))
 
 
 def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

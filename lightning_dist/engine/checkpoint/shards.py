@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -35,7 +35,8 @@ def write_shards(
     Raises:
         RanksFailedError: A rank could not write; raised on all ranks.
     """
-    with _silent_about_one_process():
+    # A thread may write with a group, and Python's warning filters belong to all threads.
+    with _silent_about_one_process() if group is None else nullcontext():
         try:
             dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
         except dcp.CheckpointException as error:

@@ -13,6 +13,7 @@ import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,7 +40,7 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
 from lightning_dist.engine.checkpoint.places import is_local, place_of
 from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names, fold
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor, shard_like
-from lightning_dist.strategies.base.distributed import DistributedStrategy
+from lightning_dist.strategies.base.async_saving import AsyncSaving
 from lightning_dist.strategies.base.model_checks import check_group_values
 from lightning_dist.strategies.base.part_warning import warn_of_part, without_warning
 
@@ -69,7 +70,7 @@ class WholeFileIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
 
 
-class LayoutFreeCheckpoints(DistributedStrategy):
+class LayoutFreeCheckpoints(AsyncSaving):
     """Saves and loads by parameter name; see the module's docstring."""
 
     _group_names: tuple[GroupNames, ...] = ()
@@ -193,6 +194,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
                 return
             # Ranks may have different names for the file, or different working directories.
             path = self.broadcast(os.path.abspath(path) if is_local(path) else path)
+        self.finish_save()
         with self.file_work(f"saving {path}"):
             self._save(checkpoint, path, storage_options)
 
@@ -209,21 +211,29 @@ class LayoutFreeCheckpoints(DistributedStrategy):
         if everyone is not None and not self.has_plain_state:
             check_group_values(self.optimizers, everyone)
         if not self.writes_one_file:
-            checkpoints.save_sharded(self._by_name(checkpoint), path, everyone)
+            parts = checkpoints.split_parts(self._by_name(checkpoint), everyone)
+            self.write_state(path, parts, partial(checkpoints.write_parts, path))
             if not self._has_told_form:
                 self._has_told_form = True
                 _print_form(path)
             return
-        whole = checkpoint if self.has_plain_state else self._gather(self._by_name(checkpoint))
+        whole: dict[str, Any] | None = checkpoint
+        if not self.has_plain_state:
+            whole = self._gather(self._by_name(checkpoint))
+        elif not self.is_global_zero:
+            whole = None
 
-        def write() -> None:
-            if whole is not None:
-                super(LayoutFreeCheckpoints, self).save_checkpoint(whole, path, storage_options)
+        def write(group: dist.ProcessGroup | None, whole: dict[str, Any] | None) -> None:
+            def write_file() -> None:
+                if whole is not None:
+                    super(LayoutFreeCheckpoints, self).save_checkpoint(whole, path, storage_options)
 
-        if self.world_size == 1:
-            write()
-        else:
-            JointSave(path, everyone).step(write)
+            if self.world_size == 1:
+                write_file()
+            else:
+                JointSave(path, group).step(write_file)
+
+        self.write_state(path, whole, write)
 
     def _by_name(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Renames optimizer states by parameter, and keeps one name of each tied parameter."""
@@ -258,6 +268,7 @@ class LayoutFreeCheckpoints(DistributedStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
+        self.finish_save()
         if self._guard is not None:  # else no run is under way
             self.lay_out_once()
         path = os.fspath(checkpoint_path)

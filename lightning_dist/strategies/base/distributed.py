@@ -281,6 +281,9 @@ class DistributedStrategy(ProcessMesh):
             self._guard.report(exception)
             self._guard.leave()
 
+    def wait_for_save(self) -> None:
+        """Waits for a checkpoint that is being written, and leaves its errors for later."""
+
     def close_session(self) -> None:
         """Closes the parts that ``setup`` opened. Collective: every sound rank must call it."""
 
@@ -288,6 +291,7 @@ class DistributedStrategy(ProcessMesh):
     def teardown(self) -> None:
         if self._guard is not None:
             with self._guard.closing():
+                self.wait_for_save()
                 self.barrier("teardown")  # else a fast rank would take a slow one for lost
                 self.close_session()
                 loaders, self._loaders = self._loaders, None

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
@@ -81,7 +82,7 @@ def replace_handler_to_restore(
 
 
 def replace_requeue(
-    trainer: pl.Trainer, on_signal: Callable[[], None]
+    trainer: pl.Trainer, on_signal: Callable[[], None], finish_save: Callable[[], None]
 ) -> tuple[Callable[[], None], Undo]:
     """Takes the save out of Lightning's handler of the signal by which SLURM announces its end.
 
@@ -92,6 +93,7 @@ def replace_requeue(
     Args:
         trainer: The trainer; it must not have registered its signal handlers yet.
         on_signal: Called in the handler, so it must do nothing that waits.
+        finish_save: Called behind the save; waits until the checkpoint is whole.
 
     Returns:
         A collective function that saves and asks SLURM to requeue the job, and the undo.
@@ -104,12 +106,17 @@ def replace_requeue(
         path: str = trainer.strategy.broadcast(own_path(directory))
         return path
 
+    own_save = trainer.save_checkpoint
+
+    def save(*arguments: Any) -> None:
+        own_save(*arguments)
+        finish_save()
+
     def requeue() -> None:
-        undo_path = replace_method(checkpoints, own_path.__name__, agreed_path)
-        try:
+        with ExitStack() as undo:
+            undo.callback(replace_method(checkpoints, own_path.__name__, agreed_path))
+            undo.callback(replace_method(trainer, "save_checkpoint", save))
             own(signals, signal.SIGUSR1, sys._getframe())
-        finally:
-            undo_path()
 
     return requeue, replace_method(signals, own.__name__, lambda *_: on_signal())
 
@@ -320,6 +327,23 @@ def mark_optimizer_called(optimizer: Optimizer) -> None:
     Torch reads ``_opt_called``, and would warn that the scheduler was stepped first.
     """
     setattr(optimizer, "_opt_called", True)  # noqa: B010
+
+
+def replace_links(trainer: pl.Trainer, link: Callable[[str, str], None]) -> Undo:
+    """Replaces ``_link_checkpoint``, by which ``ModelCheckpoint`` links to its last checkpoint.
+
+    It removes the link before, and links at once, when the checkpoint may not be written yet.
+
+    Args:
+        trainer: The trainer.
+        link: Links: takes the checkpoint's path and the link's.
+    """
+    undo = ExitStack()
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelCheckpoint):
+            name = callback._link_checkpoint.__name__
+            undo.callback(replace_method(callback, name, lambda _, *paths: link(*paths)))
+    return undo.close
 
 
 # --- documented, but not declared ----------------------------------------------------------------

@@ -114,7 +114,7 @@ class RunSetup(LayoutFreeCheckpoints):
 
     def connect_loops(self, trainer: pl.Trainer) -> None:
         """Takes part in Lightning's loops where these call no strategy, until the session ends."""
-        self.guard.connect_signals(self.before_reading)
+        self.guard.connect_signals(self.before_reading, self.finish_save)
         if not self.is_fitting:
             self.connect_evaluation(trainer)
             return

@@ -158,11 +158,14 @@ class RunGuard:
         self._stop.request(StopReason.INTERRUPT)
         return True
 
-    def connect_signals(self, before_reading: Callable[[], None]) -> None:
+    def connect_signals(
+        self, before_reading: Callable[[], None], finish_save: Callable[[], None]
+    ) -> None:
         """Replaces Lightning's reaction to signals by the ranks' agreement.
 
         Args:
             before_reading: Called before each training batch is read, for which there is no hook.
+            finish_save: Called before SLURM is asked to requeue the job; waits for the checkpoint.
         """
 
         def before_batch() -> None:
@@ -171,7 +174,9 @@ class RunGuard:
 
         undo_sigterm = lightning_internals.replace_sigterm_protocol(self._trainer, before_batch)
         ask = partial(self._stop.request, StopReason.REQUEUE)
-        self._requeue, undo_requeue = lightning_internals.replace_requeue(self._trainer, ask)
+        self._requeue, undo_requeue = lightning_internals.replace_requeue(
+            self._trainer, ask, finish_save
+        )
         self._undo_signals = (undo_sigterm, undo_requeue)
 
     # --- failures ----------------------------------------------------------------------------
@@ -180,6 +185,11 @@ class RunGuard:
     def is_sound(self) -> bool:
         """Whether no rank is known to have failed."""
         return not self._failed.is_set()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether an exception ends the run on this rank."""
+        return self._is_leaving
 
     def check_peers(self) -> None:
         """Raises another rank's failure on a rank that was not waiting when the failure came.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors import signal_connector
 from torch import nn
@@ -72,12 +74,13 @@ def test_slurms_signal_saves_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(trainer.strategy, "broadcast", lambda path: f"{path} of rank 0")
     for _ in range(2):  # as two runs of one Trainer do
         on_signal = partial(did.append, "signal")
-        requeue, undo = lightning_internals.replace_requeue(trainer, on_signal)
+        finish = partial(did.append, "whole")
+        requeue, undo = lightning_internals.replace_requeue(trainer, on_signal, finish)
     trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
     assert did == ["signal"]
     requeue()
     path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
-    assert did[1:] == [f"{path} of rank 0", ["scontrol", "requeue", "7"]]
+    assert did[1:] == [f"{path} of rank 0", "whole", ["scontrol", "requeue", "7"]]
     undo()
 
 
@@ -244,6 +247,20 @@ def test_callbacks_and_rank_are_where_lightning_looks() -> None:
         assert rank_zero_only.rank == 3
     finally:
         rank_zero_only.rank = before
+
+
+def test_links_to_checkpoints_can_be_made_elsewhere(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, save_last="link")
+    trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[save])
+    asked: list[tuple[str, str]] = []
+    undo = lightning_internals.replace_links(trainer, lambda *paths: asked.append(paths))
+    save._last_checkpoint_saved = "some.ckpt"
+    save._save_last_checkpoint(trainer, {})
+    assert asked == [("some.ckpt", f"{tmp_path}/last.ckpt")]
+    assert list(tmp_path.iterdir()) == []
+    undo()
+    save._save_last_checkpoint(trainer, {})
+    assert (tmp_path / "last.ckpt").is_symlink()
 
 
 def test_the_processes_have_a_store() -> None:

@@ -1,0 +1,92 @@
+"""Saves that a thread writes while training goes on.
+
+A save holds up training while the tensors are copied, by torch's stager: into host memory that is
+kept for the next save, and pinned if they are on a GPU. ``dcp.async_save`` copies so, too, but its
+thread would write the shards alone, and a save goes on behind them, on all ranks; see
+:mod:`.joint_save`. So the thread is this module's, and the whole save runs in it. Its collectives
+need a process group of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class BackgroundSaves:
+    """Writes the checkpoints of a run, one at a time.
+
+    Args:
+        group: A gloo group of all ranks that save, for the thread alone.
+        device: Device of the tensors.
+
+    Attributes:
+        group: As above.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        # Here, for the module takes long to import, and most runs do not need it.
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        self.group = group
+        is_on_gpu = device.type == "cuda"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=is_on_gpu,
+                use_non_blocking_copy=is_on_gpu,
+                use_shared_memory=False,  # no other process writes
+                use_async_staging=False,  # the next update would have to wait for it
+            )
+        )
+        # torch's writer asks for the current device, which is the thread's own.
+        set_device = torch.get_device_module(device).set_device
+        self._thread = ThreadPoolExecutor(1, "checkpoint", set_device, (device,))
+        self._steps: list[Future[None]] = []
+
+    def copy(self, state: Any) -> Any:
+        """Copies a tree of tensors and other values; the copy before is overwritten."""
+        assert not self._steps, "the copy before may still be written"
+        return self._stager.stage(state)
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begins a save in the thread; the save before must have been finished."""
+        assert not self._steps
+        self._steps = [self._thread.submit(write)]
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Runs an action when the save is done, on the thread; not at all if the save fails."""
+        if not self._steps:
+            action()
+            return
+        before = self._steps[-1]
+
+        def run() -> None:
+            before.result()
+            action()
+
+        self._steps.append(self._thread.submit(run))
+
+    def wait(self) -> None:
+        """Waits for the save and the actions behind it, and leaves their errors to `finish`."""
+        wait(self._steps)
+
+    def finish(self) -> None:
+        """Waits for the save and the actions behind it.
+
+        Raises:
+            Exception: The save or an action has failed; raised once.
+        """
+        steps, self._steps = self._steps, []
+        wait(steps)
+        for step in steps:
+            step.result()
+
+    def close(self) -> None:
+        """Ends the thread and frees the copy; raises as :meth:`finish`."""
+        self._thread.shutdown()
+        self._stager.close()
+        self.finish()

@@ -1,0 +1,121 @@
+"""A strategy's part in checkpoints that a thread writes while training goes on.
+
+A save waits for the one before, copies this rank's state, and begins to write. What Lightning asks
+for behind it, to remove an older checkpoint or to link to this one, waits in the same thread. So at
+each instant the last whole checkpoint is there, and where ``ckpt_path="last"`` finds it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_dist.engine.checkpoint import directory
+from lightning_dist.engine.checkpoint.background import BackgroundSaves
+from lightning_dist.engine.checkpoint.joint_save import JointSave
+from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.distributed import DistributedStrategy
+
+
+class AsyncSaving(DistributedStrategy):
+    """Base class; see the module's docstring.
+
+    Args:
+        async_save: Whether a thread writes the checkpoints.
+        arguments: Arguments of :class:`.DistributedStrategy`.
+    """
+
+    _saves: BackgroundSaves | None = None  # while a run has them
+
+    def __init__(self, async_save: bool = False, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._async_save = async_save
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._async_save:
+            group = self.group(*self.mesh.sizes, purpose="saves")
+            self._saves = BackgroundSaves(group, self.root_device)
+            undo = lightning_internals.replace_links(self.module.trainer, self._link)
+            self._undo_callbacks.callback(undo)
+
+    def write_state(
+        self, path: str, state: Any, write: Callable[[dist.ProcessGroup | None, Any], None]
+    ) -> None:
+        """Writes a state, or copies it and lets the thread write. Collective.
+
+        Args:
+            path: The checkpoint's path or URL, for messages.
+            state: A tree of tensors and other values.
+            write: Writes it with all ranks of a group; None for a single process.
+        """
+        everyone = self.world_group if dist.is_initialized() else None
+        saves = self._saves
+        if saves is None:
+            write(everyone, state)
+            return
+        copies: list[Any] = []
+        JointSave(path, everyone).step(lambda: copies.append(saves.copy(state)))
+        saves.start(partial(write, saves.group, copies[0]))
+
+    def finish_save(self) -> None:
+        """Waits until the last save is done. Collective: every rank must call it.
+
+        Raises:
+            NotSavedError: A rank could not write the checkpoint.
+            RuntimeError: A rank failed otherwise.
+        """
+        if self._saves is None:
+            return
+        try:
+            with self.file_work("writing a checkpoint"):
+                self._saves.finish()
+        except Exception:
+            self.check_peers()  # a dead rank ends the save, too
+            raise
+
+    @override
+    def on_train_end(self) -> None:
+        self.finish_save()
+        super().on_train_end()
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        remove = partial(super().remove_checkpoint, filepath)
+        if self._saves is None:
+            remove()
+        else:
+            self._saves.then(remove)
+
+    def _link(self, target: str, path: str) -> None:
+        assert self._saves is not None
+        if self.is_global_zero and os.path.abspath(target) != os.path.abspath(path):
+            self._saves.then(partial(directory.link, Path(path), Path(target)))
+
+    @override
+    def wait_for_save(self) -> None:
+        if self._saves is not None:
+            with self.file_work("writing a checkpoint"):
+                self._saves.wait()
+
+    @override
+    def teardown(self) -> None:
+        is_raising = self._guard is not None and self._guard.is_leaving
+        super().teardown()
+        saves, self._saves = self._saves, None
+        if saves is None:
+            return
+        try:
+            saves.close()
+        except Exception as error:
+            if not is_raising:
+                raise
+            rank_zero_warn(str(error))  # raised, it would hide the error that has ended the run
