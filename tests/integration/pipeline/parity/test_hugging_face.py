@@ -179,7 +179,7 @@ def fit_sharing_on_mesh(name: str, sizes: dict[str, Any], layers: str) -> dict[s
 @pytest.mark.parametrize(
     ("name", "sizes", "layers"),
     [
-        ("GemmaForCausalLM", {"dp_shard": 1, "tp": 2}, "auto"),  # sharded by its own plan
+        ("GemmaForCausalLM", {"dp_shard": 1, "tp": 2}, "auto"),
         (SHARES, {"dp_shard": 2}, T5_BLOCKS),
     ],
 )
