@@ -15,9 +15,9 @@ import torch.distributed as dist
 from lightning_dist.doctor.check import Check, Run
 from lightning_dist.doctor.hosts import device_of
 from lightning_dist.doctor.report import Result, fail, ok, warn
+from lightning_dist.engine.common.device_group import finish
 from lightning_dist.engine.common.mesh_shape import AXES
 from lightning_dist.engine.common.table import Table
-from lightning_dist.engine.comms.store_notes import finish
 
 _NUM_PINGS, _NUM_REDUCTIONS = 20, 5
 _FIRST_BYTES, _LAST_BYTES = 1 << 18, 1 << 26

@@ -47,3 +47,9 @@ def check_backend(backend: str, device_type: str) -> None:
             f"process_group_backend={backend!r} is no backend for tensors on a {device_type!r}"
             f" device in this build of torch. Use one of {usable}, or None for the device's own."
         )
+
+
+def finish(device: torch.device) -> None:
+    """Waits for the collectives queued on a device; on a CPU they are over already."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 
 _NUM_KEPT = 2
@@ -68,9 +67,3 @@ class RankNotes:
 
     def _key(self, round_index: int, rank: int) -> str:
         return f"{self._name}/{round_index}/{rank}"
-
-
-def finish(device: torch.device) -> None:
-    """Waits for the collectives queued on a device; on a CPU they are over already."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dist.engine.comms.store_notes import RankNotes, finish
+from lightning_dist.engine.common.device_group import finish
+from lightning_dist.engine.comms.store_notes import RankNotes
 
 
 class MissingGradients:

@@ -15,6 +15,9 @@ class MessageKind(StrEnum):
     ALL_REDUCE = "all-reduce"
     ALL_TO_ALL = "all-to-all"
     BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    SCATTER = "scatter"
+    GATHER = "gather"
     SEND = "send"
     """From one rank to one other."""
 
