@@ -35,7 +35,7 @@ class TensorParallelStrategy(ShardedStrategy):
         plan: Styles of layers, by patterns of module names (``*`` stands for one part of
             a name), such as ``{"layers.*.q_proj": "colwise"}``; see
             :mod:`.layers.styles`. ``"auto"`` takes the module's own
-            ``tensor_parallel_plan()``, a Hugging Face model's, or finds the layers of transformers.
+            ``tensor_parallel_plan()``, or finds the layers of transformers.
         sequence_parallel: Whether each rank has a part of the sequence between the layers, so that
             norms, dropout and residual sums are sharded, too. The traffic stays the same.
         loss_parallel: Whether to compute ``F.cross_entropy`` on each rank's part of the vocabulary;

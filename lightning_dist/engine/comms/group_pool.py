@@ -42,13 +42,10 @@ class GroupPool:
         free = self._free[kind]
         if free:
             return free.pop()
-        own: dist.ProcessGroup | None = None
-        rank = dist.get_rank()
-        for ranks in kind.ranks:
-            group = dist.new_group(list(ranks), backend=kind.backend, timeout=kind.timeout)
-            if rank in ranks:
-                own = group
-        assert own is not None
+        own: dist.ProcessGroup
+        own, _ = dist.new_subgroups_by_enumeration(
+            [list(ranks) for ranks in kind.ranks], timeout=kind.timeout, backend=kind.backend
+        )
         return own
 
     def give_back(self, kind: GroupKind, group: dist.ProcessGroup) -> None:

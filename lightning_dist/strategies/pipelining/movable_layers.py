@@ -1,7 +1,10 @@
 """Layers of a pipeline that change their rank while it trains.
 
 Moves are requested by a user's callback, by :class:`.StageBalancer`, or by
-``partition="profile"``, which profiles the first batch before it is trained on.
+``partition="profile"``, which runs the first batch before it is trained on, and discards the
+results. A separate synchronous pipeline runs the stages meanwhile, over the same channels, so that
+nothing is in flight or recorded in the pipeline that trains. No optimizer gets gradients. State
+that a user's step may change (statistics, metrics, random number generators) is restored.
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
 from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
 from lightning_dist.engine.pipeline.rebalance.repartition import (
     LayerExchange,
     Repartition,
@@ -24,12 +30,14 @@ from lightning_dist.engine.pipeline.rebalance.repartition import (
     refuse_shared_parameters,
 )
 from lightning_dist.engine.planning.balance import find_balance
-from lightning_dist.engine.planning.layer_costs import StepCosts
+from lightning_dist.engine.planning.layer_costs import RankProfile, StepCosts
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.split import PipelineSplit
+from lightning_dist.engine.tensors.rng import random_state_kept
+from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
+from lightning_dist.strategies.pipelining.session import Session
 from lightning_dist.strategies.pipelining.updates import StageUpdates
-from lightning_dist.strategies.pipelining.warmup_profile import profile_layers
 
 
 class MovableLayers(StageUpdates):
@@ -143,3 +151,58 @@ class MovableLayers(StageUpdates):
         """
         if self._exchange is not None:
             self._exchange.interrupt(error)
+
+
+_WARMUP_RUNS = 2  # for caches and allocators to fill
+_TIMED_RUNS = 5
+
+
+def profile_layers(
+    strategy: DistributedStrategy, session: Session, batch: Any, batch_idx: int
+) -> RankProfile:
+    """Times some runs of a training batch. Collective: every rank of the pipeline must call it.
+
+    Args:
+        strategy: The strategy that trains.
+        session: The session that trains later, with nothing in flight.
+        batch: The batch of the next training step.
+        batch_idx: Number of the batch.
+    """
+    module, trains = strategy.module, session.pipeline
+    context = strategy.precision_plugin.train_step_context
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    arguments = [batch, batch_idx] if takes_index else [batch]
+    should_stop = module.trainer.should_stop
+    with trains.detached(), random_state_kept(strategy.root_device), state_kept(module):
+        pipeline = _pipeline_like(trains)
+        profiler = pipeline.stages.layer_profiler(pipeline.recorder)
+        try:
+            for run in range(_WARMUP_RUNS + _TIMED_RUNS):
+                if run == _WARMUP_RUNS:
+                    profiler.start()
+                session.runner.rehearse(pipeline, arguments, context)
+                pipeline.clear()  # else gradients would add up
+        finally:
+            profiler.stop()
+            pipeline.detach()
+            module.trainer.should_stop = should_stop
+    return profiler.profile()
+
+
+def _pipeline_like(trains: Pipeline) -> Pipeline:
+    """Creates a synchronous pipeline of the same stages over the same channels."""
+    schedule = "1f1b" if trains.asynchronous else trains.shape.schedule
+    options = replace(
+        trains.stages.options,
+        weight_versions="stash",
+        layers=None,
+        predict=None,
+        measure_discrepancy=False,
+    )
+    return Pipeline(
+        trains.stages.found,
+        replace(trains.shape, schedule=schedule),
+        trains.links,
+        options,
+        rank=trains.recorder.rank,
+    )

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_dist.engine.precision.casts import cast
+from lightning_dist.engine.precision.casts import TracedCasts, as_in_step, cast
 from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.engine.precision.traced_casts import TracedCasts, as_in_step
 from lightning_dist.engine.schedules.family import stages_of_rank
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import stage_of_layers
