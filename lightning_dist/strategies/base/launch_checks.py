@@ -30,7 +30,7 @@ def check_launch(environment: LightningEnvironment, num_processes: int, num_node
         launched = os.environ.get("WORLD_SIZE", str(asked))
         if launched != str(asked):
             raise ValueError(
-                f"The Trainer asks for {product}, {asked} processes, and WORLD_SIZE={launched}"
+                f"The Trainer asks for {product}, {asked} in all, and WORLD_SIZE={launched}"
                 " says that a launcher has started others. Give the Trainer as many `devices` on"
                 " each of `num_nodes` hosts as the launcher starts."
             )

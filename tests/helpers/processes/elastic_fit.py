@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ STRATEGIES: dict[str, Any] = {
     "mesh": lambda: MeshStrategy(pp=2),
 }
 BATCH_SIZE = 4
+PAUSE_SECONDS = 0.05
+PAUSE_ALONE_SECONDS = 0.5  # until another rank comes back
 
 
 class Ends(L.Callback):
@@ -33,6 +37,19 @@ class Ends(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch and trainer.global_rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Progress(L.Callback):
+    """Adds a line for each step, and takes its time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 0:
+            with self.path.open("a") as file:
+                file.write(f"{trainer.world_size} {trainer.global_step}\n")
+        time.sleep(PAUSE_ALONE_SECONDS if trainer.world_size == 1 else PAUSE_SECONDS)
 
 
 def fit(
@@ -57,3 +74,7 @@ def fit(
     last = Path(folder, "last.ckpt")
     trainer.fit(module, *loaders, ckpt_path=str(last) if last.exists() else None)
     return trainer.global_step
+
+
+if __name__ == "__main__":
+    fit(sys.argv[1], sys.argv[2], int(sys.argv[3]), 2, Progress(Path(sys.argv[2], "progress")))

@@ -56,3 +56,16 @@ def test_auto_takes_the_processes_that_there_are(workers: WorkerPool, strategy: 
     for (size, state), (_, expected_state) in zip(found, expected, strict=True):
         assert size == 2
         torch.testing.assert_close(state, expected_state, rtol=0, atol=1e-12)
+
+
+def refused() -> str:
+    trainer = make_trainer(devices=1, strategy=DDPStrategy())
+    with pytest.raises(ValueError, match="Give the Trainer as many") as caught:
+        trainer.fit(make_module(Classifier), make_loader())
+    return str(caught.value)
+
+
+def test_another_number_of_processes_than_the_launchers_is_refused(workers: WorkerPool) -> None:
+    first, second = workers.run(2, refused)
+    assert first == second
+    assert "1 in all, and WORLD_SIZE=2" in first

@@ -44,7 +44,7 @@ def test_two_launchers_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -
 
 
 def test_another_launchers_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="2 processes, and WORLD_SIZE=4"):
+    with pytest.raises(ValueError, match="2 in all, and WORLD_SIZE=4"):
         check(monkeypatch, 2, 1, LOCAL_RANK="0", WORLD_SIZE="4")
 
 
