@@ -20,19 +20,8 @@ from lightning_dist.strategies.base.distributed import DistributedStrategy
 F = TypeVar("F")
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A strategy to check.
-
-    Attributes:
-        name: Its name on the command line.
-        build: Creates it; takes ``timeout_s``, ``save_full`` and ``check_environment``.
-        is_exact: Whether it trains as one device does.
-    """
-
-    name: str
-    build: Callable[..., DistributedStrategy]
-    is_exact: bool = True
+Build = Callable[..., DistributedStrategy]
+"""Creates a strategy; takes ``timeout_s``, ``save_full`` and ``check_environment``."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,10 @@ class Run:
     @property
     def has_several_hosts(self) -> bool:
         """Whether the ranks are on several hosts, as far as is known."""
-        return len(set(self.hosts.values())) > 1 or self.launch.num_hosts > 1
+        return (
+            len(set(self.hosts.values())) > 1
+            or 0 < self.launch.ranks_per_host < self.launch.world_size
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,36 +6,30 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
 from lightning_dist.doctor.check import Check, Run, worst_of
 from lightning_dist.doctor.report import Result, ok, warn
 from lightning_dist.engine.profiling.meters.clock_sync import exchange_pings
-from lightning_dist.engine.profiling.record import ClockOffset
 
 _MOST_SECONDS = 0.5  # by which clocks may differ
 
 
-def _probe_clock(run: Run) -> tuple[ClockOffset, ...]:
+def _check_clock(run: Run) -> Result:
     assert dist.group.WORLD is not None
-    return exchange_pings(time.time, dist.group.WORLD)
+    return judge_clock(exchange_pings(time.time, dist.group.WORLD)[run.launch.rank].seconds)
 
 
-def judge_clocks(run: Run, facts: Mapping[int, Sequence[ClockOffset]]) -> Result:
-    """Judges by how much the clocks are ahead of rank 0's."""
-    offsets = {run.hosts[rank]: offset.seconds for rank, offset in enumerate(facts[0])}
-    late = [f"{host} by {off:+.1f} s" for host, off in offsets.items() if abs(off) > _MOST_SECONDS]
-    if late:
+def judge_clock(seconds: float) -> Result:
+    """Judges by how much a clock is ahead of rank 0's."""
+    if abs(seconds) > _MOST_SECONDS:
         return warn(
-            f"clocks differ from rank 0's: {', '.join(late)}",
+            f"the clock is {seconds:+.1f} s from rank 0's",
             "Synchronise them (chronyc tracking, timedatectl). Logs of hosts do not line up, and"
             " files seem to be new or old.",
         )
-    most = max(map(abs, offsets.values()))
-    return ok(f"clocks differ by {most * 1e3:.1f} ms at most")
+    return ok(f"clocks differ by less than {_MOST_SECONDS} s")
 
 
 def check_signals(run: Run) -> Result:
@@ -73,8 +67,8 @@ def check_restarts(run: Run) -> Result:
     return ok("the launcher does not restart processes")
 
 
-CLOCKS: tuple[Check[Any], ...] = (
-    Check("clocks", _probe_clock, judge_clocks, "A rank does not answer.", 30.0),
+CLOCKS = (
+    Check("clocks", _check_clock, worst_of, "A rank does not answer.", 30.0),
     Check("signals", check_signals, worst_of, "Look at /proc/PID/status."),
     Check("restarts", check_restarts, worst_of, "Look at torchrun's options."),
 )

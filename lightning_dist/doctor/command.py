@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from lightning_dist.doctor.before import BEFORE_MEETING
-from lightning_dist.doctor.check import Check, Choice, NoFacts, Run
+from lightning_dist.doctor.check import Build, Check, NoFacts, Run
 from lightning_dist.doctor.clocks import CLOCKS
 from lightning_dist.doctor.disk import DISK
 from lightning_dist.doctor.hosts import HOSTS
@@ -28,7 +28,6 @@ from lightning_dist.doctor.links import LINKS
 from lightning_dist.doctor.meeting import GRACE_SECONDS, Meeting, group_check, judge_meeting
 from lightning_dist.doctor.report import Report, Status, StoppedError, fail
 from lightning_dist.doctor.steps import step_check
-from lightning_dist.engine.schedules.asynchronous import ASYNCHRONOUS
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES
 from lightning_dist.strategies.base.launcher import ScriptLauncher
 from lightning_dist.strategies.ddp import DDPStrategy
@@ -46,13 +45,12 @@ _STRATEGIES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         **{f"pipeline_{it}": partial(PipelineStrategy, schedule=it) for it in SCHEDULE_NAMES},
     }
 )
-_STALE = frozenset(f"pipeline_{family.name}" for family in ASYNCHRONOUS)
 _ALONE = ("ddp",)
 _TOGETHER = ("ddp", "fsdp", "tensor_parallel", "pipeline_1f1b", "pipeline_pipedream")
 _FOUR = ("fsdp:shard_size=2", "mesh:pp=2,dp_shard=auto", "mesh:dp_shard=auto,tp=2")
 
 
-def parse_choice(text: str) -> Choice:
+def parse_choice(text: str) -> Build:
     """Parses a strategy such as ``"ddp"`` or ``"mesh:pp=2,tp=2"``.
 
     Raises:
@@ -68,13 +66,12 @@ def parse_choice(text: str) -> Choice:
         build()
     except (TypeError, ValueError) as error:
         raise ValueError(f"--strategy {text}: {error}") from error
-    return Choice(text, build, is_exact=name not in _STALE)
+    return build
 
 
-def suitable_choices(world_size: int) -> tuple[Choice, ...]:
-    """Returns the strategies that suit a number of ranks."""
-    names = _TOGETHER + _FOUR * (world_size % 4 == 0) if world_size > 1 else _ALONE
-    return tuple(map(parse_choice, names))
+def suitable_choices(world_size: int) -> tuple[str, ...]:
+    """Returns the names of the strategies that suit a number of ranks."""
+    return _TOGETHER + _FOUR * (world_size % 4 == 0) if world_size > 1 else _ALONE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_doctor(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Checks, and returns the exit code: 1 if a check fails, the same on all ranks."""
     try:
-        choices = tuple(map(parse_choice, options.strategy))
+        choices = {text: parse_choice(text) for text in options.strategy}
     except ValueError as error:
         parser.error(str(error))
     report = Report(options.json)
@@ -135,16 +132,16 @@ def _start_ranks(
 
 
 def _examine(
-    launch: Launch, choices: Sequence[Choice], options: argparse.Namespace, report: Report
+    launch: Launch, choices: Mapping[str, Build], options: argparse.Namespace, report: Report
 ) -> int:
     """Runs all checks; returns the exit code. Rank 0 judges, prints, and decides what comes next.
 
     Raises:
         StoppedError: A strategy does not suit the ranks, or rank 0 cannot be reached any more.
     """
-    choices = choices or suitable_choices(launch.world_size)
+    choices = choices or {it: parse_choice(it) for it in suitable_choices(launch.world_size)}
     try:
-        meshes = {it.name: it.build().mesh_shape(launch.world_size) for it in choices}
+        meshes = {name: build().mesh_shape(launch.world_size) for name, build in choices.items()}
     except ValueError as error:
         remedy = "Start other numbers of ranks, or choose others."
         raise StoppedError("strategy", fail(str(error), remedy)) from error
@@ -168,7 +165,7 @@ def _examine(
         raise
 
 
-def _meet(run: Run, choices: Sequence[Choice], answers: Sequence[object], report: Report) -> int:
+def _meet(run: Run, choices: Mapping[str, Build], answers: Sequence[object], report: Report) -> int:
     """Meets the other ranks, and runs the checks of all together; returns the exit code.
 
     Raises:
@@ -182,7 +179,7 @@ def _meet(run: Run, choices: Sequence[Choice], answers: Sequence[object], report
         _conclude(check, answer, run, meeting, report)
     report.add("meeting", judge_meeting(run.launch, hosts))
     checks: list[Check[Any]] = [group_check(meeting, run.seconds), *HOSTS, *LINKS, DISK, *CLOCKS]
-    left = [*checks, *(step_check(choice, run.seconds) for choice in choices)]
+    left = [*checks, *(step_check(*choice, run.seconds) for choice in choices.items())]
     while len(hosts) == run.launch.world_size and left:
         check = left.pop(0)
         if not _conclude(check, check.attempt(run), run, meeting, report):

@@ -46,11 +46,6 @@ class Launch:
     port: int  # where the ranks meet
     serves: bool  # whether rank 0 serves that port, or else the launcher does
 
-    @property
-    def num_hosts(self) -> int:
-        """The number of hosts; 1 if it is not known."""
-        return self.world_size // self.ranks_per_host if self.ranks_per_host else 1
-
 
 def find_environment() -> tuple[ClusterEnvironment, str]:
     """Finds the cluster environment as Lightning does.

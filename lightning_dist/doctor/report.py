@@ -106,7 +106,12 @@ class Report:
         if not self.is_shown:
             return
         if self.as_json:
-            checks = [_entry(name, result) for name, result in self.results.items()]
+            checks: list[dict[str, object]] = []
+            for name, it in self.results.items():
+                own = {"status": it.status.name, "found": it.found, "remedy": it.remedy}
+                checks.append({"name": name, **own})
+                if it.table is not None:
+                    checks[-1]["table"] = [it.table.headings, *it.table.rows]
             document = {"status": self.worst.name, "hosts": hosts, "checks": checks}
             print(json.dumps({**document, "not_checked": left_out}, indent=2), flush=True)
             return
@@ -115,10 +120,3 @@ class Report:
         statuses = [result.status for result in self.results.values()]
         counts = (f"{statuses.count(status)} {status.name}" for status in Status)
         print(", ".join(counts), flush=True)
-
-
-def _entry(name: str, result: Result) -> dict[str, object]:
-    own = {"status": result.status.name, "found": result.found, "remedy": result.remedy}
-    table = result.table
-    tables = {} if table is None else {"table": [table.headings, *table.rows]}
-    return {"name": name, **own, **tables}

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_dist.doctor.check import Check, Choice, Run, worst_of
+from lightning_dist.doctor.check import Build, Check, Run, worst_of
 from lightning_dist.doctor.report import Result, fail, ok
 from lightning_dist.engine.checkpoint.files import load_full
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.strategies.pipeline import PipelineStrategy
 
 _NUM_STEPS = 10
 _TOLERANCE = 1e-9  # float64, and sums in another order
@@ -79,13 +80,13 @@ def train_alone(mesh: MeshShape) -> dict[str, Tensor]:
     return toy.state_dict()
 
 
-def check_steps(run: Run, choice: Choice) -> Result:
+def check_steps(run: Run, name: str, build: Build) -> Result:
     """Trains ten steps with a strategy, and saves a checkpoint, which rank 0 compares."""
-    mesh = run.meshes[choice.name]
-    path = run.root / ".lightning_dist_doctor.ckpt"
+    mesh, path = run.meshes[name], run.root / ".lightning_dist_doctor.ckpt"
+    strategy = build(timeout_s=run.seconds, save_full=True, check_environment="off")
     with _quiet():
         trainer = pl.Trainer(
-            strategy=choice.build(timeout_s=run.seconds, save_full=True, check_environment="off"),
+            strategy=strategy,
             accelerator="gpu" if torch.cuda.is_available() else "cpu",
             devices=len(run.ranks_beside(0)),
             num_nodes=len(set(run.hosts.values())),
@@ -103,7 +104,8 @@ def check_steps(run: Run, choice: Choice) -> Result:
         return ok("rank 0 compares the weights")
     weights = load_full(path)["state_dict"]
     path.unlink()
-    return judge_weights(mesh, weights, train_alone(mesh), is_exact=choice.is_exact)
+    is_exact = not (isinstance(strategy, PipelineStrategy) and strategy.asynchronous)
+    return judge_weights(mesh, weights, train_alone(mesh), is_exact=is_exact)
 
 
 def judge_weights(
@@ -132,11 +134,11 @@ def judge_weights(
     return ok(f"{where}: equal to one device ({deviation:.0e} at most)")
 
 
-def step_check(choice: Choice, seconds: float) -> Check[Result]:
+def step_check(name: str, build: Build, seconds: float) -> Check[Result]:
     """Returns the check of a strategy's steps."""
     return Check(
-        choice.name,
-        partial(check_steps, choice=choice),
+        name,
+        partial(check_steps, name=name, build=build),
         worst_of,
         "See the error above it; the checks of links and disk say more.",
         4 * seconds,

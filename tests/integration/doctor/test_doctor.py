@@ -54,10 +54,11 @@ def test_faults_of_another_host_are_named(workers: WorkerPool, tmp_path: Path) -
     found = {name: (check["status"], check["found"]) for name, check in checks.items()}
     assert found["environment"] == ("WARN", "hosts differ in NCCL_ALGO")
     assert ["", "Ring", "other (rank 1)"] in checks["environment"]["table"]
-    assert found["clocks"] == ("WARN", "clocks differ from rank 0's: other by -5.0 s")
+    assert found["clocks"] == ("WARN", "other (rank 1): the clock is -5.0 s from rank 0's")
     assert found["axes"][0] == "WARN"
     assert found["disk"][0] == "FAIL"
-    assert "other (rank 1) cannot see what rank 0 writes" in found["disk"][1]
+    assert found["disk"][1].startswith("other (rank 1): ")
+    assert "is not shared: rank 0's files cannot be seen" in found["disk"][1]
     assert "equal to one device" in found["ddp"][1]
     assert "all-reduces are right" in found["all-reduce"][1]
     assert document["not_checked"] == []

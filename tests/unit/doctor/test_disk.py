@@ -2,28 +2,20 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_dist.doctor import disk
-from lightning_dist.doctor.disk import DISK, DiskFacts, judge_disk
+from lightning_dist.doctor.disk import DISK, check_disk, judge_space
 from lightning_dist.doctor.report import Status
 from tests.unit.doctor.facts import TWO_HOSTS, make_run, with_mesh
 
-GOOD = DiskFacts(free=50_000_000_000)
-
-
-def judged(run: Any = TWO_HOSTS, **other: Any) -> tuple[Status, str]:
-    result = judge_disk(run, {**dict.fromkeys(range(3), GOOD), 3: replace(GOOD, **other)})
-    return result.status, f"{result.found} {result.remedy}"
-
 
 def test_a_directory_that_all_see_is_fine(tmp_path: Path) -> None:
-    assert judged()[0] is Status.OK
     run = make_run("a", root=tmp_path / "new")
     result = DISK.conclude(run, {0: DISK.attempt(run)})
     assert result.status is not Status.FAIL
@@ -52,34 +44,39 @@ def test_a_full_disk_is_a_failure(small_disk: Path) -> None:
 
 
 def test_too_little_space_for_a_checkpoint_is_a_failure() -> None:
-    assert judged(free=500_000_000)[0] is Status.WARN
-    large = replace(TWO_HOSTS, parameters=7_000_000_000)
-    status, text = judged(large)
-    assert status is Status.FAIL
-    assert "50 GB free; a checkpoint needs 84 GB" in text
-    small = replace(TWO_HOSTS, parameters=1_000_000_000)
-    assert "4 checkpoints" in judged(small)[1]
+    assert judge_space(TWO_HOSTS, 500_000_000).status is Status.WARN
+    result = judge_space(replace(TWO_HOSTS, parameters=7_000_000_000), 50_000_000_000)
+    assert result.status is Status.FAIL
+    assert "50 GB free; a checkpoint needs 84 GB" in result.found
+    result = judge_space(replace(TWO_HOSTS, parameters=1_000_000_000), 50_000_000_000)
+    assert result.status is Status.OK
+    assert "4 checkpoints" in result.found
 
 
-def test_a_directory_that_is_not_shared_is_a_failure_unless_one_rank_writes() -> None:
-    status, text = judged(sees_first=False)
-    assert status is Status.FAIL
-    assert "b (rank 3) cannot see what rank 0 writes" in text
-    assert "save_full=True" in text
-    assert judged(with_mesh(TWO_HOSTS, dp_shard=4), sees_first=False)[0] is Status.FAIL
-    assert judged(with_mesh(TWO_HOSTS, dp_replicate=4), sees_first=False)[0] is Status.WARN
-
-
-def test_another_hosts_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_not_shared_is_a_failure_unless_one_rank_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk, "_SEEN_SECONDS", 0.0)
-    run = make_run("a", "b", root=tmp_path, rank=1)
     monkeypatch.setattr(disk, "_NUM_RENAMES", 1)
-    assert not disk.probe_disk(run).sees_first
+    second = make_run("a", "b", root=tmp_path, rank=1)
+    result = check_disk(second)
+    assert result.status is Status.FAIL
+    assert "is not shared" in result.found
+    assert "save_full=True" in result.remedy
+    assert check_disk(with_mesh(second, dp_shard=2)).status is Status.FAIL
+    assert check_disk(with_mesh(second, dp_replicate=2)).status is Status.WARN
+    assert list(tmp_path.iterdir()) == []
     (tmp_path / "token").touch()
-    assert disk.probe_disk(run).sees_first
+    assert "not shared" not in check_disk(second).found
 
 
-def test_half_a_file_is_a_warning() -> None:
-    status, text = judged(num_torn=2)
-    assert status is Status.WARN
-    assert "not atomic for b (rank 3)" in text
+def test_half_a_file_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tear(source: Path, target: Path) -> None:  # as a copy does
+        target.write_bytes(source.read_bytes()[:100])
+        time.sleep(0.02)
+
+    monkeypatch.setattr(os, "replace", tear)
+    monkeypatch.setattr(disk, "_NUM_RENAMES", 3)
+    result = check_disk(make_run("a", root=tmp_path))
+    assert result.status is Status.WARN
+    assert "not atomic" in result.found
