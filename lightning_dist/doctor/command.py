@@ -123,11 +123,19 @@ def run_doctor(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 def _start_ranks(
     environment: ClusterEnvironment, options: argparse.Namespace
 ) -> Sequence[Popen[bytes]]:
-    """Starts the other ranks of this host, as Lightning does; returns their processes."""
+    """Starts the other ranks of this host, as Lightning does; returns their processes.
+
+    Raises:
+        StoppedError: The variables do not suit such a start.
+    """
     devices = options.devices or torch.cuda.device_count() or 2
     os.environ["LOCAL_WORLD_SIZE"] = str(devices)  # as torchrun says it; others start no ranks
     starter = ScriptLauncher(environment, devices, options.nodes)
-    starter.launch(lambda: None)
+    try:
+        starter.launch(lambda: None)
+    except ValueError as error:  # a Trainer would refuse it, too
+        remedy = "Set these variables on each host, or start with a launcher."
+        raise StoppedError("launcher", fail(str(error), remedy)) from error
     return starter.procs
 
 

@@ -70,3 +70,15 @@ def test_variables_that_lightning_refuses_are_a_failure(
         monkeypatch.setenv(name, "4")
     assert diagnose() == 1
     assert "rank 4 of 4" in capsys.readouterr().out
+
+
+def test_hosts_that_cannot_meet_are_a_failure_before_ranks_are_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+    assert diagnose("--devices", "1", "--nodes", "2") == 1
+    output = capsys.readouterr().out
+    assert output.startswith("FAIL  launcher")
+    assert "MASTER_ADDR and MASTER_PORT not set" in output
