@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from tests.helpers.networks.models import make_loader, make_module, make_trainer
 STRATEGIES: dict[str, Any] = {
     "ddp": DDPStrategy,
     "fsdp": FSDPStrategy,
-    "1f1b": lambda: PipelineStrategy(num_stages=2, schedule="1f1b", num_microbatches=2),
-    "mesh": lambda: MeshStrategy(pp=2),
+    "1f1b": partial(PipelineStrategy, num_stages=2, schedule="1f1b", num_microbatches=2),
+    "mesh": partial(MeshStrategy, pp=2),
 }
 BATCH_SIZE = 4
 PAUSE_SECONDS = 0.05
@@ -53,7 +54,12 @@ class Progress(L.Callback):
 
 
 def fit(
-    strategy: str, folder: str, num_samples: int, replicas: int | None, *callbacks: L.Callback
+    strategy: str,
+    folder: str,
+    num_samples: int,
+    replicas: int | None,
+    *callbacks: L.Callback,
+    timeout_s: float = 1800,
 ) -> int:
     """Trains from the last checkpoint on; gives the steps taken at the end."""
     torch.set_num_threads(1)
@@ -64,7 +70,7 @@ def fit(
     trainer = make_trainer(
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
-        strategy=STRATEGIES[strategy](),
+        strategy=STRATEGIES[strategy](timeout_s=timeout_s),
         callbacks=[Elastic(replicas), save, *callbacks],
         enable_checkpointing=True,
         max_epochs=3,
@@ -77,4 +83,5 @@ def fit(
 
 
 if __name__ == "__main__":
-    fit(sys.argv[1], sys.argv[2], int(sys.argv[3]), 2, Progress(Path(sys.argv[2], "progress")))
+    name, to, count = sys.argv[1:]
+    fit(name, to, int(count), 2, Progress(Path(to, "progress")), timeout_s=30)

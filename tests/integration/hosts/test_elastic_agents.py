@@ -60,8 +60,11 @@ def wait_for(is_there: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_host_goes_and_comes_back(workers: WorkerPool, tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "is_silent"), [("ddp", False), ("fsdp", True)])
+def test_a_host_goes_and_comes_back(
+    workers: WorkerPool, tmp_path: Path, strategy: str, is_silent: bool
+) -> None:
+    """All processes of the host are killed; or it loses its power, and the other waits in vain."""
     with hosts(2, shared_disk=True) as cluster:
         first, second = cluster.hosts
         folder, log = cluster.disk / "found", tmp_path / "log"
@@ -75,6 +78,8 @@ def test_a_host_goes_and_comes_back(workers: WorkerPool, tmp_path: Path, strateg
         agent = start_agent(first, strategy, folder, log)
         lost = start_agent(second, strategy, folder, log)
         wait_for(lambda: batches_of(2) > 5)
+        if is_silent:
+            second.cut()
         second.kill()
         lost.wait(PATIENCE_SECONDS)
         wait_for(lambda: batches_of(1) > 5)
