@@ -4,6 +4,7 @@ Importing this package registers its strategies' names, so that
 ``L.Trainer(strategy="pipeline_pipedream")`` works after ``import lightning_dist``.
 """
 
+from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
 from lightning_dist.registration import register_strategies
 from lightning_dist.strategies.ddp import DDPStrategy
 from lightning_dist.strategies.fsdp import FSDPStrategy
@@ -15,6 +16,7 @@ __all__ = [
     "DDPStrategy",
     "FSDPStrategy",
     "MeshStrategy",
+    "OuterOptimizer",
     "PipelineStrategy",
     "TensorParallelStrategy",
 ]

@@ -8,6 +8,7 @@ static graphs together with accumulation; errors that name the parameter.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,7 @@ from typing_extensions import override
 from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
+from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer, OuterSteps
 from lightning_dist.engine.data_parallel.replicas import LocalSGD, broadcast_state
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
@@ -40,6 +42,8 @@ from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_replicas
+
+_MOMENTUM = "outer_momentum"  # a checkpoint's key
 
 
 class DDPStrategy(DataParallelStrategy):
@@ -54,6 +58,9 @@ class DDPStrategy(DataParallelStrategy):
             step on their own gradients, and average their weights also before validation, in
             checkpoints and at the end (local SGD).
         sync_warmup_steps: Optimizer steps with averaged gradients before local SGD begins.
+        outer: Steps from the weights of one average to those of the next, as DiLoCo does. None
+            takes the average itself. What ends a round of ``sync_every`` steps early, such as
+            validation or a checkpoint, steps too.
         bucket_megabytes: Size of the buckets that gradients are sent in.
         overlap: Whether gradients are sent while the backward runs. False sends all gradients when
             the backward is done, whatever ``bucket_megabytes``: to measure the gain of overlap, and
@@ -91,6 +98,7 @@ class DDPStrategy(DataParallelStrategy):
         powersgd_start_step: int = 1000,
         sync_every: int = 1,
         sync_warmup_steps: int = 0,
+        outer: OuterOptimizer | None = None,
         bucket_megabytes: float = 25.0,
         overlap: bool = True,
         static_graph: bool = False,
@@ -122,9 +130,9 @@ class DDPStrategy(DataParallelStrategy):
             async_save=async_save,
         )
         checks.check_arguments(compression, powersgd_rank, powersgd_start_step, bucket_megabytes)
-        checks.check_local_sgd(sync_every, sync_warmup_steps, compression)
+        checks.check_local_sgd(sync_every, sync_warmup_steps, compression, outer)
         if uneven_inputs:
-            checks.check_uneven(sync_every, static_graph, find_unused_parameters)
+            checks.check_uneven(sync_every, outer, static_graph, find_unused_parameters)
         self._exchange = GradientExchange(
             compression=compression,
             powersgd_rank=powersgd_rank,
@@ -136,6 +144,9 @@ class DDPStrategy(DataParallelStrategy):
         )
         self._sync_every = sync_every
         self._sync_warmup_steps = sync_warmup_steps
+        self._outer = outer
+        self._outer_steps: OuterSteps | None = None
+        self._loaded_momentum: dict[str, Tensor] = {}
         self._uneven_inputs = uneven_inputs
         self._uneven: UnevenInputs | None = None
         self._local: LocalSGD | None = None
@@ -189,7 +200,7 @@ class DDPStrategy(DataParallelStrategy):
     @override
     def print_summary(self) -> None:
         number = sum(parameter.numel() for parameter in self.module.parameters())
-        local = (self._sync_every, self._sync_warmup_steps)
+        local = (self._sync_every, self._sync_warmup_steps, self._outer)
         rank_zero_info(describe_replicas(self.mesh, number, self._exchange, *local))
         self.explain_batch_statistics()
 
@@ -212,7 +223,12 @@ class DDPStrategy(DataParallelStrategy):
             timeout = timedelta(seconds=self.timeout_seconds)
             self._uneven = UnevenInputs(self.module, self.data_group, timeout)
         replicas = self.device_group(*DATA_AXES)
-        self._local = LocalSGD(self.module, replicas, self._sync_every, self._sync_warmup_steps)
+        if self._outer is not None:
+            self._outer_steps = OuterSteps(self._outer)
+            self._outer_steps.load_momentum(self.module, self._loaded_momentum)
+            self._loaded_momentum = {}
+        rhythm = (self._sync_every, self._sync_warmup_steps)
+        self._local = LocalSGD(self.module, replicas, *rhythm, self._outer_steps)
 
     @override
     def drain(self) -> None:
@@ -247,7 +263,30 @@ class DDPStrategy(DataParallelStrategy):
             self._uneven.close(failed=not self.is_running)
         if self._replica is not None:
             self._replica.close(failed=not self.is_running)
+        # A script may save a checkpoint behind the run: the outer momentum stays for it.
         self._uneven = self._replica = self._local = None
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any | None = None,
+    ) -> None:
+        if self._outer_steps is not None:
+            checkpoint[_MOMENTUM] = self._outer_steps.momentum_by_name(self.module)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.is_fitting:
+            self._loaded_momentum = checkpoint.get(_MOMENTUM, {})
+        return checkpoint
 
     # --- collectives in steps ----------------------------------------------------------------
 
@@ -323,6 +362,7 @@ class DDPStrategy(DataParallelStrategy):
         # Behind a run nothing is left to average with.
         if self._local is None or not self._is_local:
             return apply()
+        self._local.begin_step()
         with self.replica.keeping_gradients():
             result = apply()
         self._local.count_step()

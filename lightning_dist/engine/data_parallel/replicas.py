@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_group import DeviceGroup
+from lightning_dist.engine.data_parallel.outer_optimizer import OuterSteps
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -87,25 +88,39 @@ class LocalSGD:
     Args:
         module: This rank's replica.
         group: Group of the replicas.
-        sync_every: Optimizer steps from one average of the weights to the next; 1 averages the
-            gradients of each step instead.
+        sync_every: Optimizer steps from one average of the weights to the next; 1 without ``outer``
+            averages the gradients of each step instead.
         warmup_steps: Steps with averaged gradients at the start.
+        outer: Steps from the weights of one average to those of the next (DiLoCo). None takes the
+            average itself.
     """
 
     def __init__(
-        self, module: nn.Module, group: DeviceGroup, sync_every: int, warmup_steps: int
+        self,
+        module: nn.Module,
+        group: DeviceGroup,
+        sync_every: int,
+        warmup_steps: int,
+        outer: OuterSteps | None = None,
     ) -> None:
         self._module = module
         self._group = group
         self._sync_every = sync_every
         self._warmup_steps = warmup_steps
-        self._is_alone = group.size == 1
+        self._outer = outer
+        self._is_alone = group.size == 1 and outer is None
         self._num_local_steps = 0
         self._stepped: set[nn.Parameter] = set()
 
     def is_local(self, step: int) -> bool:
         """Returns whether a step's gradients are not averaged; a single replica never averages."""
-        return self._is_alone or (self._sync_every > 1 and step >= self._warmup_steps)
+        keeps_weights = self._sync_every > 1 or self._outer is not None
+        return self._is_alone or (keeps_weights and step >= self._warmup_steps)
+
+    def begin_step(self) -> None:
+        """Notes that a local step is about to begin."""
+        if self._outer is not None:
+            self._outer.begin(p for p in self._module.parameters() if p.requires_grad)
 
     def count_step(self) -> None:
         """Notes a local step; averages the weights when they are due."""
@@ -122,8 +137,9 @@ class LocalSGD:
         if self._num_local_steps == 0:
             return
         self._num_local_steps = 0
-        tensors = [p.data for p in self._module.parameters() if p in self._stepped]
+        stepped = [p for p in self._module.parameters() if p in self._stepped]
         self._stepped.clear()
-        tensors += [b for b in self._module.buffers() if b.is_floating_point()]
-        with torch.no_grad():
-            average(tensors, self._group)
+        buffers = [b for b in self._module.buffers() if b.is_floating_point()]
+        average([*(p.data for p in stepped), *buffers], self._group)
+        if self._outer is not None:
+            self._outer.step(stepped)

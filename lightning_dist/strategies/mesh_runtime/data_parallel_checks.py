@@ -20,6 +20,7 @@ from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.data_parallel.ddp_options import Compression
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
+from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 
 
@@ -37,14 +38,17 @@ def check_arguments(
     check_positive("bucket_megabytes", bucket_megabytes)
 
 
-def check_local_sgd(sync_every: int, sync_warmup_steps: int, compression: str) -> None:
+def check_local_sgd(
+    sync_every: int, sync_warmup_steps: int, compression: str, outer: OuterOptimizer | None
+) -> None:
     """Checks the arguments of local SGD."""
     check_count("sync_every", sync_every)
     check_count("sync_warmup_steps", sync_warmup_steps, at_least=0)
-    if sync_every > 1 and sync_warmup_steps == 0 and compression != "none":
+    averages_weights = sync_every > 1 or outer is not None
+    if averages_weights and sync_warmup_steps == 0 and compression != "none":
         raise ValueError(
-            f"compression={compression!r} has nothing to compress with sync_every={sync_every} and"
-            " sync_warmup_steps=0: no gradients travel. Leave one of them out."
+            f"compression={compression!r} has nothing to compress with sync_every={sync_every},"
+            f" outer={outer} and sync_warmup_steps=0: no gradients travel. Leave one of them out."
         )
 
 
@@ -59,12 +63,18 @@ def check_compressible(module: nn.Module, compression: str) -> None:
         )
 
 
-def check_uneven(sync_every: int, static_graph: bool, find_unused_parameters: bool) -> None:
+def check_uneven(
+    sync_every: int,
+    outer: OuterOptimizer | None,
+    static_graph: bool,
+    find_unused_parameters: bool,
+) -> None:
     """Checks that the arguments go with ranks that have different numbers of batches."""
-    if sync_every > 1:
+    if sync_every > 1 or outer is not None:
         raise ValueError(
-            f"uneven_inputs=True does not go with sync_every={sync_every}: a replica without data"
-            " would go on alone, driven by its momentum. Leave one of them out."
+            f"uneven_inputs=True does not go with sync_every={sync_every} and outer={outer}: a"
+            " replica without data would go on alone, driven by its momentum. Leave one of them"
+            " out."
         )
     if static_graph or find_unused_parameters:
         raise ValueError(

@@ -1,0 +1,101 @@
+"""DiLoCo's outer optimizer, which steps from one round of local steps to the next.
+
+Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv
+2311.08105), algorithm 1. A round begins with equal weights on all replicas. Its outer gradient is
+the weights at its begin less the mean of the replicas' weights at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class OuterOptimizer:
+    """SGD on the outer gradients, as ``torch.optim.SGD`` does it.
+
+    A rate of 1 without momentum takes the mean of the replicas' weights, as local SGD does.
+
+    Attributes:
+        lr: Outer learning rate.
+        momentum: Outer momentum.
+        nesterov: Whether the momentum is Nesterov's.
+
+    Raises:
+        ValueError: A value is out of range, or Nesterov's momentum is 0.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        if not self.lr > 0.0:
+            raise ValueError(f"OuterOptimizer(lr={self.lr}): use a rate above 0, such as 0.7.")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(
+                f"OuterOptimizer(momentum={self.momentum}): use a momentum from 0 to below 1."
+            )
+        if self.nesterov and self.momentum == 0.0:
+            raise ValueError(
+                "OuterOptimizer(nesterov=True, momentum=0.0): Nesterov's step needs a momentum."
+                " Give one, such as 0.9, or nesterov=False."
+            )
+
+
+class OuterSteps:
+    """The outer optimizer's state: the weights at a round's begin, and the momentum.
+
+    Args:
+        options: The outer optimizer.
+    """
+
+    def __init__(self, options: OuterOptimizer) -> None:
+        self._options = options
+        self._at_begin: dict[nn.Parameter, Tensor] = {}
+        self._momentum: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remembers the weights that parameters have before their first local step of a round."""
+        for parameter in parameters:
+            if parameter not in self._at_begin:
+                self._at_begin[parameter] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Steps from the weights at the round's begin, and ends the round.
+
+        Args:
+            parameters: Those that have had local steps. Each has the replicas' mean.
+        """
+        options = self._options
+        for parameter in parameters:
+            gradient = self._at_begin[parameter] - parameter
+            update = gradient
+            if options.momentum:
+                before = self._momentum.get(parameter)
+                kept = gradient.clone() if before is None else before * options.momentum + gradient
+                self._momentum[parameter] = kept
+                update = gradient + options.momentum * kept if options.nesterov else kept
+            # From the mean on, so that a rate of 1 without momentum leaves exactly the mean.
+            parameter.add_(gradient - options.lr * update)
+        self._at_begin.clear()
+
+    def momentum_by_name(self, module: nn.Module) -> dict[str, Tensor]:
+        """Returns the momentum of a module's parameters that have one."""
+        named = module.named_parameters()
+        return {name: self._momentum[p] for name, p in named if p in self._momentum}
+
+    def load_momentum(self, module: nn.Module, momentum: Mapping[str, Tensor]) -> None:
+        """Takes the momentum of a module's parameters from a checkpoint."""
+        self._momentum = {
+            parameter: momentum[name].to(parameter, copy=True)
+            for name, parameter in module.named_parameters()
+            if name in momentum
+        }
