@@ -57,3 +57,6 @@ def check_launch(environment: LightningEnvironment, num_processes: int, num_node
             " Set MASTER_ADDR (of the first host), MASTER_PORT and NODE_RANK on each host, or start"
             " with torchrun; or set num_nodes=1."
         )
+    port = os.environ.get("MASTER_PORT", "1")
+    if not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ValueError(f"MASTER_PORT={port!r} must be a number from 1 to 65535.")

@@ -61,3 +61,9 @@ def test_hosts_without_a_place_to_meet_are_refused(monkeypatch: pytest.MonkeyPat
         check(monkeypatch, 2, 2)
     with pytest.raises(ValueError, match="num_nodes=2, and MASTER_PORT not set"):
         check(monkeypatch, 2, 2, MASTER_ADDR="10.0.0.1")
+
+
+@pytest.mark.parametrize("port", ["", "http", "0", "-1", "65536"])
+def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    with pytest.raises(ValueError, match=f"MASTER_PORT='{port}' must be a number"):
+        check(monkeypatch, 2, 1, MASTER_PORT=port)
