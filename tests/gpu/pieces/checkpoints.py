@@ -28,6 +28,11 @@ SAVES: dict[str, Callable[[], Any]] = {
     "fsdp, one file": partial(FSDPStrategy, save_full=True),
     "pipeline, a directory": partial(PipelineStrategy, num_microbatches=1, save_full=False),
 }
+STALLS: dict[str, Callable[[], Any]] = {
+    "ddp, AsyncCheckpointIO": lambda: DDPStrategy(checkpoint_io=AsyncCheckpointIO()),
+    "ddp, async_save": partial(DDPStrategy, async_save=True),
+    "fsdp, async_save": partial(FSDPStrategy, save_full=False, async_save=True),
+}
 
 
 class Saves(L.Callback):
@@ -64,8 +69,8 @@ class FirstBatch(L.Callback):
 def checkpoints(setting: Setting) -> Iterator[Row]:
     for name, make in SAVES.items():
         yield attempt(name, partial(_times, name, setting, make))
-    what = "ddp, AsyncCheckpointIO"
-    yield attempt(what, partial(_stall, what, setting))
+    for name, make in STALLS.items():
+        yield attempt(name, partial(_stall, name, setting, make))
 
 
 def _times(what: str, setting: Setting, make: Callable[[], Any]) -> Row:
@@ -82,10 +87,10 @@ def _times(what: str, setting: Setting, make: Callable[[], Any]) -> Row:
     )
 
 
-def _stall(what: str, setting: Setting) -> Row:
+def _stall(what: str, setting: Setting, make: Callable[[], Any]) -> Row:
     with tempfile.TemporaryDirectory() as directory:
         saves = Saves(setting, Path(directory) / "saved.ckpt")
-        _fit(setting, DDPStrategy(checkpoint_io=AsyncCheckpointIO()), saves)
+        _fit(setting, make(), saves)
     found = f"holds up training for {saves.seconds:.2f} s; torch.save {saves.raw_seconds:.2f} s"
     return Row(what, found)
 
