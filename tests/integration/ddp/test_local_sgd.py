@@ -15,12 +15,12 @@ from tests.helpers.networks.models import (
     Classifier,
     make_loader,
     make_module,
-    make_optimizer,
     make_trainer,
     share_of,
     state_of,
 )
 from tests.helpers.processes.workers import WorkerPool
+from tests.integration.ddp.local_steps import local_steps
 
 NUM_SAMPLES = 96
 
@@ -69,20 +69,8 @@ def average(modules: list[Any]) -> None:
 
 
 def recursion(sync_every: int, warmup: int, validate_every: int | None) -> dict[str, Tensor]:
-    modules = [make_module() for _ in range(2)]
-    optimizers = [make_optimizer("sgd", m.parameters()) for m in modules]
-    local = 0
-    for step, batches in enumerate(zip(*(share_of(r, NUM_SAMPLES) for r in range(2)), strict=True)):
-        for module, (x, y) in zip(modules, batches, strict=True):
-            module.zero_grad()
-            F.cross_entropy(module.model(x), y).backward()
-        if step < warmup:
-            for same in zip(*(m.parameters() for m in modules), strict=True):
-                mean = sum(p.grad for p in same) / 2
-                for parameter in same:
-                    parameter.grad = mean.clone()
-        for optimizer in optimizers:
-            optimizer.step()
+    local, modules = 0, []
+    for step, modules in local_steps(NUM_SAMPLES, warmup):
         local += step >= warmup
         if local == sync_every or (validate_every and (step + 1) % validate_every == 0):
             average(modules)

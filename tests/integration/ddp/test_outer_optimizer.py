@@ -16,12 +16,12 @@ from tests.helpers.networks.models import (
     Classifier,
     make_loader,
     make_module,
-    make_optimizer,
     make_trainer,
     share_of,
     state_of,
 )
 from tests.helpers.processes.workers import WorkerPool
+from tests.integration.ddp.local_steps import local_steps
 
 NUM_SAMPLES = 96
 NUM_STEPS = NUM_SAMPLES // 2 // 4
@@ -57,22 +57,11 @@ def fit(
 
 
 def recursion(sync_every: int, outer: OuterOptimizer, warmup: int) -> dict[str, Tensor]:
-    modules, weights = [make_module() for _ in range(2)], make_module()
-    optimizers = [make_optimizer("sgd", m.parameters()) for m in modules]
-    options = {"momentum": outer.momentum, "nesterov": outer.nesterov}
+    weights = make_module()
+    options: dict[str, Any] = {"momentum": outer.momentum, "nesterov": outer.nesterov}
     outer_sgd = torch.optim.SGD(weights.parameters(), lr=outer.lr, **options)
     local = 0
-    for step, batches in enumerate(zip(*(share_of(r, NUM_SAMPLES) for r in range(2)), strict=True)):
-        for module, (x, y) in zip(modules, batches, strict=True):
-            module.zero_grad()
-            F.cross_entropy(module.model(x), y).backward()
-        if step < warmup:
-            for same in zip(*(m.parameters() for m in modules), strict=True):
-                mean = sum(p.grad for p in same) / 2
-                for parameter in same:
-                    parameter.grad = mean.clone()
-        for optimizer in optimizers:
-            optimizer.step()
+    for step, modules in local_steps(NUM_SAMPLES, warmup):
         if step < warmup:
             weights.load_state_dict(modules[0].state_dict())
             continue
