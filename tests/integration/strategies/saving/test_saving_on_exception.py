@@ -28,6 +28,7 @@ STRATEGIES: dict[str, Any] = {
     "mesh": lambda: MeshStrategy(pp=2),
     "pipeline": PipelineStrategy,
     "pipedream": lambda: PipelineStrategy(schedule="pipedream"),
+    "async": lambda: FSDPStrategy(async_save=True),
 }
 AT_BATCH = 2
 
