@@ -53,7 +53,7 @@ def resumed_on_s3(variables: dict[str, str], *arguments: Any) -> tuple[dict[str,
     return save_and_resume(*arguments)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "pipedream"])
+@pytest.mark.parametrize("name", ["async", "fsdp", "pipedream"])
 def test_a_run_goes_on_from_a_bucket(
     workers: WorkerPool, variables: dict[str, str], name: str
 ) -> None:

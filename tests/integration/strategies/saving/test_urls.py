@@ -16,7 +16,11 @@ from tests.helpers.networks.models import make_loader, make_module, make_trainer
 from tests.helpers.object_store import SCHEME
 from tests.helpers.processes.workers import WorkerPool
 
-STRATEGIES = {"pipedream": partial(PipelineStrategy, schedule="pipedream"), "fsdp": FSDPStrategy}
+STRATEGIES = {
+    "pipedream": partial(PipelineStrategy, schedule="pipedream"),
+    "fsdp": FSDPStrategy,
+    "async": partial(FSDPStrategy, async_save=True),
+}
 
 
 def fit(name: str, epochs: int, saver: ModelCheckpoint, **options: Any) -> dict[str, Tensor]:
@@ -41,7 +45,7 @@ def save_and_resume(name: str, other: str, url: str) -> tuple[dict[str, Tensor],
     return fit(name, 3, ModelCheckpoint(f"{url}/whole")), resumed
 
 
-@pytest.mark.parametrize(("name", "other"), [("fsdp", "fsdp"), ("pipedream", "pipedream")])
+@pytest.mark.parametrize(("name", "other"), [("async", "fsdp"), ("pipedream", "pipedream")])
 def test_a_run_goes_on_from_a_url(
     workers: WorkerPool, tmp_path: Path, name: str, other: str
 ) -> None:
