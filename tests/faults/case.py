@@ -94,6 +94,7 @@ class Case:
             the first rank as under Lightning alone.
         timeout_seconds: The strategy's ``timeout_s``.
         saves: ``save_top_k`` of the checkpoints beside the last one.
+        async_save: The strategy's; then the last checkpoint is a link.
         keeps_port: Whether a launcher listens where the one before did.
         faults: What goes wrong.
     """
@@ -102,6 +103,7 @@ class Case:
     launcher: Launcher = "torchrun"
     timeout_seconds: float = 180.0
     saves: int = 0
+    async_save: bool = False
     keeps_port: bool = True
     faults: tuple[Fault, ...] = ()
 
@@ -114,7 +116,9 @@ class Case:
         return any(fault.kind == "disk full" for fault in self.faults)
 
     def __str__(self) -> str:
-        return f"{self.strategy}, {self.launcher}: " + " and ".join(map(str, self.faults))
+        saving = ", async_save" * self.async_save
+        faults = " and ".join(map(str, self.faults))
+        return f"{self.strategy}, {self.launcher}{saving}: {faults}"
 
 
 _KINDS: dict[Kind, int] = {
@@ -126,6 +130,7 @@ _KINDS: dict[Kind, int] = {
     "raise": 5,
     "disk full": 2,
 }
+_ASYNC_SAVES = 0.3  # of the cases
 
 
 def draw(seed: int, number: int) -> Case:
@@ -143,6 +148,7 @@ def draw(seed: int, number: int) -> Case:
         timeout_seconds=6.0 if stays else 180.0,
         saves=random.choice((0, 1, -1)),
         keeps_port=random.random() < 0.5,
+        async_save=random.random() < _ASYNC_SAVES,
         faults=tuple(faults),
     )
 
@@ -166,6 +172,7 @@ def draw_on_hosts(seed: int, number: int) -> Case:
         "two hosts",
         timeout_seconds=8.0 if kind in SILENT else 180.0,
         saves=random.choice((0, 1, -1)),
+        async_save=random.random() < _ASYNC_SAVES,
         faults=(fault,),
     )
 

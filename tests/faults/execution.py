@@ -189,7 +189,7 @@ class Place:
     def _empty_disk(self) -> Path:
         assert self.disk is not None
         for path in self.disk.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return self.disk
 
     def _leftovers(self, folder: Path) -> list[str]:
@@ -212,6 +212,7 @@ def write_plan(case: Case, folder: Path, checkpoints: Path, pipe: Path) -> Path:
         "num_ranks": case.num_ranks,
         "timeout_seconds": case.timeout_seconds,
         "saves": case.saves,
+        "async_save": case.async_save,
         "checkpoints": str(checkpoints),
         "pipe": str(pipe),
         "weights": str(folder / "weights"),

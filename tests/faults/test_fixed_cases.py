@@ -26,6 +26,7 @@ ENDS = [
     Case("1f1b", faults=(Fault("SIGUSR1", "validation", 2, 0.005),)),
     Case("fsdp", faults=(Fault("SIGKILL", "step", 8, 0.003, target=ALL),), saves=-1),
     Case("mesh", faults=(Fault("raise", "save", 4),)),
+    Case("mesh", faults=(Fault("SIGKILL", "save", 3, 0.02),), saves=1, async_save=True),
     Case("tensor", faults=(Fault("SIGTERM", "step", 5, 0.001, target=LAUNCHER),)),
     Case(
         "pipedream_2bw", faults=(Fault("SIGKILL", "drain", 4, target=0), Fault("raise", "save", 3))

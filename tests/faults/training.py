@@ -67,6 +67,7 @@ class Plan(TypedDict):
         num_ranks: Of all ranks.
         timeout_seconds: The strategy's ``timeout_s``.
         saves: ``save_top_k`` of the checkpoints.
+        async_save: The strategy's; then the last checkpoint is a link.
         checkpoints: The folder for them.
         pipe: The pipe for the phases; empty if none is listening.
         weights: What the files with the final weights are called, without the rank.
@@ -77,6 +78,7 @@ class Plan(TypedDict):
     num_ranks: int
     timeout_seconds: float
     saves: int
+    async_save: bool
     checkpoints: str
     pipe: str
     weights: str
@@ -172,13 +174,15 @@ def train(plan: Plan) -> None:
         "{step}",
         every_n_train_steps=SAVED_EVERY,
         save_top_k=plan["saves"],
-        save_last=True,
+        save_last="link" if plan["async_save"] else True,
     )
     module = make_module(Troubled)
     module.phases = phases
     trainer = make_trainer(
         devices=plan["num_ranks"],
-        strategy=STRATEGIES[plan["strategy"]](timeout_s=plan["timeout_seconds"]),
+        strategy=STRATEGIES[plan["strategy"]](
+            timeout_s=plan["timeout_seconds"], async_save=plan["async_save"]
+        ),
         callbacks=[phases, saves],
         max_epochs=NUM_EPOCHS,
         enable_checkpointing=True,
