@@ -31,8 +31,9 @@ from typing_extensions import override
 from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
+from lightning_dist.engine.data_parallel.local_sgd import LocalSGD, Rounds, Wire
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer, OuterSteps
-from lightning_dist.engine.data_parallel.replicas import LocalSGD, broadcast_state
+from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
@@ -61,6 +62,11 @@ class DDPStrategy(DataParallelStrategy):
         outer: Steps from the weights of one average to those of the next, as DiLoCo does. None
             takes the average itself. What ends a round of ``sync_every`` steps early, such as
             validation or a checkpoint, steps too.
+        fragments: Parts of the model whose rounds end in turns, as in Streaming DiLoCo; with
+            ``outer``, as the next three.
+        delay: Local steps that are done while an average is under way.
+        alpha: The part of a replica's own weights that stays when an average has come, below 1.
+        wire: What is sent: ``"fp32"``, the weights as they are, or ``"bf16"``, outer gradients.
         bucket_megabytes: Size of the buckets that gradients are sent in.
         overlap: Whether gradients are sent while the backward runs. False sends all gradients when
             the backward is done, whatever ``bucket_megabytes``: to measure the gain of overlap, and
@@ -99,6 +105,10 @@ class DDPStrategy(DataParallelStrategy):
         sync_every: int = 1,
         sync_warmup_steps: int = 0,
         outer: OuterOptimizer | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float = 0.0,
+        wire: Wire = "fp32",
         bucket_megabytes: float = 25.0,
         overlap: bool = True,
         static_graph: bool = False,
@@ -130,7 +140,8 @@ class DDPStrategy(DataParallelStrategy):
             async_save=async_save,
         )
         checks.check_arguments(compression, powersgd_rank, powersgd_start_step, bucket_megabytes)
-        checks.check_local_sgd(sync_every, sync_warmup_steps, compression, outer)
+        self._rounds = Rounds(sync_every, sync_warmup_steps, fragments, delay, alpha, wire)
+        checks.check_local_sgd(self._rounds, outer, compression)
         if uneven_inputs:
             checks.check_uneven(sync_every, outer, static_graph, find_unused_parameters)
         self._exchange = GradientExchange(
@@ -142,8 +153,6 @@ class DDPStrategy(DataParallelStrategy):
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
         )
-        self._sync_every = sync_every
-        self._sync_warmup_steps = sync_warmup_steps
         self._outer = outer
         self._outer_steps: OuterSteps | None = None
         self._loaded_momentum: dict[str, Tensor] = {}
@@ -159,11 +168,11 @@ class DDPStrategy(DataParallelStrategy):
     @property
     def sync_every(self) -> int:
         """Optimizer steps from one average of the weights to the next; 1 averages gradients."""
-        return self._sync_every
+        return self._rounds.sync_every
 
     @override
     def view(self) -> RankView:
-        return replace(super().view(), local_steps=self._sync_every - 1)
+        return replace(super().view(), local_steps=self.sync_every - 1)
 
     @override
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory:
@@ -200,8 +209,8 @@ class DDPStrategy(DataParallelStrategy):
     @override
     def print_summary(self) -> None:
         number = sum(parameter.numel() for parameter in self.module.parameters())
-        local = (self._sync_every, self._sync_warmup_steps, self._outer)
-        rank_zero_info(describe_replicas(self.mesh, number, self._exchange, *local))
+        how = self._exchange, self._rounds, self._outer
+        rank_zero_info(describe_replicas(self.mesh, number, *how))
         self.explain_batch_statistics()
 
     @override
@@ -227,8 +236,7 @@ class DDPStrategy(DataParallelStrategy):
             self._outer_steps = OuterSteps(self._outer)
             self._outer_steps.load_momentum(self.module, self._loaded_momentum)
             self._loaded_momentum = {}
-        rhythm = (self._sync_every, self._sync_warmup_steps)
-        self._local = LocalSGD(self.module, replicas, *rhythm, self._outer_steps)
+        self._local = LocalSGD(self.module, replicas, self._rounds, self._outer_steps)
 
     @override
     def drain(self) -> None:

@@ -1,13 +1,13 @@
 """DiLoCo's outer optimizer, which steps from one round of local steps to the next.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv
-2311.08105), algorithm 1. A round begins with equal weights on all replicas. Its outer gradient is
-the weights at its begin less the mean of the replicas' weights at its end.
+2311.08105), algorithm 1. A round begins with the outer weights on all replicas. Its outer gradient
+is these weights less the mean of the replicas' weights at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +49,7 @@ class OuterOptimizer:
 
 
 class OuterSteps:
-    """The outer optimizer's state: the weights at a round's begin, and the momentum.
+    """The outer optimizer's state: the outer weights while rounds are under way, and the momentum.
 
     Args:
         options: The outer optimizer.
@@ -57,26 +57,31 @@ class OuterSteps:
 
     def __init__(self, options: OuterOptimizer) -> None:
         self._options = options
-        self._at_begin: dict[nn.Parameter, Tensor] = {}
+        self._weights: dict[nn.Parameter, Tensor] = {}
         self._momentum: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remembers the weights that parameters have before their first local step of a round."""
+        """Remembers the weights that parameters have before their first local step."""
         for parameter in parameters:
-            if parameter not in self._at_begin:
-                self._at_begin[parameter] = parameter.detach().clone()
+            if parameter not in self._weights:
+                self._weights[parameter] = parameter.detach().clone()
+
+    def weights(self, parameter: nn.Parameter) -> Tensor:
+        """Returns the outer weights of a parameter that has begun a local step."""
+        return self._weights[parameter]
 
     @torch.no_grad()
-    def step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Steps from the weights at the round's begin, and ends the round.
+    def step(self, parameters: Sequence[nn.Parameter], means: Sequence[Tensor]) -> list[Tensor]:
+        """Steps the outer weights, and returns them.
 
         Args:
-            parameters: Those that have had local steps. Each has the replicas' mean.
+            parameters: Those that have had local steps.
+            means: The mean of the replicas' weights of each.
         """
         options = self._options
-        for parameter in parameters:
-            gradient = self._at_begin[parameter] - parameter
+        for parameter, mean in zip(parameters, means, strict=True):
+            gradient = self._weights[parameter] - mean
             update = gradient
             if options.momentum:
                 before = self._momentum.get(parameter)
@@ -84,8 +89,12 @@ class OuterSteps:
                 self._momentum[parameter] = kept
                 update = gradient + options.momentum * kept if options.nesterov else kept
             # From the mean on, so that a rate of 1 without momentum leaves exactly the mean.
-            parameter.add_(gradient - options.lr * update)
-        self._at_begin.clear()
+            self._weights[parameter] = mean + (gradient - options.lr * update)
+        return [self._weights[parameter] for parameter in parameters]
+
+    def end(self) -> None:
+        """Forgets the outer weights, which all replicas have now."""
+        self._weights.clear()
 
     def momentum_by_name(self, module: nn.Module) -> dict[str, Tensor]:
         """Returns the momentum of a module's parameters that have one."""

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.data_parallel.ddp_options import Compression
+from lightning_dist.engine.data_parallel.local_sgd import Rounds
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
 from lightning_dist.engine.tensors.dtensor import is_dtensor
@@ -38,17 +39,20 @@ def check_arguments(
     check_positive("bucket_megabytes", bucket_megabytes)
 
 
-def check_local_sgd(
-    sync_every: int, sync_warmup_steps: int, compression: str, outer: OuterOptimizer | None
-) -> None:
-    """Checks the arguments of local SGD."""
-    check_count("sync_every", sync_every)
-    check_count("sync_warmup_steps", sync_warmup_steps, at_least=0)
-    averages_weights = sync_every > 1 or outer is not None
-    if averages_weights and sync_warmup_steps == 0 and compression != "none":
+def check_local_sgd(rounds: Rounds, outer: OuterOptimizer | None, compression: str) -> None:
+    """Checks what the arguments of local SGD are together."""
+    if rounds.streams and outer is None:
         raise ValueError(
-            f"compression={compression!r} has nothing to compress with sync_every={sync_every},"
-            f" outer={outer} and sync_warmup_steps=0: no gradients travel. Leave one of them out."
+            f"fragments={rounds.fragments}, delay={rounds.delay}, alpha={rounds.alpha} and"
+            f" wire={rounds.wire!r} go with outer=OuterOptimizer(). For the mean of the weights,"
+            " that is OuterOptimizer(lr=1.0, momentum=0.0, nesterov=False)."
+        )
+    averages_weights = rounds.sync_every > 1 or outer is not None
+    if averages_weights and rounds.warmup_steps == 0 and compression != "none":
+        raise ValueError(
+            f"compression={compression!r} has nothing to compress with"
+            f" sync_every={rounds.sync_every}, outer={outer} and sync_warmup_steps=0: no gradients"
+            " travel. Leave one of them out."
         )
 
 

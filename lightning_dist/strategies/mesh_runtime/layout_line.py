@@ -15,6 +15,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.common.table import format_count
 from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
+from lightning_dist.engine.data_parallel.local_sgd import Rounds
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
@@ -85,9 +86,8 @@ def describe_replicas(
     mesh: MeshShape,
     num_parameters: int,
     exchange: GradientExchange,
-    sync_every: int,
-    warmup: int,
-    outer: OuterOptimizer | None = None,
+    rounds: Rounds,
+    outer: OuterOptimizer | None,
 ) -> str:
     """Describes in one line how replicas train together.
 
@@ -95,9 +95,8 @@ def describe_replicas(
         mesh: All ranks.
         num_parameters: Number of parameters of the model.
         exchange: How gradients are averaged.
-        sync_every: Updates from one average of the weights to the next; 1 averages gradients.
-        warmup: Updates with averaged gradients before weights are averaged.
-        outer: Steps from one average to the next.
+        rounds: When weights are averaged.
+        outer: Steps from one average of the weights to the next.
     """
     if mesh.world_size == 1:
         return _ALONE
@@ -106,12 +105,14 @@ def describe_replicas(
         when = f"in buckets of {exchange.bucket_megabytes:g} MB during the backward"
     form = "" if exchange.compression == "none" else f" as {exchange.compression}"
     said = f"gradients averaged{form} {when}"
-    if sync_every > 1 or outer is not None:
-        before = f" behind {warmup} updates with {said}" if warmup else ""
-        each = "update" if sync_every == 1 else f"{sync_every} updates"
+    if rounds.sync_every > 1 or outer is not None:
+        before = f" behind {rounds.warmup_steps} updates with {said}" if rounds.warmup_steps else ""
+        each = "update" if rounds.sync_every == 1 else f"{rounds.sync_every} updates"
         said = f"weights averaged every {each}{before}"
         if outer is not None:
             said += f", with outer steps of rate {outer.lr:g} and momentum {outer.momentum:g}"
+        if rounds.fragments > 1:
+            said += f", in {rounds.fragments} fragments"
     return (
         f"DDP: {mesh.world_size} replicas of {format_count(num_parameters)} parameters; {said};"
         f" {_batches(mesh.data_size)}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dist import DDPStrategy, OuterOptimizer
+from lightning_dist.engine.data_parallel.local_sgd import Rounds
+from lightning_dist.engine.planning.partition import partition_layers
 from tests.helpers.networks.models import (
     Classifier,
     make_loader,
@@ -20,7 +23,7 @@ from tests.helpers.networks.models import (
     share_of,
     state_of,
 )
-from tests.helpers.processes.workers import WorkerPool
+from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 from tests.integration.ddp.local_steps import local_steps
 
 NUM_SAMPLES = 96
@@ -45,9 +48,12 @@ def fit(
     epochs: int = 1,
     resume: str | None = None,
     save: str | None = None,
+    streaming: dict[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     module = make_module(kind)
-    strategy = DDPStrategy(sync_every=sync_every, sync_warmup_steps=warmup, outer=outer)
+    strategy = DDPStrategy(
+        sync_every=sync_every, sync_warmup_steps=warmup, outer=outer, **(streaming or {})
+    )
     trainer = make_trainer(devices=2, strategy=strategy, max_epochs=epochs, limit_val_batches=0)
     own = share_of(int(os.environ["RANK"]), NUM_SAMPLES)
     trainer.fit(module, own, make_loader(8), ckpt_path=resume)
@@ -76,6 +82,109 @@ def recursion(sync_every: int, outer: OuterOptimizer, warmup: int) -> dict[str, 
             for module in modules:
                 module.load_state_dict(weights.state_dict())
     return state_of(weights)
+
+
+class StreamingOracle:
+    """Streaming DiLoCo of two replicas, after algorithm 2 of its paper.
+
+    Attributes:
+        weights: The outer weights.
+    """
+
+    def __init__(self, rounds: Rounds, outer: OuterOptimizer) -> None:
+        self.rounds = rounds
+        self.weights = make_module()
+        parameters = list(self.weights.parameters())
+        options: dict[str, Any] = {"momentum": outer.momentum, "nesterov": outer.nesterov}
+        self.optimizer = torch.optim.SGD(parameters, lr=outer.lr, **options)
+        counts = partition_layers([p.numel() for p in parameters], rounds.fragments)
+        ends = list(itertools.accumulate(counts))
+        self.fragments = [range(end - n, end) for end, n in zip(ends, counts, strict=True)]
+        self.sent: dict[int, tuple[int, list[Tensor]]] = {}
+
+    def mean_gradient(self, index: int, replicas: list[Classifier]) -> Tensor:
+        weight, *own = (list(m.parameters())[index].detach() for m in (self.weights, *replicas))
+        gradients = [weight - value for value in own]
+        if self.rounds.wire == "bf16":
+            gradients = [gradient.bfloat16() for gradient in gradients]
+        return (sum(gradients, torch.zeros_like(gradients[0])) / len(gradients)).double()
+
+    def send(self, number: int, step: int, replicas: list[Classifier]) -> None:
+        gradients = [self.mean_gradient(index, replicas) for index in self.fragments[number]]
+        self.sent[number] = step + self.rounds.delay, gradients
+
+    def receive(self, number: int, replicas: list[Classifier], alpha: float) -> None:
+        _, gradients = self.sent.pop(number)
+        self.optimizer.zero_grad()
+        parameters = list(self.weights.parameters())
+        for index, gradient in zip(self.fragments[number], gradients, strict=True):
+            parameters[index].grad = gradient
+        self.optimizer.step()
+        for module in replicas:
+            for own, outer in list(zip(module.parameters(), parameters, strict=True))[
+                self.fragments[number].start : self.fragments[number].stop
+            ]:
+                own.data = alpha * own.data + (1 - alpha) * outer.detach()
+
+    def train(self) -> dict[str, Tensor]:
+        every, alpha = self.rounds.sync_every, self.rounds.alpha
+        numbers = range(self.rounds.fragments)
+        replicas: list[Classifier] = []
+        stepped = set[int]()
+        for index, replicas in local_steps(NUM_SAMPLES, 0):
+            step = index + 1
+            stepped = set(numbers)
+            for number in numbers:
+                if number in self.sent and self.sent[number][0] == step:
+                    self.receive(number, replicas, alpha)
+                turn = number * every // self.rounds.fragments
+                if step > turn and (step - turn) % every == 0 or step == turn > 0:
+                    self.send(number, step, replicas)
+                    stepped.discard(number)
+                    if self.rounds.delay == 0:
+                        self.receive(number, replicas, alpha)
+                        stepped |= {number} if alpha else set()
+        for number in numbers:
+            if number in self.sent:
+                self.receive(number, replicas, alpha)
+                stepped |= {number} if alpha else set()
+            if number in stepped:
+                self.send(number, 0, replicas)
+                self.receive(number, replicas, 0.0)
+        return state_of(self.weights)
+
+
+STREAMING: list[dict[str, Any]] = [
+    {"fragments": 3},
+    {"delay": 2},
+    {"alpha": 0.25},
+    {"fragments": 2, "delay": 1, "alpha": 0.5},
+    {"fragments": 4, "delay": 3},
+    {"wire": "bf16"},
+    {"fragments": 2, "delay": 2, "alpha": 0.5, "wire": "bf16"},
+]
+
+
+@pytest.mark.some("streaming3-4", "streaming6-5")
+@pytest.mark.parametrize("sync_every", [4, 5])
+@pytest.mark.parametrize("streaming", STREAMING)
+def test_streaming_equals_its_oracle(
+    workers: WorkerPool, streaming: dict[str, Any], sync_every: int
+) -> None:
+    expected = StreamingOracle(Rounds(sync_every, **streaming), DILOCO).train()
+    found = workers.run(
+        2, fit, sync_every, DILOCO, 0, Classifier, 1, None, None, streaming, timeout=60.0
+    )
+    for state in found:
+        assert difference(state, expected) < 1e-12
+
+
+def test_the_oracles_differ() -> None:
+    plain = recursion(4, DILOCO, 0)
+    assert difference(StreamingOracle(Rounds(4), DILOCO).train(), plain) < 1e-12
+    found = [StreamingOracle(Rounds(4, **options), DILOCO).train() for options in STREAMING]
+    for one, other in itertools.combinations([plain, *found], 2):
+        assert difference(one, other) > 1e-6
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -148,8 +257,25 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
     [
         ({"compression": "fp16"}, "nothing to compress"),
         ({"uneven_inputs": True}, "uneven_inputs=True does not go with"),
+        ({"fragments": 0}, "fragments=0"),
+        ({"sync_every": 4, "delay": 4}, "delay=4 must be below sync_every=4"),
+        ({"sync_every": 4, "fragments": 5}, "fragments=5 must not be above sync_every=4"),
+        ({"alpha": 1.0}, r"alpha=1\.0"),
+        ({"wire": "fp16"}, "wire='fp16' is unknown"),
     ],
 )
 def test_what_does_not_go_with_it(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DDPStrategy(outer=DILOCO, **arguments)
+
+
+def test_fragments_need_an_outer_optimizer() -> None:
+    with pytest.raises(ValueError, match=r"fragments=2, .* go with outer=OuterOptimizer"):
+        DDPStrategy(sync_every=4, fragments=2)
+
+
+def test_more_fragments_than_parameters(workers: WorkerPool) -> None:
+    with pytest.raises(CaseFailedError, match="fragments=99 are more than the model's"):
+        workers.run(
+            2, fit, 100, DILOCO, 0, Classifier, 1, None, None, {"fragments": 99}, timeout=60.0
+        )
