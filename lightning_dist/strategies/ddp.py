@@ -8,8 +8,7 @@ static graphs together with accumulation; errors that name the parameter.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -277,24 +276,15 @@ class DDPStrategy(DataParallelStrategy):
     # --- checkpoints -------------------------------------------------------------------------
 
     @override
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        filepath: str | os.PathLike[str],
-        storage_options: Any | None = None,
-    ) -> None:
-        if self._outer_steps is not None:
-            checkpoint[_MOMENTUM] = self._outer_steps.momentum_by_name(self.module)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+    def extra_state(self) -> dict[str, Any]:
+        if self._outer_steps is None:
+            return {}
+        return {_MOMENTUM: self._outer_steps.momentum_by_name(self.module)}
 
     @override
-    def load_checkpoint(
-        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+    def load_extra_state(self, checkpoint: Mapping[str, Any]) -> None:
         if self.is_fitting:
             self._loaded_momentum = checkpoint.get(_MOMENTUM, {})
-        return checkpoint
 
     # --- collectives in steps ----------------------------------------------------------------
 

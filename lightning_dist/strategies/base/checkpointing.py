@@ -178,6 +178,15 @@ class LayoutFreeCheckpoints(AsyncSaving):
         """Returns the names of the whole model's state that other ranks hold."""
         return set()
 
+    # --- state of the strategy ---------------------------------------------------------------
+
+    def extra_state(self) -> dict[str, Any]:
+        """Returns the entries of a checkpoint that are this strategy's own, alike on all ranks."""
+        return {}
+
+    def load_extra_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes this strategy's own entries from a checkpoint, if it has them."""
+
     # --- saving ------------------------------------------------------------------------------
 
     @override
@@ -195,6 +204,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
             # Ranks may have different names for the file, or different working directories.
             path = self.broadcast(os.path.abspath(path) if is_local(path) else path)
         self.finish_save()
+        checkpoint |= self.extra_state()
         with self.file_work(f"saving {path}"):
             self._save(checkpoint, path, storage_options)
 
@@ -273,7 +283,9 @@ class LayoutFreeCheckpoints(AsyncSaving):
             self.lay_out_once()
         path = os.fspath(checkpoint_path)
         with self.file_work(f"loading {path}"):
-            return self._load(path, weights_only)
+            checkpoint = self._load(path, weights_only)
+        self.load_extra_state(checkpoint)
+        return checkpoint
 
     def _load(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         if is_local(path) and dist.is_initialized() and self.is_running:

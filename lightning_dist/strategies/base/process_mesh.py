@@ -32,7 +32,7 @@ from lightning_dist.engine.comms.group_pool import GroupKind, pool_of_world
 from lightning_dist.engine.comms.meeting import Meeting, launcher_serves, meet
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
-from lightning_dist.strategies.base.launcher import ScriptLauncher
+from lightning_dist.strategies.base.launching.launcher import ScriptLauncher
 
 
 def reduce_tensor(

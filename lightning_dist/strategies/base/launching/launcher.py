@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_dist.engine.comms.failures.parent_watch import known_to_children
 from lightning_dist.engine.comms.failures.peer_failure import GRACE_SECONDS
 from lightning_dist.strategies.base.ending.signal_handlers import SIGTERM_EXIT_CODE
-from lightning_dist.strategies.base.launch_checks import check_launch
+from lightning_dist.strategies.base.launching.launch_checks import check_launch
 
 _POLL_SECONDS = 1
 _SOUND_EXIT_CODES = (None, 0, SIGTERM_EXIT_CODE)

@@ -1,0 +1,1 @@
+"""The processes of a run: checked, started and watched."""
