@@ -337,7 +337,7 @@ class DDPStrategy(DataParallelStrategy):
                 return self._uneven.run(self.replica.ddp, step, *args, **kwargs)
             if self._replica is None:  # behind a run
                 return step(*args, **kwargs)
-            return self._replica.run(step, *args, **kwargs)
+            return self._replica.run(step, *args, is_local=self._is_local, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -1,9 +1,11 @@
 """One rank's replica under torch's DistributedDataParallel, through the steps of a run.
 
 The wrapper does not support three things: parameters that are frozen or unfrozen between batches,
-gradients that a step leaves out on some ranks, and steps that call backward themselves. With a
-static graph, the wrapper records the graph in its first backward and always averages there. So a
-replica with a static graph is not wrapped before a step whose gradients are to be averaged.
+gradients that a step leaves out on some ranks, and steps that call backward themselves.
+
+A replica is not wrapped before a step whose gradients are to be averaged. The wrapper's buckets have
+the size of all gradients, and a single replica or one with local steps needs none. And with a static
+graph the wrapper records the graph in its first backward and always averages there.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class WrappedReplica:
         self._group = options.group
         self._control_group = options.control_group
         self._is_automatic = options.is_automatic
-        self._ddp = self._first_wrapper()
+        self._ddp: DistributedDataParallel | None = None
         self._keeps_gradients = False
         self._trainable = TrainableSet(module, options.control_group)
         self._missing: MissingGradients | None = None
@@ -76,22 +78,18 @@ class WrappedReplica:
 
     @property
     def ddp(self) -> DistributedDataParallel:
-        """The module in its present wrapper. With a static graph, every rank must read it."""
+        """The module in its present wrapper. Collective: every rank must read it."""
         if self._ddp is None:
             self._ddp = self._exchange.wrap(self._module, self._group.group)
         return self._ddp
 
-    def _first_wrapper(self) -> DistributedDataParallel | None:
-        if self._exchange.static_graph:
-            return None
-        return self._exchange.wrap(self._module, self._group.group)
-
     def _unwrap(self) -> None:
-        if self._ddp is not None:
-            remove_gradient_hooks(self._ddp)
+        ddp, self._ddp = self._ddp, None
+        if ddp is not None:
+            remove_gradient_hooks(ddp)
 
     def begin_batch(self, *, is_local: bool) -> None:
-        """Wraps the module anew if other parameters are trainable now, before each batch.
+        """Unwraps the module if other parameters are trainable now, or none is averaged any more.
 
         Collective: every rank must call it.
 
@@ -102,16 +100,16 @@ class WrappedReplica:
             ValueError: The ranks train different parameters, or nothing is left to train.
         """
         frozen = self._trainable.begin_batch()
-        if frozen is None:
-            return
-        if not is_local:
+        if frozen is not None and not is_local:
             average_left_gradients(frozen, self._group, self._control_group)
-        self._unwrap()
-        self._ddp = self._first_wrapper()
+        if frozen is not None or is_local:
+            self._unwrap()
 
-    def run(self, step: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    def run(
+        self, step: Callable[..., Any], *arguments: Any, is_local: bool, **keywords: Any
+    ) -> Any:
         """Runs a training step."""
-        if self._ddp is None and self._keeps_gradients:
+        if is_local or (self._ddp is None and self._keeps_gradients):
             return step(*arguments, **keywords)
         if self._is_automatic():
             return self.ddp(step, *arguments, **keywords)
@@ -124,7 +122,9 @@ class WrappedReplica:
 
     def begin_backward(self, loss: Tensor, *, is_local: bool) -> None:
         """Prepares for a backward."""
-        if not self._is_automatic() and not is_local:
+        if is_local:
+            return
+        if not self._is_automatic():
             self.ddp.require_backward_grad_sync = True
             prepare_for_backward(self.ddp, loss)
             self.ddp.require_backward_grad_sync = False
