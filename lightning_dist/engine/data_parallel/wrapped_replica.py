@@ -3,9 +3,9 @@
 The wrapper does not support three things: parameters that are frozen or unfrozen between batches,
 gradients that a step leaves out on some ranks, and steps that call backward themselves.
 
-A replica is not wrapped before a step whose gradients are to be averaged. The wrapper's buckets have
-the size of all gradients, and a single replica or one with local steps needs none. And with a static
-graph the wrapper records the graph in its first backward and always averages there.
+A replica is not wrapped before a step whose gradients are to be averaged. The wrapper's buckets
+have the size of all gradients, and a single replica or one with local steps needs none. And with a
+static graph the wrapper records the graph in its first backward and always averages there.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from lightning_dist.engine.profiling.report import find_peak_flops
 from recipes.gpt import build_gpt
 from tests.benchmarks import contestants as c
 from tests.benchmarks.data_parallel import shard_blocks
-from tests.benchmarks.paired import Pair, Turns
+from tests.benchmarks.paired import TURN, Pair, Turns
 from tests.gpu.ranks import attempt, beside_goal, trainer_of
 from tests.gpu.records import Row, Verdict
 from tests.gpu.setting import Setting
@@ -45,7 +45,7 @@ GOAL = 0.98
 
 @dataclass(frozen=True)
 class Sizes:
-    """A GPT, its batch, and the number of turns."""
+    """A GPT, its batch, the number of turns, and the batches of a turn."""
 
     vocab: int
     width: int
@@ -54,6 +54,7 @@ class Sizes:
     batch: int
     length: int
     turns: int
+    turn: int = TURN
 
     @property
     def tokens(self) -> int:
@@ -79,18 +80,32 @@ def gpt_124m(device: torch.device) -> Sizes:
     """Returns the size of GPT-2 small, with as large a batch as the device's memory takes."""
     gib = torch.cuda.get_device_properties(device).total_memory / 2**30
     batch = 16 if gib > 60 else 8 if gib > 30 else 4 if gib > 20 else 2
-    return Sizes(vocab=50304, width=768, depth=12, heads=12, batch=batch, length=1024, turns=8)
+    return Sizes(
+        vocab=50304, width=768, depth=12, heads=12, batch=batch, length=1024, turns=5, turn=12
+    )
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Trained(c.PlainGPT):
-    """The recipe's module on a model of any size, which may be compiled."""
+    """The recipe's module on a model of any size; model and loss may be compiled."""
 
-    def __init__(self, sizes: Sizes, compile_for: Setting | None = None) -> None:
+    def __init__(
+        self, sizes: Sizes, compile_for: Setting | None = None, *, by_units: bool = False
+    ) -> None:
         L.LightningModule.__init__(self)
         self.model = sizes.build()
+        self._loss_of = cross_entropy
         if compile_for is not None:
-            for layer in self.model:
-                layer.compile(backend=compile_for.compiler)
+            if not by_units:  # which a strategy compiles
+                self.model.compile(backend=compile_for.compiler)
+            self._loss_of = torch.compile(cross_entropy, backend=compile_for.compiler)
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        return self._loss_of(self(inputs), targets)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
@@ -116,15 +131,17 @@ def plain_loop(
     device = setting.torch_device
     net = sizes.build().to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+    loss_of = cross_entropy
     if compiled:
         net.compile(backend=setting.compiler)
+        loss_of = torch.compile(cross_entropy, backend=setting.compiler)
     autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=half)
 
     def run(x: Tensor, y: Tensor) -> None:
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         with autocast():
             logits = net(x)
-        F.cross_entropy(logits.flatten(0, 1).float(), y.flatten()).backward()
+        loss_of(logits, y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -188,7 +205,7 @@ def take_turns(
     setting: Setting, sizes: Sizes, contest: Contest, loop: Callable[[], c.RunBatch]
 ) -> Turns:
     """Lets a fit and a raw loop take turns on the device."""
-    pair = Pair(contest.make, lambda _: loop(), devices=1)
+    pair = Pair(contest.make, lambda _: loop(), devices=1, turn=sizes.turn)
     count = pair.turn * (sizes.turns + pair.warmup_turns) + 1
     raw_batches = iter(loader_of(setting, sizes, count + pair.turn))
     turns = Turns(pair, loop, raw_batches, setting.torch_device)
@@ -237,7 +254,7 @@ def gpt(setting: Setting) -> Iterator[Row]:
         "our DDPStrategy, bf16-mixed": Contest(DDPStrategy, compiled, half),
         "our DDPStrategy, MixedPrecision": Contest(DDPStrategy, compiled, casts),
         "our FSDPStrategy(compile=True), MixedPrecision": Contest(
-            partial(FSDPStrategy, compile=True), options=casts
+            partial(FSDPStrategy, compile=True), partial(compiled, by_units=True), casts
         ),
         "our PipelineStrategy, 1 stage, MixedPrecision": Contest(
             partial(PipelineStrategy, num_microbatches=1), compiled, casts

@@ -14,7 +14,7 @@ from tests.integration.ddp.test_local_sgd import Manual
 
 
 def buckets_after_steps(count: int, kind: type[Classifier], options: dict[str, Any]) -> list[bool]:
-    """Trains; returns for each step whether a wrapper, which owns the buckets, is alive after it."""
+    """Trains; returns for each step whether a wrapper, which owns the buckets, is alive."""
     gc.collect()  # those of earlier cases
     found = []
 
