@@ -106,13 +106,22 @@ def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tens
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathers a DTensor; a plain tensor is returned. Collective: every rank must call it."""
+    """Gathers a DTensor; a plain tensor is returned. Collective: every rank must call it.
+
+    Args:
+        tensor: Any tensor. Shards in host memory, of an offloaded model or after a run, are
+            gathered on the device of the mesh, whose backend may take no others.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     dim = stacked_dim(tensor)
-    if dim is None:
-        return tensor.full_tensor()
-    return unstacked(tensor).full_tensor().flatten(dim, dim + 1)
+    if dim is not None:
+        return unstacked(tensor).full_tensor().flatten(dim, dim + 1)
+    if tensor.device.type != tensor.device_mesh.device_type:
+        moved = from_shard(tensor.to_local(), tensor)
+        assert isinstance(moved, DTensor)
+        return moved.full_tensor()
+    return tensor.full_tensor()
 
 
 def is_storable(tensor: Tensor) -> bool:
@@ -139,7 +148,7 @@ def from_shard(own: Tensor, like: Tensor, placements: Sequence[Placement] | None
     """Returns the DTensor with given shards, without communication.
 
     Args:
-        own: This rank's shard.
+        own: This rank's shard; it is moved to the device of the mesh.
         like: A DTensor of the result's mesh and shape, or a plain tensor to return ``own``.
         placements: Placements of the result; None for those of ``like``.
     """

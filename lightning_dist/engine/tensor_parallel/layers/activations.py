@@ -147,6 +147,7 @@ def add_up_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> No
         counts = torch.tensor([p.grad is not None for p in group], dtype=dtype)
         parts = [*(local_part(gradient) for gradient in own), counts.to(local_part(own[0]).device)]
         flat = torch.cat([part.reshape(-1) for part in parts])
+        flat = flat.to(mesh.device_type)  # gradients of offloaded shards are in host memory
         dist.all_reduce(flat, group=mesh.get_group())
         *sums, counted = flat.split([part.numel() for part in parts])
         for parameter, gradient, part, summed in zip(group, own, parts, sums, strict=False):

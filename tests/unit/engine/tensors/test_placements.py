@@ -6,10 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_dist.engine.tensors.dtensor import cut, is_storable, stacked, stacked_dim, unstacked
+from lightning_dist.engine.tensors.dtensor import (
+    cut,
+    is_storable,
+    local_part,
+    stacked,
+    stacked_dim,
+    unstacked,
+    whole,
+)
 
 
 @pytest.fixture
@@ -61,4 +69,18 @@ def test_another_axis_goes_on_sharding_what_it_has_sharded() -> None:
         assert torch.equal(own.to_local(), apart.chunk(2, other)[1].chunk(2, dim + 1)[1])
         assert own.shape == apart.shape
         assert own.placements == (Shard(other), Shard(dim + 1))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement", [Shard(0), stacked(0, 3)])
+def test_a_gather_moves_shards_to_the_device_of_the_mesh(placement: Placement) -> None:
+    """NCCL takes no shards in host memory, which offloading and the end of a run leave there."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    device = init_device_mesh("meta", (2,))  # a device as any other, that needs no hardware
+    on_device = cut(torch.empty(12, 4, device="meta"), device, [placement])
+    assert isinstance(on_device, DTensor)
+    on_host = DTensor(torch.ones(6, 4), on_device._spec, requires_grad=False)
+    assert local_part(on_host).device.type == "cpu"
+    gathered = whole(on_host)
+    assert (gathered.device.type, gathered.shape) == ("meta", (12, 4))
     dist.destroy_process_group()
