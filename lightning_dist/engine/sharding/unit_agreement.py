@@ -110,6 +110,8 @@ class UnitAgreement:
     def _compares_units(self) -> bool:
         return self._always or self._num_steps[self._is_training] < _STEPS_LOOKED_AT
 
+    # A unit may be inside of a compiled module, or compiled with its hooks by the user.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_unit(
         self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -82,6 +82,7 @@ class UnusedParameters:
         dist.all_reduce(by_all, dist.ReduceOp.MIN, self._group)
         return [name for (name, _), flag in zip(found, by_all.tolist(), strict=True) if flag]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _hook_into(self, unit: str, *_: object) -> None:
         waiting = self._not_hooked.get(unit, [])
         hooked = {name for name in waiting if self._hook(name)}
