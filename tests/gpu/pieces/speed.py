@@ -100,7 +100,7 @@ class Trained(c.PlainGPT):
         self._loss_of = cross_entropy
         if compile_for is not None:
             if not by_units:  # which a strategy compiles
-                self.model.compile(backend=compile_for.compiler)
+                self.model = torch.compile(self.model, backend=compile_for.compiler)
             self._loss_of = torch.compile(cross_entropy, backend=compile_for.compiler)
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -133,7 +133,8 @@ def plain_loop(
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     loss_of = cross_entropy
     if compiled:
-        net.compile(backend=setting.compiler)
+        # `net.compile()` would compile the layers of a sequence one by one.
+        net = torch.compile(net, backend=setting.compiler)
         loss_of = torch.compile(cross_entropy, backend=setting.compiler)
     autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=half)
 
