@@ -27,9 +27,9 @@ TOLERANCE = 1e-10
 class Measured(GPT):
     """Looks at its logits beside the loss, as users do."""
 
-    def __init__(self, fused: bool = False, **options: Any) -> None:
+    def __init__(self, ways: dict[str, bool] | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.fused = fused
+        self.ways = ways or {}
         self.accuracy = MulticlassAccuracy(256, average="micro")
         self.seen = SumMetric()
 
@@ -48,7 +48,7 @@ class Measured(GPT):
         return logits
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=self.fused)
+        return torch.optim.AdamW(self.parameters(), lr=0.01, **self.ways)
 
 
 def data(num_samples: int = NUM_SAMPLES) -> TensorDataset:
@@ -56,9 +56,9 @@ def data(num_samples: int = NUM_SAMPLES) -> TensorDataset:
     return TensorDataset(drawn[0], drawn[1])
 
 
-def make_gpt(dropout: float = 0.0, fused: bool = False) -> Measured:
+def make_gpt(dropout: float = 0.0, ways: dict[str, bool] | None = None) -> Measured:
     torch.manual_seed(0)
-    return Measured(width=32, depth=DEPTH, num_heads=4, dropout=dropout, fused=fused).double()
+    return Measured(width=32, depth=DEPTH, num_heads=4, dropout=dropout, ways=ways).double()
 
 
 @dataclass
@@ -84,14 +84,14 @@ def fit(
     devices: int,
     strategy: Strategy | str,
     num_samples: int = NUM_SAMPLES,
-    fused: bool = False,
+    ways: dict[str, bool] | None = None,
     **options: Any,
 ) -> Fitted:
     """Trains for an epoch; all replicas together have the batches of a single device.
 
     The last batch and what is left over serve for validation and prediction.
     """
-    module, fitted = make_gpt(fused=fused), Fitted()
+    module, fitted = make_gpt(ways=ways), Fitted()
     trainer = make_trainer(devices=devices, strategy=strategy, gradient_clip_val=0.5, **options)
     share: dict[str, Any] = {"num_replicas": 1, "rank": 0}
     if devices > 1:

@@ -1,61 +1,99 @@
-"""Parameter groups that mix DTensors and plain tensors.
+"""DTensors beside plain tensors, which torch refuses to compute with together.
 
-``fused=True`` and ``foreach=True`` update a whole group in a few calls, and torch refuses calls
-that mix both. A tensor-parallel model's norms are plain and its projections DTensors. Such a group
-is updated one parameter at a time, as an optimizer does without ``fused`` and ``foreach``.
+``foreach=True`` and ``fused=True`` update a whole parameter group in a few calls, and on a GPU
+``foreach`` is the default. A tensor-parallel model's norms are plain and its projections DTensors,
+and a group usually has both. So while a step computes, each mesh's parameters are a group of their
+own: two calls in place of one, with the same numbers. Between steps the groups are the user's.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch.distributed as dist
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
 
-from lightning_dist.engine.tensors.dtensor import is_dtensor
-
+_Group: TypeAlias = dict[str, Any]
 _WAYS = ("foreach", "fused")
+_ONE_BY_ONE = dict.fromkeys(_WAYS, False)
 
 
-def update_mixed_groups_singly(optimizer: Optimizer) -> None:
-    """Turns ``foreach`` and ``fused`` off for each mixed group while a step runs, and warns once.
+@contextmanager
+def split_groups_by_mesh(optimizer: Optimizer) -> Iterator[None]:
+    """Splits parameter groups by mesh while the optimizer's step computes.
 
-    Between steps the groups keep the values that the user has set.
+    The closure that ``step`` is given as ``closure=`` still finds the user's groups. Only torch's
+    own optimizers are known to update each parameter by itself. Another one may estimate something
+    from its whole group, so that group stays one, and is updated one parameter at a time.
+
+    Args:
+        optimizer: Any optimizer; its groups without ``foreach`` and ``fused`` stay as they are.
     """
-    asked_for: list[tuple[dict[str, Any], str, Any]] = []
+    groups = optimizer.param_groups
+    split_groups: list[tuple[_Group, list[_Group]]] = []
 
-    def before(*_: object) -> None:
-        after()  # the post hook has not run if the last step failed
-        for group in optimizer.param_groups:
-            for way in _ways_that_fail(group):
-                asked_for.append((group, way, group[way]))
-                group[way] = False
+    def split() -> None:
+        join()
+        split_groups.extend((group, _parts(optimizer, group)) for group in groups)
+        groups[:] = [part for _, parts in split_groups for part in parts]
 
-    def after(*_: object) -> None:
-        for group, way, value in asked_for:
-            group[way] = value
-        asked_for.clear()
+    def join() -> None:
+        if not split_groups:
+            return
+        groups[:] = [group for group, _ in split_groups]
+        for group, parts in split_groups:  # what the step has written into its group is kept
+            group |= parts[0] | {key: group[key] for key in ("params", *_WAYS) if key in group}
+        split_groups.clear()
 
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    if is_first and any(_ways_that_fail(group) for group in optimizer.param_groups):
-        warnings.warn(
-            f"{type(optimizer).__name__} was asked for `fused` or `foreach`, but torch cannot"
-            " update tensor-parallel parameters and others in one call. Groups that have both are"
-            " updated one parameter at a time; give either kind a group of its own to avoid that.",
-            stacklevel=2,
-        )
+    def before(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        closure: Callable[[], Any] | None = kwargs.get("closure")
+        if closure is None:
+            split()
+            return None
+
+        def compute_gradients() -> Any:
+            join()
+            result = closure()
+            split()
+            return result
+
+        return args, {**kwargs, "closure": compute_gradients}
+
+    hooks = [
+        optimizer.register_step_pre_hook(before),
+        optimizer.register_step_post_hook(lambda *_: join()),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        join()  # the post hook has not run if the step has failed
 
 
-def _ways_that_fail(group: dict[str, Any]) -> list[str]:
-    asked_for = [way for way in _WAYS if group.get(way)]
-    if not asked_for or len({is_dtensor(parameter) for parameter in group["params"]}) < 2:
-        return []
-    return asked_for
+def _parts(optimizer: Optimizer, group: _Group) -> list[_Group]:
+    """Returns the groups that torch can update; the group itself if it is one."""
+    if not any(group.get(way, False) is not False for way in _WAYS):  # None may become True
+        return [group]
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in group["params"]:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(parameter)
+    without_kernel = isinstance(optimizer, SGD) and group["fused"] and by_mesh.keys() - {None}
+    if len(by_mesh) < 2 and not without_kernel:
+        return [group]
+    if not type(optimizer).step.__module__.startswith("torch.optim."):
+        return [group | _ONE_BY_ONE]
+    # torch has no fused SGD for DTensors.
+    of_shards = {"foreach": True, "fused": False} if without_kernel else {}
+    return [
+        group | {"params": parameters} | ({} if mesh is None else of_shards)
+        for mesh, parameters in by_mesh.items()
+    ]
 
 
 _TORCH_SAYS = "got mixed torch.Tensor and DTensor"

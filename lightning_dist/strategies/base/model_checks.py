@@ -72,11 +72,7 @@ def check_sharded_optimizers(optimizers: Sequence[Optimizer], group: dist.Proces
 
 def _find_unshardable(optimizers: Sequence[Optimizer]) -> str:
     for optimizer in optimizers:
-        groups = optimizer.param_groups
-        kinds = [(group, set(map(is_dtensor, group["params"]))) for group in groups]
-        sharded = [group for group, kind in kinds if True in kind]
-        # Groups of both kinds are updated without kernels for many parameters.
-        pure = [group for group, kind in kinds if kind == {True}]
+        sharded = [g for g in optimizer.param_groups if any(map(is_dtensor, g["params"]))]
         reason = ""
         if isinstance(optimizer, Adafactor) and sharded:
             reason = "estimates by the rows and columns of whole matrices"
@@ -84,7 +80,7 @@ def _find_unshardable(optimizers: Sequence[Optimizer]) -> str:
             reason = "writes where a mask says so, which torch cannot do in shards"
         elif isinstance(optimizer, SparseAdam) and sharded:
             reason = "takes sparse gradients, which torch cannot shard"
-        elif isinstance(optimizer, Adagrad) and any(group["fused"] for group in pure):
+        elif isinstance(optimizer, Adagrad) and any(group["fused"] for group in sharded):
             reason = "has groups of shards with `fused=True`, for which torch has no kernel"
         if reason:
             return f"{type(optimizer).__name__} {reason}"

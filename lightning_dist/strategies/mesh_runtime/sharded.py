@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.data_parallel.missing_gradients import check_gradients
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
-from lightning_dist.engine.parallelize.mixed_tensors import update_mixed_groups_singly
+from lightning_dist.engine.parallelize.mixed_tensors import split_groups_by_mesh
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.clipping import ClipGradNorm
 from lightning_dist.strategies.base.loaders.lengths import check_evaluation_lengths
@@ -86,7 +86,6 @@ class ShardedStrategy(ShardedPlacement):
             return
         for optimizer in self.optimizers:
             self.sharded.keep_own_parameters(optimizer)
-            update_mixed_groups_singly(optimizer)
         check_sharded_optimizers(self.optimizers, self.world_group)
 
     @override
@@ -171,7 +170,8 @@ class ShardedStrategy(ShardedPlacement):
     def update(
         self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
     ) -> Any:
-        result = self.sharded.update(optimizer, closure, apply)
+        with split_groups_by_mesh(optimizer):
+            result = self.sharded.update(optimizer, closure, apply)
         self.sharded.end_check()  # a backward in two halves has not ended the check
         return result
 

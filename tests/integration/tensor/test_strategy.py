@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -52,26 +51,25 @@ def fit_spread(devices: int, options: dict[str, Any]) -> Fitted:
     return fit(devices, TensorParallelStrategy(**{"plan": PLAN, **options}))
 
 
-def fit_fused() -> tuple[Fitted, Fitted, list[str]]:
+WAYS = {"fused": {"fused": True}, "foreach": {"foreach": True}}
+
+
+def fit_by_groups(way: str) -> tuple[Fitted, Fitted]:
     """Updates what is sharded and what is not in one group, and a model of which all is sharded."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        mixed = fit(2, TensorParallelStrategy(plan=PLAN), fused=True)
-        sharded = fit(2, FSDPStrategy(), fused=True)
-    return mixed, sharded, [str(w.message) for w in caught if "`fused`" in str(w.message)]
+    mixed = fit(2, TensorParallelStrategy(plan=PLAN), ways=WAYS[way])
+    return mixed, fit(2, FSDPStrategy(), ways=WAYS[way])
 
 
-def test_fused_updates_equal_those_of_a_single_device(
-    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.some("fused")
+@pytest.mark.parametrize("way", WAYS)
+def test_groups_updated_at_once_equal_those_of_a_single_device(
+    workers: WorkerPool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    single = fit(1, "auto", fused=True)
-    results = workers.run(2, fit_fused)
-    check_equal([mixed for mixed, _, _ in results], single, 1, num_updates=10)
-    check_equal([sharded for _, sharded, _ in results], single, 2, num_updates=10)
-    (told,), nothing = (words for _, _, words in results)
-    assert "one parameter at a time" in told
-    assert not nothing
+    single = fit(1, "auto", ways=WAYS[way])
+    results = workers.run(2, fit_by_groups, way)
+    check_equal([mixed for mixed, _ in results], single, 1, num_updates=10)
+    check_equal([sharded for _, sharded in results], single, 2, num_updates=10)
 
 
 def refusal(options: dict[str, Any]) -> str:

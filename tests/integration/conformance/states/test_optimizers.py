@@ -1,4 +1,7 @@
-"""Every optimizer of torch trains, is saved and resumes under every strategy, or is refused."""
+"""Every optimizer of torch trains, is saved and resumes under every strategy, or is refused.
+
+It updates as on a GPU, by groups: with ``foreach`` unless it was asked for another way.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,10 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.differential.dials.optimizers import OneEstimate
 from tests.helpers.networks.chosen import chosen
+from tests.helpers.networks.foreach import foreach_by_default
 from tests.helpers.networks.models import (
     Classifier,
     make_data,
@@ -60,6 +65,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "RMSprop": partial(optim.RMSprop, lr=0.005, momentum=0.5, centered=True),
     "Rprop": partial(optim.Rprop, lr=0.01),
     "SGD": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "SGD, fused": partial(optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, fused=True),
     "SparseAdam": partial(optim.SparseAdam, lr=0.01),
 }
 
@@ -73,6 +79,7 @@ class Layout:
 
 
 PLAN = {"model.*.linear": "colwise_gather"}
+HALVES = PipelineConfig(num_microbatches=2)
 LAYOUTS = {
     "ddp": Layout(2, 2, DDPStrategy),
     "fsdp": Layout(2, 2, FSDPStrategy),
@@ -82,7 +89,11 @@ LAYOUTS = {
     "pipedream_2bw": Layout(
         2, 1, partial(PipelineStrategy, schedule="pipedream_2bw", num_microbatches=2), False
     ),
-    "mesh": Layout(4, 2, partial(MeshStrategy, pp=2, pipeline=PipelineConfig(num_microbatches=2))),
+    "mesh": Layout(4, 2, partial(MeshStrategy, pp=2, pipeline=HALVES)),
+    "shards of tp": Layout(4, 2, partial(MeshStrategy, tp=2, tensor=TensorConfig(PLAN))),
+    "stages of tp": Layout(
+        4, 1, partial(MeshStrategy, pp=2, tp=2, tensor=TensorConfig(PLAN), pipeline=HALVES)
+    ),
 }
 
 
@@ -162,8 +173,7 @@ Runs = tuple[dict[str, Tensor], dict[str, Tensor]] | str
 def fit_each(name: str, optimizers: Sequence[str], folder: str) -> dict[str, Runs]:
     """Gives the weights of a run, and of one that resumed its checkpoint; or the refusal."""
     results: dict[str, Runs] = {}
-    with float64(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*was asked for `fused` or `foreach`.*")
+    with float64(), foreach_by_default():
         for number, optimizer in enumerate(optimizers):
             path = f"{folder}/{number}.ckpt"
             try:
@@ -187,13 +197,14 @@ def float64() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-SHARDED = ("fsdp", "tp", "mesh")
+SHARDED = ("fsdp", "tp", "mesh", "shards of tp", "stages of tp")
+WITH_SHARDS = ("fsdp", "mesh", "shards of tp")
 REFUSED = {
     **{("LBFGS", layout): "LBFGS lays all" for layout in LAYOUTS if layout != "ddp"},
     **{("Adafactor", layout): "Adafactor estimates" for layout in SHARDED},
-    **{("Adagrad, fused", layout): "Adagrad has groups of" for layout in ("fsdp", "mesh")},
+    **{("Adagrad, fused", layout): "Adagrad has groups of" for layout in SHARDED},
     **{("Rprop", layout): "Rprop writes where" for layout in SHARDED},
-    **{("SparseAdam", layout): "SparseAdam takes sparse" for layout in ("fsdp", "mesh")},
+    **{("SparseAdam", layout): "SparseAdam takes sparse" for layout in WITH_SHARDS},
 }
 
 
@@ -216,7 +227,7 @@ def fitted(
 
 @cache
 def single_device(optimizer: str) -> dict[str, Tensor]:
-    with pytest.MonkeyPatch.context() as patch, float64():
+    with pytest.MonkeyPatch.context() as patch, float64(), foreach_by_default():
         patch.delenv("WORLD_SIZE", raising=False)
         state: dict[str, Tensor] = fit(optimizer, None, None, None)
         return state
@@ -231,6 +242,8 @@ def single_device(optimizer: str) -> dict[str, Tensor]:
     "pipedream-Rprop",
     "pipedream-SGD",
     "pipedream-SparseAdam",
+    "tp-AdamW",
+    "tp-SGD, fused",
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", LAYOUTS)
