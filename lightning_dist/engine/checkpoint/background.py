@@ -1,16 +1,17 @@
 """Saves that a thread writes while training goes on.
 
-A save holds up training while the tensors are copied, by torch's stager: into host memory that is
-kept for the next save, and pinned if they are on a GPU. ``dcp.async_save`` copies so, too, but its
-thread would write the shards alone, and a save goes on behind them, on all ranks; see
-:mod:`.joint_save`. So the thread is this module's, and the whole save runs in it. Its collectives
-need a process group of their own.
+A save holds up training while the tensors are copied, by torch's stager: into host memory, which
+is pinned if they are on a GPU, and kept for the next save with torch 2.13. ``dcp.async_save`` does
+so, too, but its thread would write the shards alone, and a save goes on behind them, on all ranks;
+see :mod:`.joint_save`. So the thread is this module's, and the whole save runs in it. Its
+collectives need a process group of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +35,14 @@ class BackgroundSaves:
 
         self.group = group
         is_on_gpu = device.type == "cuda"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=is_on_gpu,
-                use_non_blocking_copy=is_on_gpu,
-                use_shared_memory=False,  # no other process writes
-                use_async_staging=False,  # the next update would have to wait for it
-            )
+        options = StagingOptions(
+            use_pinned_memory=is_on_gpu,
+            use_non_blocking_copy=is_on_gpu,
+            use_shared_memory=False,  # no other process writes
+            use_async_staging=False,  # the next update would have to wait for it
         )
+        self._make_stager = partial(DefaultStager, options)
+        self._stager = self._make_stager()
         # torch's writer asks for the current device, which is the thread's own.
         set_device = torch.get_device_module(device).set_device
         self._thread = ThreadPoolExecutor(1, "checkpoint", set_device, (device,))
@@ -50,6 +51,8 @@ class BackgroundSaves:
     def copy(self, state: Any) -> Any:
         """Copies a tree of tensors and other values; the copy before is overwritten."""
         assert not self._steps, "the copy before may still be written"
+        if torch.__version__ < "2.13":  # there a stager closes itself when it has copied once
+            self._stager = self._make_stager()
         return self._stager.stage(state)
 
     def start(self, write: Callable[[], None]) -> None:

@@ -61,6 +61,8 @@ def test_a_tensor_that_is_there_twice_travels_once_and_stays_one() -> None:
     assert second[0] is first
 
 
+# So torch 2.11 says when it loads a sparse tensor.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_odd_tensors_stay_odd() -> None:
     odd = [nn.Parameter(torch.ones(2)), torch.eye(2).to_sparse(), torch.empty(2, device="meta")]
     parameter, sparse, meta = sent(odd)
