@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
@@ -40,6 +41,11 @@ class AsyncSaving(DistributedStrategy):
 
     @override
     def setup_environment(self) -> None:
+        if self._async_save and isinstance(self.checkpoint_io, AsyncCheckpointIO):
+            raise ValueError(
+                "async_save=True and the plugin AsyncCheckpointIO are two threads that write the"
+                " same checkpoints. Leave one of them out."
+            )
         super().setup_environment()
         if self._async_save:
             group = self.group(*self.mesh.sizes, purpose="saves")
