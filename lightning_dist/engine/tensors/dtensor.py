@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -105,15 +106,30 @@ def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tens
     return from_shard(part.to_local().clone(), part)
 
 
+def crashes_in_gathers(backend: str, device_type: str) -> bool:
+    """Returns whether torch's all-gather of DTensors crashes the process (pytorch#152645).
+
+    It calls ``allgather_into_tensor_coalesced``, and gloo's reads a GPU's memory as if it were the
+    host's.
+    """
+    return backend == "gloo" and device_type != "cpu"
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Gathers a DTensor; a plain tensor is returned. Collective: every rank must call it.
 
     Args:
         tensor: Any tensor. Shards in host memory, of an offloaded model or after a run, are
-            gathered on the device of the mesh, whose backend may take no others.
+            gathered on the device of the mesh, whose backend may take no others. Over gloo all
+            shards are gathered in host memory.
     """
     if not isinstance(tensor, DTensor):
         return tensor
+    backend = dist.get_backend(tensor.device_mesh.get_group(0))
+    if crashes_in_gathers(backend, tensor.device_mesh.device_type):
+        in_host = tensor.cpu()
+        assert isinstance(in_host, DTensor)
+        return in_host.full_tensor().to(tensor.device)
     dim = stacked_dim(tensor)
     if dim is not None:
         return unstacked(tensor).full_tensor().flatten(dim, dim + 1)

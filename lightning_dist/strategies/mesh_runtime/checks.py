@@ -15,7 +15,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.parallelize.shard_config import Offload, ShardConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.tensors.dtensor import is_dtensor
+from lightning_dist.engine.tensors.dtensor import crashes_in_gathers, is_dtensor
 from lightning_dist.engine.tensors.patch import gradient_hooks_of, has_gradient_hooks
 
 
@@ -171,6 +171,16 @@ def check_sizes(pp: object, dp_replicate: object, dp_shard: object, tp: object) 
         check_count(name, size)
     if dp_shard != "auto":
         check_count("dp_shard", dp_shard, instead="'auto'")
+
+
+def check_gathers(backend: str, device_type: str, tp_size: int) -> None:
+    """Checks that tensor-parallel layers can gather tensors of a device over a backend."""
+    if tp_size > 1 and crashes_in_gathers(backend, device_type):
+        raise ValueError(
+            f"process_group_backend={backend!r} with tp_size={tp_size} on a {device_type!r} device:"
+            " layers all-gather DTensors, with which torch crashes there (pytorch#152645). Use"
+            " process_group_backend=None, for the device's own, or strategies without tp."
+        )
 
 
 def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -> None:

@@ -39,6 +39,7 @@ from lightning_dist.engine.tensor_parallel.summary import TensorSummary
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import first_ranks_numbers
+from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import checks, data_parallel_checks
@@ -80,6 +81,12 @@ class ShardedPlacement(DataParallelStrategy):
         self._meta_init = meta_init
         self._deferred = DeferredModel()
         self._sharded: ShardedModule | None = None
+
+    @override
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        with brief_mistakes():
+            checks.check_gathers(self.device_backend, self.root_device.type, self.mesh.tp)
 
     @property
     def device_mesh(self) -> DeviceMesh:

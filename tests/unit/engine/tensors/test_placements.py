@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_dist.engine.tensors import dtensor
 from lightning_dist.engine.tensors.dtensor import (
+    crashes_in_gathers,
     cut,
     is_storable,
     local_part,
@@ -84,3 +86,29 @@ def test_a_gather_moves_shards_to_the_device_of_the_mesh(placement: Placement) -
     gathered = whole(on_host)
     assert (gathered.device.type, gathered.shape) == ("meta", (12, 4))
     dist.destroy_process_group()
+
+
+def test_gathers_that_would_crash_are_made_in_host_memory(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def crash(backend: str, device_type: str) -> bool:
+        asked.append((backend, device_type))
+        return True
+
+    monkeypatch.setattr(dtensor, "crashes_in_gathers", crash)
+    moved: list[DTensor] = []
+    monkeypatch.setattr(DTensor, "cpu", lambda tensor: moved.append(tensor) or tensor)
+    value = torch.arange(6.0)
+    own = cut(value, mesh, [Replicate()])
+    assert torch.equal(whole(own), value)
+    assert asked == [("fake", "cpu")]
+    assert len(moved) == 1
+    assert moved[0] is own
+
+
+def test_gathers_crash_over_gloo_on_a_gpu() -> None:
+    assert crashes_in_gathers("gloo", "cuda")
+    assert not crashes_in_gathers("gloo", "cpu")
+    assert not crashes_in_gathers("nccl", "cuda")

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import lightning as L
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy
+from lightning_dist import (
+    DDPStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+)
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 
@@ -35,3 +45,36 @@ def test_a_backend_that_takes_no_tensors_of_the_device_is_refused(
     with pytest.raises(ValueError, match=rf"{backend}' is no backend.*'cpu'.*one of \['gloo'"):
         L.Trainer(accelerator="cpu", devices=2, strategy=own, logger=False)
     assert not dist.is_initialized()
+
+
+GPUS = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("strategy", [TensorParallelStrategy, partial(MeshStrategy, tp=2)])
+def test_gathers_that_would_crash_are_refused(
+    strategy: Callable[..., DistributedStrategy],
+) -> None:
+    own = strategy(process_group_backend="gloo", **on_two_gpus())
+    with pytest.raises(
+        ValueError, match=r"'gloo' with tp_size=2 on a 'cuda' .*pytorch#152645.*None"
+    ):
+        own.set_world_ranks()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend"),
+    [
+        (FSDPStrategy, "gloo"),
+        (partial(MeshStrategy, pp=2), "gloo"),
+        (partial(TensorParallelStrategy, tp_size=1), "gloo"),
+        (TensorParallelStrategy, None),
+    ],
+)
+def test_gathers_that_do_not_crash_are_taken(
+    strategy: Callable[..., DistributedStrategy], backend: str | None
+) -> None:
+    strategy(process_group_backend=backend, **on_two_gpus()).set_world_ranks()
+
+
+def on_two_gpus() -> dict[str, Any]:
+    return {"parallel_devices": GPUS, "cluster_environment": LightningEnvironment()}
