@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
@@ -95,13 +95,29 @@ class GradientExchange:
             # The hook's callbacks hold the group, and gloo's own thread may free the last callback.
             # If the group is destroyed on that thread, it waits for the thread itself.
             never_destroy([group])
-            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            # Not as it is, for DDP reads the annotations of a hook, and not as strings.
+            ddp.register_comm_hook(state, lambda state, bucket: _powersgd(state, bucket))
 
     def _megabytes(self, module: nn.Module) -> float:
         if self.overlap:
             return self.bucket_megabytes
         # One bucket (of each dtype) has room for all: it leaves when the last gradient is there.
         return sum(p.nbytes for p in module.parameters() if p.requires_grad) / 2**20 + 1
+
+
+def _powersgd(
+    state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """Averages a bucket in several collectives, each begun when the one before has ended.
+
+    NCCL's futures call back at once, and all ranks in the same order. gloo's call back when the
+    tensors are there, so with several buckets under way each rank had an order of its own, and
+    one bucket's factors met another's. There a bucket waits for the one before.
+    """
+    averaged = powerSGD_hook.powerSGD_hook(state, bucket)
+    if dist.get_backend(state.process_group) != dist.Backend.NCCL:
+        averaged.wait()
+    return averaged
 
 
 def prepare_for_backward(ddp: DistributedDataParallel, outputs: object) -> None:

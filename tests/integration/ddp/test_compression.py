@@ -118,6 +118,20 @@ def fit_powersgd(accumulate: int, static_graph: bool) -> dict[str, Tensor]:
     return fit("powersgd", accumulate, static_graph=static_graph, **POWERSGD)
 
 
+def fit_in_buckets() -> dict[str, Tensor]:
+    """Trains with a bucket of about each layer, whose factors wait for those of another rank."""
+    module = make_module()
+    options = {**POWERSGD, "bucket_megabytes": 1e-4}
+    trainer = make_trainer(devices=2, strategy=DDPStrategy(compression="powersgd", **options))
+    trainer.fit(module, share_of(int(os.environ["RANK"]), 8 * NUM_SAMPLES), make_loader(8))
+    return state_of(module)
+
+
+def test_powersgd_keeps_buckets_apart(workers: WorkerPool) -> None:
+    one, other = workers.run(2, fit_in_buckets)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def count_buckets(accumulate: int, static_graph: bool) -> int:
     """Counts the buckets that a rank hands over for six batches."""
     hooks, count = default_hooks, 0
