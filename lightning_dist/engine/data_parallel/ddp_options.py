@@ -23,14 +23,22 @@ Compression = Literal["none", "fp16", "bf16", "powersgd"]
 
 
 class StepModule(nn.Module):
-    """Runs a step of a LightningModule as its forward."""
+    """Runs a step of a LightningModule as its forward.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: The module.
+        inner: Runs the step in its own forward; None for none.
+    """
+
+    def __init__(self, module: nn.Module, inner: StepModule | None = None) -> None:
         super().__init__()
         self.module = module
+        self.inner = inner
 
     def forward(self, step: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Runs a step."""
+        if self.inner is not None:
+            return self.inner(step, *arguments, **keywords)
         return step(*arguments, **keywords)
 
 

@@ -47,7 +47,7 @@ from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.verify import check_parts
 from lightning_dist.engine.tensor_parallel.plan.vocabulary import check_head
 from lightning_dist.engine.tensor_parallel.summary import PlanSummary, describe_plan
-from lightning_dist.engine.tensors.module_tree import outermost, shardable_modules
+from lightning_dist.engine.tensors.module_tree import innermost, shardable_modules
 
 _OTHER_PIECES = (
     "The tensor-parallel plan cuts one and leaves the other whole, or cuts them along different"
@@ -151,9 +151,12 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         per_stage = split.layers_per_stage
         roots = tuple(layers_of(split.layers, per_stage, own) for own in split.stages)
     own = [unit for unit in units if keeps(unit.name)]
+    kept = _kept_in_compiled(module, own, asked)
+    own = [replace(u, reshard_after_forward=False) if u.name in kept else u for u in own]
     sharding = asked.sharding if split is None else _kept_whole(asked.sharding)
     summary = _describe(module, own, sharding)
 
+    own = [unit for unit in own if unit.name not in kept]
     if asked.shard is not None:
         _compile(module, roots if split is not None else (module,), own, asked.shard)
         again = choose_recomputed(module, [unit.name for unit in recomputed if keeps(unit.name)])
@@ -163,7 +166,10 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
     shards: tuple[FSDPModule, ...] = ()
     if asked.shard is not None and data_mesh is not None:
         new = [] if asked.shard.policy.is_manual else own
-        shards = fully_shard(roots, module, new, data_mesh, sharding)
+        inner = StepModule(nn.ModuleList(map(module.get_submodule, kept))) if kept else None
+        if inner is not None:
+            roots = (StepModule(module, inner),)
+        shards = fully_shard(roots, module, new, data_mesh, sharding, inner)
     replica = None if asked.replicas is None else WrappedReplica(module, asked.replicas)
     return ParallelModule(
         module=module,
@@ -230,11 +236,30 @@ def _ties_sharded_differently(split: PipelineSplit, cuts: Mapping[str, Placement
 def _compile(
     module: nn.Module, roots: tuple[nn.Module, ...], units: list[Unit], shard: ShardConfig
 ) -> None:
-    """Compiles the units, before checkpointing, through which the compiler does not see."""
+    """Compiles the units, before checkpointing, through which the compiler does not see.
+
+    A gather inside of compiled code would divide it. So of nested units the innermost are compiled.
+    """
     if shard.compile:
-        outer = [module.get_submodule(name) for name in outermost([u.name for u in units])]
-        for part in outer or roots:
+        names = innermost([unit.name for unit in units if not unit.keep_fp32])
+        for part in [module.get_submodule(name) for name in names] or roots:
             part.forward = torch.compile(part.forward)
+
+
+def _kept_in_compiled(module: nn.Module, units: list[Unit], asked: Parallelism) -> list[str]:
+    """Lists the modules kept in fp32, such as norms, inside of compiled units.
+
+    As units they would be gathered within compiled code.
+    """
+    shard = asked.shard
+    if asked.half is None or shard is None or not shard.compile or shard.policy.is_manual:
+        return []
+    if asked.pipeline is not None or asked.is_manual:  # a step is no call of one root
+        return []
+    kept = asked.half.kept(module)
+    others = [unit.name for unit in units if not unit.keep_fp32]
+    found = [unit.name for unit in units if unit.keep_fp32 and unit.name in kept]
+    return [name for name in found if any(name.startswith(f"{other}.") for other in others)]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ state of a step, only in those versions, which do not change any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -83,6 +83,7 @@ def shard(
     units: Sequence[Unit],
     mesh: DeviceMesh,
     options: ShardingOptions,
+    kept: nn.Module | None = None,
 ) -> tuple[FSDPModule, ...]:
     """Shards a module in place.
 
@@ -93,6 +94,8 @@ def shard(
         units: Units in the module, inner ones before outer ones.
         mesh: One axis to shard over, or two: replicas, then shards (HSDP).
         options: Options of the units that have none of their own.
+        kept: Holds modules inside of the units, whose parameters stay in fp32 and are gathered
+            together for its own call; None for none.
 
     Returns:
         The roots.
@@ -101,7 +104,8 @@ def shard(
         ValueError: A unit's trainable parameters are of several dtypes.
     """
     _check_stacks(module, mesh)
-    _check_dtypes(roots, module, units)
+    apart = set() if kept is None else set(kept.parameters())
+    _check_dtypes(roots, module, units, apart)
     precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     in_fp32 = MixedPrecisionPolicy(
         param_dtype=None if options.param_dtype is None else torch.float32,
@@ -109,6 +113,16 @@ def shard(
     )
     is_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=is_cuda) if options.offload else OffloadPolicy()
+    if kept is not None:
+        fully_shard(
+            kept,
+            mesh=mesh,
+            reshard_after_forward=False,
+            mp_policy=MixedPrecisionPolicy(in_fp32.param_dtype, cast_forward_inputs=False),
+            offload_policy=offload,
+            shard_placement_fn=_shard_dim,
+        )
+        apart = set(kept.parameters())  # which it has replaced
     for unit in units:
         own = unit.reshard_after_forward
         fully_shard(
@@ -118,6 +132,7 @@ def shard(
             mp_policy=in_fp32 if unit.keep_fp32 else precision,
             offload_policy=offload,
             shard_placement_fn=_shard_dim,
+            ignored_params=apart,
         )
     # A root's input is the user's batch, targets too: their dtype is not ours to change.
     for root in roots:
@@ -128,14 +143,20 @@ def shard(
             mp_policy=replace(precision, cast_forward_inputs=False),
             offload_policy=offload,
             shard_placement_fn=_shard_dim,
+            ignored_params=apart,
         )
     return tuple(root for root in roots if isinstance(root, FSDPModule))
 
 
-def _check_dtypes(roots: Sequence[nn.Module], module: nn.Module, units: Sequence[Unit]) -> None:
+def _check_dtypes(
+    roots: Sequence[nn.Module],
+    module: nn.Module,
+    units: Sequence[Unit],
+    apart: Collection[nn.Parameter],
+) -> None:
     """Checks that a unit's gradients have one dtype, for they are reduced in one buffer."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    taken = {
+    taken = set(apart) | {
         parameter
         for part in module.modules()
         if isinstance(part, FSDPModule)

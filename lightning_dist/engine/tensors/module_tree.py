@@ -37,6 +37,11 @@ def outermost(names: Collection[str]) -> list[str]:
     return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
 
 
+def innermost(names: Collection[str]) -> list[str]:
+    """Lists the names of modules that have no other one inside."""
+    return [n for n in names if not any(other.startswith(f"{n}.") for other in names)]
+
+
 def count_parameters(module: nn.Module) -> int:
     """Counts the elements of a module's parameters, shared ones once; a DTensor's are global."""
     return sum(parameter.numel() for parameter in module.parameters())

@@ -223,7 +223,7 @@ FIRST = ByName(["model.0"])
     ("shape", "rank", "wrap", "compiled"),
     [
         (MeshShape(dp_shard=2), 0, "auto", ["Block"] * DEPTH),
-        (MeshShape(dp_shard=2), 0, NESTED, ["Block"] * DEPTH),
+        (MeshShape(dp_shard=2), 0, NESTED, ["Inner"] * DEPTH),
         (MeshShape(pp=2), 0, FIRST, ["Block"]),
         (MeshShape(pp=2), 1, FIRST, ["Sequential"]),  # what runs the stage that has no unit
     ],
