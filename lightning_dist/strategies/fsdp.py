@@ -52,7 +52,8 @@ class FSDPStrategy(ShardedStrategy):
         sync_every_microstep: With ``accumulate_grad_batches``, whether to reduce gradients in each
             backward, for memory: between micro-steps a rank holds a shard of them, not all.
         meta_init: Whether ``configure_model`` builds without memory, to be filled shard by shard.
-        compile: Whether to compile the units' forwards with ``torch.compile``.
+        compile: Whether to compile the units' forwards with ``torch.compile``; of nested units,
+            those that have no other inside.
         find_unused_parameters: Whether to allow steps that do not use all parameters on any rank,
             which are an error otherwise. A parameter that only some ranks leave out counts as zero
             there, with this option or without (since torch 2.13). All ranks must run the same units

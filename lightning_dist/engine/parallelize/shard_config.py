@@ -28,7 +28,7 @@ class ShardConfig:
         activation_checkpointing: Which activations are computed again.
         reduce_dtype: Dtype in which gradients are reduced, under mixed precision.
         sync_every_microstep: Reduce gradients in each backward while they accumulate.
-        compile: Compile the units' forwards.
+        compile: Compile the units' forwards; of nested units, the innermost.
         find_unused_parameters: Allow steps that do not use all parameters.
 
     Raises:
