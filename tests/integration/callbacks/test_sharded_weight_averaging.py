@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from lightning_dist import DDPStrategy
 from lightning_dist.callbacks import ShardedWeightAveraging
 from lightning_dist.checkpoint import load_full
+from tests.helpers.networks.foreach import foreach_by_default
 from tests.helpers.networks.models import make_module, make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import (
@@ -48,7 +50,8 @@ def fit(name: str | None, epochs: int, resume: str | None, save: str | None) -> 
     if save is not None:
         module.on_train_epoch_end = lambda: trainer.save_checkpoint(save)
     loaders = loaders_of(trainer, entry)
-    trainer.fit(module, *loaders, ckpt_path=resume, weights_only=True)
+    with nullcontext() if name is None else foreach_by_default():  # as on a GPU
+        trainer.fit(module, *loaders, ckpt_path=resume, weights_only=True)
     metrics = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("val")}
     return state_of(module), metrics, module.history
 
@@ -68,7 +71,7 @@ def test_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.some("ddp-2", "pipeline-gpipe-2")
-@pytest.mark.parametrize("name", ["ddp-2", "fsdp-2x2", "pipeline-gpipe-2"])
+@pytest.mark.parametrize("name", ["ddp-2", "fsdp-2x2", "pipeline-gpipe-2", "tp-2"])
 def test_equals_a_single_device_when_resumed_too(
     workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

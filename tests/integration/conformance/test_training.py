@@ -1,4 +1,7 @@
-"""Ten steps under each strategy equal ten steps on one device, in float64."""
+"""Ten steps under each strategy equal ten steps on one device, in float64.
+
+The strategies' optimizers update by groups, as on a GPU, and one device's one parameter at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from lightning_dist.engine.tensors.dtensor import whole
 from tests.helpers.networks.chosen import chosen
+from tests.helpers.networks.foreach import foreach_by_default
 from tests.helpers.networks.models import make_module, state_of
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import (
@@ -65,11 +69,13 @@ CASES = [
     for optimizer in ("sgd", "adamw")
     if options != "accumulate later" and (name in WHOLE or (options, optimizer) in SOME)
 ]
+CASES += [(name, "clip value", "sgd") for name in ENTRIES if "tp-2" in name]
 CASES += [(name, "accumulate later", "adamw") for name in (*LATER, "pipeline-2x2")]
 
 
 def fit_each(name: str, dials: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
-    return {(o, optimizer): fit(name, optimizer, OPTIONS[o]) for o, optimizer in dials}
+    with foreach_by_default():
+        return {(o, optimizer): fit(name, optimizer, OPTIONS[o]) for o, optimizer in dials}
 
 
 single_device = cache(lambda options, optimizer: fit(None, optimizer, OPTIONS[options]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from itertools import permutations
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.checkpoint import load_full
+from tests.helpers.networks.foreach import foreach_by_default
 from tests.helpers.networks.models import make_module, state_of
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import (
@@ -43,7 +45,8 @@ def train(
 
     module.on_train_batch_end = keep_loss
     loaders = loaders_of(trainer, entry)
-    trainer.fit(module, *loaders, ckpt_path=resume, weights_only=True)
+    with nullcontext() if name == SINGLE else foreach_by_default():  # as on a GPU
+        trainer.fit(module, *loaders, ckpt_path=resume, weights_only=True)
     if save is not None:
         trainer.save_checkpoint(save)
     return state_of(module), losses

@@ -242,8 +242,6 @@ def single_device(optimizer: str) -> dict[str, Tensor]:
     "pipedream-Rprop",
     "pipedream-SGD",
     "pipedream-SparseAdam",
-    "tp-AdamW",
-    "tp-SGD, fused",
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", LAYOUTS)
