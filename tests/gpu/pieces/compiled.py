@@ -3,82 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist import PipelineStrategy
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES
-from lightning_dist.engine.splitting.cut import layers_of
-from tests.gpu.pieces.in_process import (
-    batches,
-    make_model,
-    make_optimizer,
-    shapes,
-    step_of,
-    update,
-)
-from tests.gpu.ranks import attempt, exact_products, within
+from tests.gpu.pieces.parity import failed, largest_difference
+from tests.gpu.ranks import Ranks, open_ranks, trainer_of, within
 from tests.gpu.records import Row, Verdict
 from tests.gpu.setting import Setting
-from tests.helpers.processes.threads import run_ranks
+from tests.helpers.networks.models import make_loader, make_module, state_of
+from tests.helpers.processes.workers import CaseFailedError
 
 TOLERANCE = 1e-9
+ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 
 
 def compiled(setting: Setting) -> Iterator[Row]:
     """Trains compiled layers, and compiled stages, beside the same ones uncompiled."""
-    exact_products()
-    for name in SCHEDULE_NAMES:
-        eager = _train_compiled(setting, name, "not")
-        for how in ("layers", "stages"):
-            what = f"compiled {how}, {name}"
-            yield attempt(what, partial(_compiled_row, what, setting, name, how, eager))
+    with open_ranks(setting) as ranks:
+        for name in SCHEDULE_NAMES:
+            eager = ranks.run(2, fit_compiled, name, "not")
+            whole = {key: value for state, _ in eager for key, value in state.items()}
+            for how in ("layers", "stages"):
+                yield _compare(ranks, f"compiled {how}, {name}", name, how, whole)
 
 
-def _compiled_row(
-    what: str, setting: Setting, schedule: str, how: str, eager: dict[str, Tensor]
-) -> Row:
+def _compare(ranks: Ranks, what: str, schedule: str, how: str, eager: dict[str, Tensor]) -> Row:
+    try:
+        parts = ranks.run(2, fit_compiled, schedule, how)
+    except CaseFailedError as error:
+        return failed(what, error)
+    difference = largest_difference([state for state, _ in parts], eager)
+    graphs = [number for _, number in parts]
+    row = within(what, difference, TOLERANCE, f"{difference:.1e}, {sum(graphs)} graphs")
+    return row if all(graphs) else Row(what, "nothing was compiled", "some graphs", Verdict.FAILS)
+
+
+def fit_compiled(setting: Setting, schedule: str, how: str) -> tuple[dict[str, Tensor], int]:
+    """Trains; returns this rank's parameters, on the CPU, and how many graphs were compiled."""
     torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    found = _train_compiled(setting, schedule, how)
-    difference = max(float((found[name] - eager[name]).abs().max()) for name in eager)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    row = within(what, difference, TOLERANCE, f"{difference:.1e}, {graphs} graphs")
-    return row if graphs else Row(what, "nothing was compiled", "some graphs", Verdict.FAILS)
-
-
-def _train_compiled(setting: Setting, schedule: str, how: str) -> dict[str, Tensor]:
-    models: list[nn.Sequential] = []
-    ranks = shapes(schedule)
-
-    def make() -> nn.Sequential:
-        net = make_model(setting)
-        if how == "layers":
-            for layer in net:
-                layer.compile(backend=setting.compiler)
-        models.append(net)
-        return net
-
-    def layers(stage: int) -> nn.Module:
-        rank = ranks[0].rank_of_stage[stage]
-        whole = layers_of(models[rank], ranks[0].layers_per_stage, stage)
-        whole.compile(backend=setting.compiler)
-        return whole
-
-    def train(net: nn.Sequential, pipeline: Pipeline) -> dict[str, Tensor]:
-        optimizer = make_optimizer(net)
-        for batch in data:
-            pipeline.train_batch(batch, step_of(net))
-            if pipeline.has_gradients:
-                update(pipeline, optimizer)
-        for _ in pipeline.drain():
-            update(pipeline, optimizer)
-        return {name: p.detach().clone() for name, p in net.named_parameters()}
-
-    data = batches(setting)
-    options = {"layers": layers} if how == "stages" else {}
-    # The default of 30 s is for what is not compiled.
-    parts = run_ranks(make, ranks, train, device=setting.torch_device, seconds=120, **options)
-    return {name: value for part in parts for name, value in part.items()}
+    counters = torch._dynamo.utils.counters  # what tests of torch itself read
+    counters.clear()
+    module = make_module()
+    if how == "layers":
+        for layer in module.model:
+            layer.compile(backend=setting.compiler)
+    elif how == "stages":
+        module.model.compile(backend=setting.compiler)
+    count = {} if schedule in ASYNCHRONOUS else {"num_microbatches": 4}
+    strategy = PipelineStrategy(
+        schedule=schedule,
+        partition="uniform",
+        process_group_backend="gloo",
+        transport="gloo",
+        **count,
+    )
+    trainer = trainer_of(setting, strategy, 2, limit_val_batches=0)
+    trainer.fit(module, make_loader())
+    state = {name: value.cpu() for name, value in state_of(module).items()}
+    return state, counters["stats"]["unique_graphs"]
